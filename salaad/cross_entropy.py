@@ -1,0 +1,67 @@
+"""Cross-entropy of a linear head, summed in float32, without ever holding the logits of all tokens.
+
+The logits of a large vocabulary, not the activations, would otherwise decide the largest micro-batch. A chunk of tokens
+is taken through the head, and its gradient is computed on the spot, so nothing is computed twice. torch's own
+`linear_cross_entropy` does the same, but sums in the dtype of its input: in bfloat16 its loss is off by up to 2 %.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+# Logits held at once: what stays in a processor's cache, and what keeps a GPU busy.
+_CHUNK = {"cpu": 2**19, "cuda": 2**27}
+_FEWEST_TOKENS = 128
+
+
+def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Σ over tokens of the cross-entropy of hidden·headᵀ at `targets`, in nats, float32, without dimensions.
+
+    Args:
+        hidden: tokens × width.
+        head: vocabulary × width.
+        targets: token ids (tokens); −100 is ignored.
+
+    Under autocast the products are taken in autocast's dtype, the sums in float32.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, head = hidden.to(dtype), head.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return _SummedCrossEntropy.apply(hidden, head, targets)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        needed = any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if needed else None
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if needed else None
+        size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
+        for start in range(0, len(hidden), size):
+            chunk = slice(start, start + size)
+            h, t = hidden[chunk], targets[chunk]
+            log_p = F.log_softmax(h @ head.mT, dim=-1, dtype=torch.float32)
+            total += F.nll_loss(log_p, t, reduction="sum", ignore_index=IGNORED)
+            if needed:
+                grad = log_p.exp_()
+                grad.scatter_add_(1, t.clamp_min(0)[:, None], grad.new_full((len(t), 1), -1.0))
+                grad = grad.masked_fill_((t == IGNORED)[:, None], 0).to(head.dtype)
+                torch.mm(grad, head, out=grad_hidden[chunk])
+                if head.dtype == torch.float32:
+                    grad_head.addmm_(grad.mT, h)
+                else:
+                    grad_head += grad.mT @ h
+        if needed:
+            ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_head * grad_total.to(grad_head.dtype), None

@@ -1,0 +1,27 @@
+"""Ranks, device and precision of a run, through accelerate."""
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
+
+from salaad.config import RunConfig
+from salaad.errors import UserError
+
+
+def start_accelerator(config: RunConfig) -> Accelerator:
+    """Ranks, device and precision; refuses what is not supported."""
+    torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+    )
+    ranks = accelerator.num_processes
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UserError(
+            f"{accelerator.distributed_type.value} is not supported; launch with one of configs/accelerate/"
+        )
+    if config.train.batch % ranks:
+        raise UserError(
+            f"train.batch {config.train.batch} cannot be shared by {ranks} processes; give a multiple of {ranks}"
+        )
+    return accelerator

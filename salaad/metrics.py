@@ -1,0 +1,177 @@
+"""The records of a run: metrics.jsonl, blocks.jsonl, evaluations.jsonl, Weights & Biases and the progress bar."""
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from salaad.config import WandbConfig
+from salaad.evaluation import Perplexity
+from salaad.surrogate import UpdateRecord
+
+_FILES = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
+PHASES = ("train", "admm", "sync", "save")
+
+
+class Recorder:
+    """Writes every record once, on the main rank; the other ranks hold one that is silent.
+
+    Args:
+        folder: the run's folder.
+        steps: optimizer steps of the whole run.
+        start: step the run goes on from; later lines of an interrupted life are dropped.
+        active: whether this rank writes.
+        wandb: Weights & Biases settings.
+        config: what Weights & Biases shows as the run's configuration.
+    """
+
+    def __init__(
+        self, folder: Path, steps: int, start: int, active: bool, wandb: WandbConfig, config: dict[str, Any]
+    ) -> None:
+        self.active = active
+        self._latest: dict[str, UpdateRecord] = {}
+        if not active:
+            return
+        self._files = {}
+        for name in _FILES:
+            _drop_lines_after(folder / name, start)
+            self._files[name] = (folder / name).open("a")
+        lines = read_lines(folder / "metrics.jsonl")
+        self._tokens = lines[-1]["tokens"] if lines else 0
+        self._bar = tqdm(
+            total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=True
+        )
+        self._wandb = _start_wandb(folder, wandb, config)
+
+    def log(self, *, new_tokens: int, seconds: dict[str, float], **values: Any) -> None:
+        """One line of metrics.jsonl: tokens since the last line, wall time by phase since then, and the values."""
+        if not self.active:
+            return
+        self._tokens += new_tokens
+        speed = {"tokens_per_second": new_tokens / sum(seconds.values())}
+        row = {"step": values.pop("step"), "tokens": self._tokens, **values, **speed}
+        self._write("metrics.jsonl", row | {"seconds": seconds})
+        if self._wandb:
+            self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])
+        self._bar.update(row["step"] - self._bar.n)
+        shown = {"loss": f"{row['loss']:.3f}", "tok/s": f"{row['tokens_per_second']:.0f}"}
+        if self._latest:
+            count = len(self._latest)
+            shown["rank"] = f"{sum(record.rank_ratio for record in self._latest.values()) / count:.3f}"
+            shown["density"] = f"{sum(record.density for record in self._latest.values()) / count:.3f}"
+        self._bar.set_postfix(shown)
+
+    def blocks(self, records: list[tuple[int, str, UpdateRecord]]) -> None:
+        """A line of blocks.jsonl for every block and ADMM update."""
+        if not self.active:
+            return
+        for step, name, record in records:
+            self._latest[name] = record
+            self._write("blocks.jsonl", {"step": step, "block": name, **vars(record)}, flush=False)
+            if self._wandb:
+                values = {f"blocks/{name}/{key}": value for key, value in vars(record).items()}
+                self._wandb.log(values, step=step)
+        self._files["blocks.jsonl"].flush()
+
+    def evaluation(
+        self, step: int, variant: str, result: Perplexity, precision: str, figures: Mapping[str, float]
+    ) -> None:
+        """One line of evaluations.jsonl: a variant's perplexity at a step, and its parameters and other figures."""
+        if not self.active:
+            return
+        row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
+        row |= {"tokens": result.tokens, "precision": precision, **figures}
+        self._write("evaluations.jsonl", row)
+        if self._wandb:
+            values = {"loss": result.loss, "perplexity": result.perplexity, **figures}
+            self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
+        self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar."""
+        if self.active:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Finish the files, the bar and the Weights & Biases run."""
+        if not self.active:
+            return
+        self._bar.close()
+        for file in self._files.values():
+            file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def _write(self, name: str, row: dict[str, Any], flush: bool = True) -> None:
+        self._files[name].write(json.dumps(row) + "\n")
+        if flush:
+            self._files[name].flush()
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines up to `step`; a resumed run writes the later ones again."""
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".partial")
+    with path.open() as old, temporary.open("w") as new:
+        for line in old:
+            # A line cut off by a kill has no end; everything behind the checkpoint is written again anyway.
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                new.write(line)
+    temporary.replace(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of one of the record files."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) -> Any:
+    """Start the Weights & Biases run, or go on with the one this folder began."""
+    if settings.mode == "disabled":
+        return None
+    import wandb  # a second of start-up that only those pay who ask for it
+
+    identity = folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(wandb.util.generate_id())
+    return wandb.init(
+        project=settings.project,
+        name=folder.name,
+        id=identity.read_text(),
+        resume="allow",
+        mode=settings.mode,
+        dir=str(folder),
+        config=config,
+    )
+
+
+class Stopwatch:
+    """Wall time by phase since the last `take`; on a GPU the caller's phases end with its own synchronisation."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._begun = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside towards `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call; `train` is whatever belongs to no other phase."""
+        now = time.perf_counter()
+        elapsed, self._begun = now - self._begun, now
+        others = {name: self._seconds[name] for name in PHASES[1:]}
+        self._seconds.clear()
+        return {"train": elapsed - sum(others.values()), **others}

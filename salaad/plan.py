@@ -1,0 +1,68 @@
+"""What a run would do, without doing it: `train.py --dry-run`."""
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from salaad import sharding
+from salaad.config import RunConfig
+from salaad.models import count_parameters, training_flops
+from salaad.roles import find_blocks
+from salaad.tables import markdown_table, millions
+
+# Bytes per parameter: weights, gradients, the optimizer's two moments.
+_BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
+_ADMM_BYTES = 12  # L, R and T of `Surrogate`, in float32
+
+
+def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
+    """Parameters, tokens, steps, blocks per owner, memory per rank by kind, operations: a Markdown table."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(description)
+    train, length = config.train, config.data.sequence_length
+    parameters, positions = count_parameters(model), train.steps * train.batch * length
+    rows = [
+        ("method", config.method),
+        ("parameters", millions(parameters)),
+        ("steps", f"{train.steps:,}"),
+        ("sequences per step", f"{train.batch} of {length} tokens, {train.batch // ranks} per rank"),
+        ("tokens, padding included", f"{positions / 1e9:.3f} B"),
+        ("processes", str(ranks)),
+        ("floating-point operations", f"{training_flops(model, length) * positions:.3g}"),
+    ]
+    rows += [(f"memory per rank: {kind}", amount) for kind, amount in _memory(config, description, parameters)]
+    if config.method == "salaad":
+        rows += _block_rows(config, model, ranks)
+    return markdown_table(("plan", "value"), rows)
+
+
+def _memory(config: RunConfig, description: PretrainedConfig, parameters: int) -> list[tuple[str, str]]:
+    kinds = zip(("weights", "gradients", "optimizer state"), _BYTES[config.train.precision], strict=True)
+    rows = [(kind, _mebibytes(parameters * size)) for kind, size in kinds]
+    rows_at_once = min(config.train.micro_batch, config.train.batch)
+    # About 34 values of the hidden size are kept per token and layer (17 in half precision), or one when recomputed.
+    kept = 1 if config.train.gradient_checkpointing else 34
+    size = 2 if config.train.precision.startswith("bf16") else 4
+    tokens = rows_at_once * config.data.sequence_length
+    activations = tokens * description.num_hidden_layers * description.hidden_size * kept * size
+    return [*rows, ("activations (estimate)", _mebibytes(activations))]
+
+
+def _block_rows(config: RunConfig, model: torch.nn.Module, ranks: int) -> list[tuple[str, str]]:
+    blocks = find_blocks(model, config.salaad)
+    costs = {name: sharding.update_cost(*X.shape) for name, X in blocks.items()}
+    owners = sharding.assign_owners(costs, ranks)
+    counts, sizes = [0] * ranks, [0] * ranks
+    for name, owner in owners.items():
+        counts[owner] += 1
+        sizes[owner] += blocks[name].numel()
+    return [
+        ("memory per rank: ADMM", f"{_mebibytes(max(sizes) * _ADMM_BYTES)} at the most"),
+        ("blocks", f"{len(blocks)}, {millions(sum(sizes))} parameters"),
+        ("blocks per owner", ", ".join(map(str, counts))),
+        ("imbalance of the owners", f"{sharding.imbalance(costs, owners, ranks):.3f} (largest cost over mean)"),
+        ("ADMM updates", f"{config.train.steps // config.salaad.every:,} per block, {config.salaad.schedule}"),
+    ]
+
+
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"

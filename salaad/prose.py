@@ -1,0 +1,144 @@
+"""From a source file or a package's text to passages of plain English: docstrings by `ast`, markup taken away."""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path, PurePath
+
+TEXTS = {".md", ".rst", ".txt"}
+# Licences repeat over packages, the others are lists for machines.
+NO_PROSE = re.compile(
+    r"licen|copying|notice|authors|entry_points|top_level|requirements|sources|record|vendor|cmakelists|namespace"
+    r"|dependency|installer|words|names|third.?party|constraints",
+    re.IGNORECASE,
+)
+LEAST_PASSAGE = 40  # characters
+LEAST_WORDS = 7
+ROLE = re.compile(r":[\w:+-]+:`~?([^`<]+?)(?:\s*<[^>`]*>)?`")  # :func:`name <target>`
+LINK = re.compile(r"!?\[([^\]\n]*)\]\([^)\s]*\)")  # [name](target)
+HYPERLINK = re.compile(r"`([^`<]+?)\s*<[^>`]*>`__?")  # `name <target>`_
+FIELD = re.compile(r"^:(?:param|return|raise|rtype|type|arg|keyword)\w*\s*([^:]*):\s*")
+UNDERLINE = re.compile(r"^([-=~^*+#_.\"'`])\1{2,}$")
+ITEM = re.compile(r"^(?:[-*+•]|\d{1,2}[.)]|\(\w\))\s+")
+CODE = re.compile(r"^(?:>>>|\.\.\. |\$ |In \[|Out\[|\.\. |\||\+[-=]|@|#!|import |from \w+ import|def |class \w+[(:])")
+PARAMETER = re.compile(r"^\**\w[\w., *`]*\s*(?:\([^)]*\))?\s*:(?:\s|$)")  # `name (type): …` or `name : type`
+
+
+def is_source(name: str) -> bool:
+    """Whether a file of this name may hold documentation."""
+    suffix = PurePath(name).suffix
+    return name == "METADATA" or suffix == ".py" or (suffix in TEXTS and not NO_PROSE.search(name))
+
+
+def passages(path: Path) -> list[str]:
+    """Passages of prose in a file, in its order; none if it cannot be read."""
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    if path.suffix == ".py":
+        texts = _docstrings(source)
+    elif path.name == "METADATA":
+        texts = [source.partition("\n\n")[2]]  # the description stands behind the headers
+    else:
+        texts = [source]
+    return [passage for text in texts for passage in prose(text)]
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    if '"""' not in source and "'''" not in source:
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    yield from _docstrings_below(tree)
+
+
+def _docstrings_below(node: ast.AST) -> Iterator[str]:
+    text = ast.get_docstring(node, clean=False)
+    if text:
+        yield text
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings_below(child)
+
+
+def prose(text: str) -> Iterator[str]:
+    """The paragraphs of a text that are English, each on one line or one line per list item."""
+    for block in _blocks(cleandoc(text)):
+        passage = _unmarked("\n".join(_joined(block)))
+        if _is_english(passage):
+            yield passage
+
+
+def _blocks(text: str) -> Iterator[list[str]]:
+    """Paragraphs as lists of lines, without code: fenced, introduced by `::`, or of a directive."""
+    fenced, code_indent, block = False, None, []
+    for line in [*text.splitlines(), ""]:
+        words = line.strip()
+        if words.startswith(("```", "~~~")):
+            fenced, words = not fenced, ""
+        elif fenced:
+            continue
+        indent = len(line) - len(line.lstrip())
+        if words and code_indent is not None:
+            if indent > code_indent:
+                continue
+            code_indent = None
+        if words:
+            block.append(line)
+            continue
+        if block:
+            last, first = block[-1], block[0]
+            if last.rstrip().endswith("::") or first.lstrip().startswith(".. "):
+                code_indent = min(len(kept) - len(kept.lstrip()) for kept in block)
+            yield block
+            block = []
+
+
+def _joined(block: list[str]) -> Iterator[str]:
+    """Lines of a paragraph with its hard breaks taken out, except before list items and parameters."""
+    line = ""
+    for words in (raw.strip() for raw in block):
+        if UNDERLINE.match(words):
+            continue
+        if CODE.match(words):
+            words = ""
+        if line and words and not (ITEM.match(words) or FIELD.match(words) or PARAMETER.match(words)):
+            line += " " + words
+        else:
+            if line:
+                yield line
+            line = words
+    if line:
+        yield line
+
+
+def _unmarked(text: str) -> str:
+    """Text without the markup of reStructuredText and Markdown."""
+    text = HYPERLINK.sub(r"\1", LINK.sub(r"\1", ROLE.sub(r"\1", text)))
+    text = re.sub(r"<[a-zA-Z/!][^>\n]*>", "", text)
+    text = re.sub(r"^#+\s*", "", text, flags=re.MULTILINE)
+    text = text.replace("**", "").replace("``", "`").replace("::", ":").replace("\\_", "_")
+    text = re.sub(r"[^\S\n]+", " ", text)
+    return re.sub(r" ?\n ?", "\n", text).strip()
+
+
+def _is_english(text: str) -> bool:
+    """Whether a passage reads like sentences: long enough, made of letters, and most of its words are words."""
+    if len(text) < LEAST_PASSAGE:
+        return False
+    words = text.split()
+    plain = sum(word.strip("`'\"().,;:!?*-").isalpha() for word in words)
+    letters = sum(character.isalpha() or character == " " for character in text)
+    ascii_letters = sum(character.isascii() for character in text)
+    return (
+        len(words) >= LEAST_WORDS
+        and plain >= 0.6 * len(words)
+        and letters >= 0.8 * len(text)
+        and ascii_letters >= 0.97 * len(text)
+    )

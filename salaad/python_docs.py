@@ -1,0 +1,234 @@
+"""A corpus that every machine has: the documentation inside this project's dependencies and the standard library.
+
+Docstrings and package texts are read from the installed files, cleaned to prose, and kept once; a hash of each
+document's text decides whether it is for validation. What is installed decides what the corpus is, so `Corpus.hash`
+belongs beside every number measured on it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+from tqdm import tqdm
+
+from salaad import prose
+from salaad.errors import UserError
+
+TRAIN_FILES = 8
+VALIDATION_ONE_IN = 64
+LEAST_DOCUMENT = 200  # characters
+TOKENIZER_CHARACTERS = 12_000_000  # training text of a tokenizer; more changes little and takes minutes
+REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
+# Tests explain little, and vendored packages are somebody else's documentation once more.
+LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendored", "site-packages", "__pycache__", "lib2to3", "idlelib"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The corpus on disk.
+
+    Args:
+        folder: where its files and its tokenizers are.
+        train_files: JSON lines with `text` and `source`.
+        validation_files: the same.
+        hash: SHA-256 over all texts.
+    """
+
+    folder: Path
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    hash: str
+
+
+def corpus(cache: Path | None = None) -> Corpus:
+    """The corpus of this machine, made in under a minute the first time and cached.
+
+    Args:
+        cache: folder of caches; `$SALAAD_CACHE` or `~/.cache/salaad` unless given.
+    """
+    distributions = dict(sorted(_closure(_required_names())))
+    library = Path(sysconfig.get_path("stdlib"))
+    folder = _cache(cache) / f"python-docs-{_fingerprint(distributions)}"
+    with _made_once(folder) as make:
+        if make:
+            sources = [*_standard_library(library), *_package_files(distributions)]
+            _write(make, _documents(sources))
+    facts = json.loads((folder / "corpus.json").read_text())
+    return Corpus(folder, *(tuple(str(folder / n) for n in facts[s]) for s in ("train", "validation")), facts["hash"])
+
+
+def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
+    """A sentencepiece model of `vocab_size` pieces (bytes included, so no text is lost), trained once and cached.
+
+    Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
+
+    Raises:
+        UserError: the corpus gives no such number of pieces.
+    """
+    folder = corpus.folder / f"tokenizer-{vocab_size}"
+    with _made_once(folder) as make:
+        if make:
+            try:
+                sentencepiece.SentencePieceTrainer.train(
+                    sentence_iterator=_sentences(corpus.train_files),
+                    model_prefix=str(make / "tokenizer"),
+                    vocab_size=vocab_size,
+                    model_type="unigram",
+                    byte_fallback=True,
+                    normalization_rule_name="identity",
+                    remove_extra_whitespaces=False,
+                    character_coverage=0.9995,
+                    pad_id=0,
+                    eos_id=1,
+                    unk_id=2,
+                    bos_id=-1,
+                    num_threads=4,
+                    minloglevel=2,
+                )
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0][-200:]
+                raise UserError(
+                    f"no tokenizer of model.vocab_size {vocab_size} can be trained on python-docs ({reason}); "
+                    f"give a number from 512 to 32000, or a data.tokenizer"
+                ) from error
+    return folder / "tokenizer.model"
+
+
+def _cache(given: Path | None) -> Path:
+    return given or Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
+
+
+@contextlib.contextmanager
+def _made_once(folder: Path) -> Iterator[Path | None]:
+    """Give an empty folder to fill if `folder` does not exist, and put it there when filled; else None.
+
+    Processes that start together wait for the first one; one that dies leaves nothing that looks complete.
+    """
+    if folder.exists():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            yield None
+            return
+        filling = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            yield filling
+            filling.chmod(0o755)
+            filling.replace(folder)
+        finally:
+            shutil.rmtree(filling, ignore_errors=True)
+
+
+def _required_names() -> list[str]:
+    """Names of the distributions this project requires."""
+    if REQUIREMENTS.is_file():
+        lines = [line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    else:
+        lines = importlib.metadata.requires("salaad") or []
+    return [_name(line) for line in lines if line]
+
+
+def _name(requirement: str) -> str:
+    """Normalised name at the head of a requirement such as `lm-eval[x]==0.4; python_version < "4"`."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement).group()).lower()
+
+
+def _closure(names: Iterable[str]) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
+    """(name, distribution) of all installed ones that are required, directly or not."""
+    installed = {_name(d.metadata["Name"]): d for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    waiting, seen = list(names), set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in installed:
+            continue
+        seen.add(name)
+        yield name, installed[name]
+        waiting += [_name(line) for line in installed[name].requires or [] if "extra ==" not in line]
+
+
+def _fingerprint(distributions: dict[str, importlib.metadata.Distribution]) -> str:
+    """Changes with Python, with what is installed and with the rules of extraction."""
+    parts = [sys.version, *(f"{name}=={distribution.version}" for name, distribution in distributions.items())]
+    rules = [Path(__file__).read_text(), Path(prose.__file__).read_text()]
+    return hashlib.sha256("\n".join(parts + rules).encode()).hexdigest()[:16]
+
+
+def _standard_library(root: Path) -> list[tuple[str, Path]]:
+    """(label, path) of the sources of the standard library."""
+    files = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
+    return [(f"python/{path.relative_to(root)}", path) for path in files]
+
+
+def _package_files(distributions: dict[str, importlib.metadata.Distribution]) -> Iterator[tuple[str, Path]]:
+    """(label, path) of sources and texts of the distributions."""
+    for name, distribution in distributions.items():
+        for file in sorted(distribution.files or [], key=str):
+            if file.parts[0] != ".." and not LEFT_OUT & set(file.parts) and prose.is_source(file.name):
+                yield f"{name}/{file}", Path(distribution.locate_file(file))
+
+
+def _documents(sources: list[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
+    """(label, text) per file with enough prose; a passage that came before is left out wherever it comes again."""
+    seen: set[bytes] = set()
+    quiet = not sys.stdout.isatty()
+    with ProcessPoolExecutor() as pool:
+        passages = pool.map(prose.passages, [path for _, path in sources], chunksize=64)
+        progress = tqdm(zip(sources, passages, strict=True), "python-docs", len(sources), disable=quiet, unit="file")
+        for (label, _), found in progress:
+            fresh = []
+            for passage in found:
+                digest = hashlib.blake2b(passage.encode(), digest_size=16).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    fresh.append(passage)
+            text = "\n".join(fresh)
+            if len(text) >= LEAST_DOCUMENT:
+                yield label, text
+
+
+def _write(folder: Path, documents: Iterable[tuple[str, str]]) -> None:
+    total = hashlib.sha256()
+    names = {
+        "train": [f"train-{k}.jsonl" for k in range(TRAIN_FILES)],
+        "validation": ["validation.jsonl"],
+    }
+    with contextlib.ExitStack() as stack:
+        files = {n: stack.enter_context((folder / n).open("w")) for n in (*names["train"], *names["validation"])}
+        for label, text in documents:
+            digest = hashlib.sha256(text.encode()).digest()
+            total.update(digest)
+            place = int.from_bytes(digest[:8])
+            validation, place = place % VALIDATION_ONE_IN == 0, place // VALIDATION_ONE_IN
+            name = names["validation"][0] if validation else names["train"][place % TRAIN_FILES]
+            files[name].write(json.dumps({"text": text, "source": label}, ensure_ascii=False) + "\n")
+    (folder / "corpus.json").write_text(json.dumps({**names, "hash": total.hexdigest()}, indent=1))
+
+
+def _sentences(files: Iterable[str]) -> Iterator[str]:
+    """Lines of text to train a tokenizer on; the training files are shuffled by hash, so a beginning is a sample."""
+    room = TOKENIZER_CHARACTERS
+    for file in files:
+        share = room // len(files)
+        with Path(file).open() as lines:
+            for line in lines:
+                text = json.loads(line)["text"]
+                share -= len(text)
+                if share < 0:
+                    break
+                yield from text.split("\n")

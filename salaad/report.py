@@ -1,0 +1,49 @@
+"""What a finished run amounts to, read from its own records."""
+
+from pathlib import Path
+from typing import Any
+
+from salaad.checkpoint import write_json
+from salaad.metrics import PHASES, read_lines
+from salaad.tables import markdown_table, millions
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Perplexities and parameters at the last step, mean rank ratio and density, speed, and where the time went."""
+    metrics = read_lines(folder / "metrics.jsonl")
+    last = metrics[-1]
+    evaluations = [row for row in read_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
+    seconds = {phase: sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
+    return {
+        "step": last["step"],
+        "tokens": last["tokens"],
+        "positions": last["positions"],
+        "variants": {row["variant"]: row for row in evaluations},
+        "tokens_per_second": last["tokens"] / sum(seconds.values()),
+        "seconds": seconds,
+    }
+
+
+def summarize(folder: Path) -> str:
+    """Write summary.json into the run's folder and return it as Markdown."""
+    summary = summary_of(folder)
+    write_json(summary, folder / "summary.json")
+    rows = [
+        (
+            name,
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            f"{row['rank_ratio']:.3f}" if "rank_ratio" in row else "–",
+            f"{row['density']:.3f}" if "density" in row else "–",
+            f"{row['tokens']:,}",
+            row["precision"],
+        )
+        for name, row in summary["variants"].items()
+    ]
+    header = ("variant", "perplexity", "parameters", "rank ratio", "density", "validation tokens", "precision")
+    total = sum(summary["seconds"].values())
+    split = ", ".join(f"{phase} {seconds / total:.1%}" for phase, seconds in summary["seconds"].items())
+    return (
+        f"{markdown_table(header, rows)}\n\n{summary['step']} steps, {summary['tokens']:,} tokens without padding, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s; wall time {total:,.0f} s: {split}"
+    )

@@ -1,0 +1,168 @@
+"""One surrogate block: L + S beside a weight X, its ADMM update and its I-controller (paper, Algorithm 1).
+
+Everything is kept in scaled variables, so that ρ appears in the gradient only and nothing of the size 1e-8 is stored:
+
+    U = Y/ρ,   τ_L = α/ρ,   τ_S = β/ρ,   T = L + S − U,   ∇ℓ_ρ = ρ(X − T)
+
+One update, J times, then the controller once:
+
+    L ← SVT(X − S + U, τ_L)
+    S ← soft threshold(X − L + U, τ_S)
+    U ← U + X − L − S
+    τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊
+
+S and U are two halves of one matrix. With R = X − L + U_old the sparse step gives S = soft(R, τ_S), and the dual step
+gives U = R − S = clamp(R, −τ_S, τ_S). So a block stores three dense float32 matrices, L, R and T, and no more.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from salaad.config import SalaadConfig
+from salaad.prox import effective_rank, soft_threshold, svt, truncate
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What one ADMM update left behind; the units are those of blocks.jsonl."""
+
+    rank_ratio: float
+    density: float
+    alpha: float
+    beta: float
+    delta: float
+    error: float
+    method: str
+
+
+class Surrogate:
+    """The state of one block and its update.
+
+    Args:
+        X: weight of the block (n×m, any floating dtype and device).
+        rho: penalty coefficient ρ of this block.
+        config: targets, controller step sizes, inner iterations.
+
+    The start is L₀ = X₀ truncated to rank Γ̂·min(n, m), S₀ = U₀ = 0 and no thresholds.
+    """
+
+    def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
+        self.rho = rho
+        self.config = config
+        X = X.detach().float()
+        self.tau_L = X.new_zeros(())
+        self.tau_S = X.new_zeros(())
+        self._tau_R = X.new_zeros(())  # the τ_S that split R into S and U; the controller has moved on since
+        self.L, self.sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
+        self.R = torch.zeros_like(X)
+        self.T = self.L.clone()
+        self.rank = effective_rank(self.sigma, config.gamma, config.energy)
+
+    @torch.no_grad()
+    def update(self, X: Tensor) -> Tensor:
+        """One ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
+
+        Returns:
+            The numbers of `UpdateRecord` in order, as one float32 tensor on the device of X.
+        """
+        X = X.detach().float()
+        for _ in range(self.config.inner):
+            U_old = self._U()
+            # X − S + U, since S = R − U
+            self.L, self.sigma = svt(X - self.R + 2 * U_old, self.tau_L, self.config.method)
+            self.R = X - self.L + U_old
+            self._tau_R = self.tau_S.clone()
+        U = self._U()
+        self.T = self.L + self.R - 2 * U
+        self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
+        density = torch.count_nonzero(self.R - U) / X.numel()
+        self._control(density)
+        delta = torch.linalg.vector_norm(U - U_old)  # U − U_old = X − L − S
+        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, delta / torch.linalg.vector_norm(X))
+        return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
+
+    def _control(self, density: Tensor) -> None:
+        """I-controller (section 4.2); a threshold never goes below 0."""
+        config = self.config
+        self.tau_L = (self.tau_L + (self.rank_ratio - config.rank_ratio) * config.delta_alpha).clamp_min(0)
+        self.tau_S = (self.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
+
+    def _U(self) -> Tensor:
+        return self.R.clamp(-self._tau_R, self._tau_R)
+
+    @torch.no_grad()
+    def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0) -> None:
+        """Add scale·ρ(X − T), the gradient of ℓ_ρ in eq. 3, to `gradient` (n×m) in place."""
+        gradient.add_(X, alpha=scale * self.rho).sub_(self.T, alpha=scale * self.rho)
+
+    @torch.no_grad()
+    def penalty(self, X: Tensor) -> Tensor:
+        """ℓ_ρ(X) = ρ/2·‖X − L − S + U‖²_F (eq. 3), without dimensions."""
+        return self.rho / 2 * torch.linalg.vector_norm(X.float() - self.T).square()
+
+    def low_rank(self) -> Tensor:
+        """L (n×m) as the ADMM holds it; `deployed` truncates it to its effective rank."""
+        return self.L
+
+    def sparse(self) -> Tensor:
+        """S (n×m), dense."""
+        return soft_threshold(self.R, self._tau_R)
+
+    def dual(self) -> Tensor:
+        """Y = ρU (n×m)."""
+        return self.rho * self._U()
+
+    def deployed(self) -> Tensor:
+        """L truncated to its effective rank, plus S (n×m): what every reported L + S figure uses."""
+        return truncate(self.L, self.rank)[0] + self.sparse()
+
+    @property
+    def alpha(self) -> float:
+        """α = ρ·τ_L, the weight of the nuclear norm."""
+        return self.rho * float(self.tau_L)
+
+    @property
+    def beta(self) -> float:
+        """β = ρ·τ_S, the weight of the l1 norm."""
+        return self.rho * float(self.tau_S)
+
+    @property
+    def rank_ratio(self) -> float:
+        """Γ(L): the effective rank over min(n, m)."""
+        return self.rank / min(self.L.shape)
+
+    @property
+    def nnz(self) -> int:
+        """Entries of S that are not zero."""
+        return int(torch.count_nonzero(self.sparse()))
+
+    @property
+    def density(self) -> float:
+        """Υ(S): `nnz` over n·m."""
+        return self.nnz / self.L.numel()
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the block as L + S: rank·(n + m) + nnz."""
+        return self.rank * sum(self.L.shape) + self.nnz
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a later `load_state_dict` needs to go on bit for bit."""
+        return {
+            "low_rank": self.L,
+            "residual": self.R,
+            "sigma": self.sigma,
+            "thresholds": torch.stack([self.tau_L, self.tau_S, self._tau_R]),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over the state that `state_dict` gave, on this block's own device."""
+        device = self.L.device
+        self.L = state["low_rank"].to(device)
+        self.R = state["residual"].to(device)
+        self.sigma = state["sigma"].to(device)
+        self.tau_L, self.tau_S, self._tau_R = state["thresholds"].to(device).unbind()
+        self.T = self.L + self.R - 2 * self._U()
+        self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)

@@ -1,0 +1,268 @@
+"""Pretrain a language model with SALAAD (paper, Algorithm 1).
+
+    accelerate launch train.py --config 350m.yaml
+    python train.py --config nano.yaml --method full_rank
+
+Every step is a guided learning step: the optimizer follows the gradient of ℓ(X) + ℓ_ρ(X). When its time has come,
+`method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from salaad import checkpoint as files
+from salaad import run, sharding
+from salaad.cli import read_command_line
+from salaad.config import ModelConfig, RunConfig
+from salaad.cross_entropy import IGNORED
+from salaad.data import Text, TrainingStream, merge_states, open_text, validation_batches
+from salaad.errors import run_command
+from salaad.evaluation import evaluate
+from salaad.interrupt import Agreement, StopRequest
+from salaad.launch import start_accelerator
+from salaad.methods import METHODS
+from salaad.metrics import Recorder, Stopwatch
+from salaad.models import SummedLoss, build_model, describe_model
+from salaad.optimizer import build_optimizer, load_optimizer_state
+from salaad.plan import plan_table
+from salaad.report import summarize
+from salaad.salaad import NotFiniteError
+
+
+def main() -> None:
+    """Configuration → data, model, method → the loop."""
+    config, options = read_command_line()
+    description = describe_model(config.model, config.data.sequence_length)
+    accelerator = start_accelerator(config)
+    if options.dry_run:
+        accelerator.print(plan_table(config, description, sharding.world_size()))
+        return
+    folder, checkpoint = run.open_run(config, options)
+    with accelerator.local_main_process_first():
+        text = open_text(config.data, vocab_size=description.vocab_size)
+    if accelerator.is_main_process:
+        run.begin(folder, config, text.corpus_hash)
+    accelerator.wait_for_everyone()
+    trainer = Trainer(config, description, accelerator, text, folder, checkpoint)
+    try:
+        trainer.train()
+    except NotFiniteError as error:
+        raise run.diverged(folder, trainer.step, trainer.model, error.block) from None
+    accelerator.end_training()
+
+
+class Trainer:
+    """One run: what a checkpoint holds, and the loop over it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        description: PretrainedConfig,
+        accelerator: Accelerator,
+        text: Text,
+        folder: Path,
+        checkpoint: Path | None,
+    ) -> None:
+        self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
+        self.device = accelerator.device
+        state = files.read_json(checkpoint / "state" / "trainer.json") if checkpoint else {"step": 0, "data": None}
+        self.step: int = state["step"]
+        self.interval_start: int = state.get("interval_start", 0)
+        # Sums that the next logged line reports; on the device, so that nobody waits for them.
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.grad_norm: Tensor | None = None
+
+        source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
+        self.model.to(self.device, dtype).train()
+        if config.train.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.method = METHODS[config.method](self.model, config)
+        self.optimizer, self.schedule = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
+        if config.train.compile:
+            self.model.base_model.compile()
+        loss = SummedLoss(self.model)
+        sharding.exclude_from_averaging(loss, self.method.float32_gradients())
+        self.loss = accelerator.prepare(loss)
+        self.stream = TrainingStream(
+            text,
+            config.data,
+            batch=config.train.batch,
+            rank=sharding.rank(),
+            world_size=sharding.world_size(),
+            seed=config.seed,
+            state=state["data"],
+        )
+        self.checkpoints = files.Checkpoints(folder / "checkpoints", config.train.keep_last)
+        if checkpoint:
+            self.restore(checkpoint, state)
+        main = accelerator.is_main_process
+        self.recorder = Recorder(folder, config.train.steps, self.step, main, config.wandb, config.to_dict())
+        self.stopwatch = Stopwatch()
+
+    def train(self) -> None:
+        """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
+        train = self.config.train
+        request, agreement = StopRequest(), Agreement(self.device)
+        batches = iter(self.stream)
+        while self.step < train.steps:
+            agreement.read()
+            if agreement.broken:
+                raise run.diverged(self.folder, self.step, self.model)
+            if agreement.stop:
+                self.save()
+                self.recorder.say(f"stopped after step {self.step}; the same command with --resume auto goes on")
+                self.recorder.close()
+                return
+            batch = next(batches)
+            targets = agreement.exchange(count_targets(batch["labels"]), request.asked, self.grad_norm)
+
+            # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 3).
+            self.backward(batch, targets)
+            self.method.after_backward()
+            self.grad_norm = self.clip()
+            self.optimizer.step()
+            lr = self.schedule.get_last_lr()[0]
+            self.schedule.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+
+            # Sparse and low-rank adaptation: every K steps the ADMM update and the controller of a block.
+            with self.stopwatch.phase("admm"):
+                self.method.after_step()
+
+            last = self.step == train.steps
+            if last:
+                self.method.finish()
+            if last or self.step % train.log_every == 0:
+                self.log(lr)
+            if last or (train.eval_every and self.step % train.eval_every == 0):
+                self.evaluate()
+            if last or (train.save_every and self.step % train.save_every == 0):
+                self.save()
+        self.recorder.close()
+        if self.accelerator.is_main_process:
+            print(summarize(self.folder))
+
+    def backward(self, batch: dict[str, Tensor], targets: Tensor) -> None:
+        """Gradient of the mean loss per predicted token of the global batch, over all micro-batches and ranks."""
+        micro_batches = list(
+            zip(*(batch[key].split(self.config.train.micro_batch) for key in ("input_ids", "labels")), strict=True)
+        )
+        for i, (input_ids, labels) in enumerate(micro_batches):
+            final = i == len(micro_batches) - 1
+            with nullcontext() if final else self.accelerator.no_sync(self.loss):
+                summed = self.loss(*(values.to(self.device, non_blocking=True) for values in (input_ids, labels)))
+                # The ranks' gradients are averaged, not summed: hence their number in the numerator.
+                self.accelerator.backward((summed * (sharding.world_size() / targets)).to(summed.dtype))
+            self.loss_sum += summed.detach() / targets
+        self.tokens += targets + self.config.train.batch  # the first token of a row is real, but predicted by nothing
+
+    def sums(self) -> list[float]:
+        """Loss and tokens since the last logged line, over all ranks; only the loss is a share of each rank's."""
+        return [float(sharding.all_sum(self.loss_sum.clone())), float(self.tokens)]
+
+    def clip(self) -> Tensor:
+        """Clip the coupled gradient to the configured norm; returns its norm before."""
+        limit = self.config.optimizer.clip or float("inf")
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+
+    def log(self, lr: float) -> None:
+        """Write what happened since the last line; the only place where the loop waits for the device."""
+        self.check_finite()
+        penalty = float(self.method.penalty())
+        with self.stopwatch.phase("sync"):
+            loss_sum, tokens = self.sums()
+            self.recorder.blocks(self.method.drain_records())
+        seconds = self.stopwatch.take()
+        self.recorder.log(
+            step=self.step,
+            new_tokens=round(tokens),
+            positions=self.step * self.config.train.batch * self.config.data.sequence_length,
+            loss=loss_sum / (self.step - self.interval_start),
+            penalty=penalty,
+            lr=lr,
+            grad_norm=float(self.grad_norm),
+            seconds=seconds,
+        )
+        self.loss_sum.zero_()
+        self.tokens.zero_()
+        self.interval_start = self.step
+
+    def evaluate(self) -> None:
+        """Perplexity of X and of what the method deploys, on the validation text."""
+        train, data = self.config.train, self.config.data
+        for variant, context, figures in self.method.variants():
+            batches = validation_batches(
+                self.text,
+                data,
+                rank=sharding.rank(),
+                world_size=sharding.world_size(),
+                rows=train.micro_batch,
+                max_tokens=train.eval_tokens,
+            )
+            with context, self.accelerator.autocast():
+                result = evaluate(SummedLoss(self.model), batches, self.device)
+            self.recorder.evaluation(self.step, variant, result, train.precision, figures)
+
+    def check_finite(self) -> None:
+        """Stop rather than record or save numbers that are not finite."""
+        if self.grad_norm is not None and not self.grad_norm.isfinite():
+            raise run.diverged(self.folder, self.step, self.model)
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after this step; collective."""
+        self.check_finite()
+        with self.stopwatch.phase("save"):
+            self.recorder.blocks(self.method.drain_records())
+            trainer = {
+                "step": self.step,
+                "interval_start": self.interval_start,
+                "sums": self.sums(),
+                "data": merge_states(sharding.gather(self.stream.state_dict())),
+                "method": self.method.state_dict(),
+                "world_size": sharding.world_size(),
+                "config": self.config.to_dict(),
+            }
+            self.checkpoints.save(self.step, lambda folder: self.write(folder, trainer))
+
+    def write(self, folder: Path, trainer: dict) -> None:
+        """This rank's part of a checkpoint."""
+        files.save_surrogates(self.method.surrogates(), folder / "surrogate")
+        torch.save(files.random_state(), folder / "state" / f"random-{sharding.rank():05d}.pt")
+        if self.accelerator.is_main_process:
+            self.model.save_pretrained(folder / "model")
+            self.text.tokenizer.save_pretrained(folder / "model")
+            optimizer = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+            torch.save(optimizer, folder / "state" / "optimizer.pt")
+            files.write_json(trainer, folder / "state" / "trainer.json")
+
+    def restore(self, checkpoint: Path, trainer: dict) -> None:
+        """Take over everything `write` wrote; the model is built from its folder already."""
+        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location=self.device, weights_only=True)
+        load_optimizer_state(self.optimizer, saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        self.method.load_state_dict(trainer["method"])
+        files.load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
+        random = checkpoint / "state" / f"random-{sharding.rank():05d}.pt"
+        if random.exists():  # a rank that the earlier world did not have starts with its own
+            files.restore_random_state(torch.load(random, weights_only=True))
+        if sharding.rank() == 0:
+            self.loss_sum += trainer["sums"][0]
+        self.tokens += trainer["sums"][1]
+
+
+def count_targets(labels: Tensor) -> int:
+    """Tokens of these rows that are predicted: all but padding and each row's first."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+if __name__ == "__main__":
+    run_command(main)
