@@ -208,7 +208,7 @@ class Trainer:
                 rows=train.micro_batch,
                 max_tokens=train.eval_tokens,
             )
-            with context, self.accelerator.autocast():
+            with self.stopwatch.phase("evaluate"), context, self.accelerator.autocast():
                 result = evaluate(SummedLoss(self.model), batches, self.device)
             self.recorder.evaluation(self.step, variant, result, train.precision, figures)
 

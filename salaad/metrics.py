@@ -16,7 +16,7 @@ from salaad.evaluation import Perplexity
 from salaad.surrogate import UpdateRecord
 
 _FILES = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
-PHASES = ("train", "admm", "sync", "save")
+PHASES = ("train", "admm", "sync", "save", "evaluate")
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         if not self.active:
             return
         self._tokens += new_tokens
-        speed = {"tokens_per_second": new_tokens / sum(seconds.values())}
+        speed = {"tokens_per_second": new_tokens / (sum(seconds.values()) - seconds["evaluate"])}
         row = {"step": values.pop("step"), "tokens": self._tokens, **values, **speed}
         self._write("metrics.jsonl", row | {"seconds": seconds})
         if self._wandb:

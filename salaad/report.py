@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from salaad.checkpoint import write_json
 from salaad.metrics import PHASES, read_lines
+from salaad.run import provenance
 from salaad.tables import markdown_table, millions
 
 
@@ -19,7 +22,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
         "tokens": last["tokens"],
         "positions": last["positions"],
         "variants": {row["variant"]: row for row in evaluations},
-        "tokens_per_second": last["tokens"] / sum(seconds.values()),
+        "tokens_per_second": last["tokens"] / (sum(seconds.values()) - seconds["evaluate"]),
         "seconds": seconds,
     }
 
@@ -47,3 +50,15 @@ def summarize(folder: Path) -> str:
         f"{markdown_table(header, rows)}\n\n{summary['step']} steps, {summary['tokens']:,} tokens without padding, "
         f"{summary['tokens_per_second']:,.0f} tokens/s; wall time {total:,.0f} s: {split}"
     )
+
+
+def save_result(folder: Path, path: Path, command: str) -> None:
+    """Write what a finished run measured as one JSON file: command, configuration, provenance, figures."""
+    result = {
+        "command": command,
+        "config": yaml.safe_load((folder / "config.yaml").read_text()),
+        **provenance(),
+        "summary": summary_of(folder),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(result, path)

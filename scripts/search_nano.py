@@ -1,0 +1,68 @@
+"""Search SALAAD's settings at a small scale: train every point of a list, one core each, and keep one JSON per run.
+
+    python scripts/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
+
+A point is a list of `key=value` of the `salaad` section (or `section.key=value` of any other), laid over the config.
+Finished points are kept, so the search can be interrupted and extended.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from salaad.report import save_result  # noqa: E402
+
+
+def overrides(point: str) -> list[str]:
+    """The command-line options of a point; `full_rank` is the vanilla run."""
+    options = []
+    for word in point.split():
+        if word == "full_rank":
+            options += ["--method", "full_rank"]
+        else:
+            key, value = word.split("=", 1)
+            options += [f"--{key if '.' in key else 'salaad.' + key}", value]
+    return options
+
+
+def train(point: str, config: str, runs: Path, results: Path) -> None:
+    """Train one point on one core and write its result; nothing to do if that is there already."""
+    name = point.replace(" ", ",").replace("salaad.", "")
+    result = results / f"{name}.json"
+    if result.exists():
+        return
+    folder = runs / name
+    command = ["train.py", "--config", config, *overrides(point), "--output", str(folder), "--train.save_every", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{point}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return
+    save_result(folder, result, "python " + " ".join(command[:-4]))
+    print(f"{point}\n{done.stdout.strip()}\n", flush=True)
+
+
+def main() -> None:
+    """Train the points side by side."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("points", nargs="+", help="settings to lay over the config, or full_rank")
+    parser.add_argument("--config", default="nano.yaml", help="configuration the points differ from")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "search", help="where the runs go")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "results" / "nano" / "search", help="where the JSON goes"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda point: train(point, options.config, options.runs, options.results), options.points))
+
+
+if __name__ == "__main__":
+    main()
