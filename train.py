@@ -7,6 +7,7 @@ Every step is a guided learning step: the optimizer follows the gradient of ℓ(
 `method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 
 from salaad import checkpoint as files
 from salaad import run, sharding
-from salaad.cli import read_command_line
+from salaad.cli import TrainOptions, read_command_line
 from salaad.config import ModelConfig, RunConfig
 from salaad.cross_entropy import IGNORED
 from salaad.data import Text, TrainingStream, merge_states, open_text, validation_batches
@@ -29,20 +30,24 @@ from salaad.methods import METHODS
 from salaad.metrics import Recorder, Stopwatch
 from salaad.models import SummedLoss, build_model, describe_model
 from salaad.optimizer import build_optimizer, load_optimizer_state
-from salaad.plan import plan_table
-from salaad.report import summarize
+from salaad.plan import check_run, plan_table
+from salaad.report import summarize, summary_table
 from salaad.salaad import NotFiniteError
 
 
-def main() -> None:
+def main(config: RunConfig, options: TrainOptions) -> None:
     """Configuration → data, model, method → the loop."""
-    config, options = read_command_line()
     description = describe_model(config.model, config.data.sequence_length)
     accelerator = start_accelerator(config)
     if options.dry_run:
         accelerator.print(plan_table(config, description, sharding.world_size()))
         return
+    check_run(config, description)
     folder, checkpoint = run.open_run(config, options)
+    if (folder / "summary.json").exists():
+        summary = files.read_json(folder / "summary.json")
+        accelerator.print(f"{folder} is finished:\n\n{summary_table(summary)}")
+        return
     with accelerator.local_main_process_first():
         text = open_text(config.data, vocab_size=description.vocab_size)
     if accelerator.is_main_process:
@@ -83,7 +88,7 @@ class Trainer:
         self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
         self.model.to(self.device, dtype).train()
         if config.train.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            self.model.activation_checkpointing_enable()
         self.method = METHODS[config.method](self.model, config)
         self.optimizer, self.schedule = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
         if config.train.compile:
@@ -141,15 +146,15 @@ class Trainer:
             last = self.step == train.steps
             if last:
                 self.method.finish()
-            if last or self.step % train.log_every == 0:
-                self.log(lr)
             if last or (train.eval_every and self.step % train.eval_every == 0):
                 self.evaluate()
+            if last or self.step % train.log_every == 0:
+                self.log(lr)
             if last or (train.save_every and self.step % train.save_every == 0):
                 self.save()
         self.recorder.close()
         if self.accelerator.is_main_process:
-            print(summarize(self.folder))
+            print(summarize(self.folder, self.stopwatch.take()))
 
     def backward(self, batch: dict[str, Tensor], targets: Tensor) -> None:
         """Gradient of the mean loss per predicted token of the global batch, over all micro-batches and ranks."""
@@ -176,7 +181,7 @@ class Trainer:
 
     def log(self, lr: float) -> None:
         """Write what happened since the last line; the only place where the loop waits for the device."""
-        self.check_finite()
+        self.check_finite([self.grad_norm])
         penalty = float(self.method.penalty())
         with self.stopwatch.phase("sync"):
             loss_sum, tokens = self.sums()
@@ -212,14 +217,14 @@ class Trainer:
                 result = evaluate(SummedLoss(self.model), batches, self.device)
             self.recorder.evaluation(self.step, variant, result, train.precision, figures)
 
-    def check_finite(self) -> None:
+    def check_finite(self, tensors: Iterable[Tensor]) -> None:
         """Stop rather than record or save numbers that are not finite."""
-        if self.grad_norm is not None and not self.grad_norm.isfinite():
+        if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
             raise run.diverged(self.folder, self.step, self.model)
 
     def save(self) -> None:
         """Write a checkpoint of the state after this step; collective."""
-        self.check_finite()
+        self.check_finite(self.model.parameters())
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
             trainer = {
@@ -265,4 +270,4 @@ def count_targets(labels: Tensor) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: main(*read_command_line()))

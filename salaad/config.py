@@ -26,6 +26,13 @@ def _at_least(section: object, low: float, *names: str) -> None:
         )
 
 
+def _one_or_more(section: object, *names: str) -> None:
+    """Let a single text stand for a tuple of one, and a list, as YAML has it, for a tuple."""
+    for name in names:
+        value = getattr(section, name)
+        object.__setattr__(section, name, (value,) if isinstance(value, str) else tuple(value))
+
+
 def _section_of(section: object) -> str:
     return type(section).__name__.removesuffix("Config").lower()
 
@@ -80,8 +87,8 @@ class DataConfig:
     """
 
     source: Literal["python-docs", "c4", "files"] = "python-docs"
-    files: tuple[str, ...] = ()
-    validation_files: tuple[str, ...] = ()
+    files: tuple[str, ...] | str = ()
+    validation_files: tuple[str, ...] | str = ()
     tokenizer: str | None = None
     text_field: str = "text"
     sequence_length: int = 256
@@ -92,6 +99,7 @@ class DataConfig:
     max_bad_documents: int = 100
 
     def __post_init__(self) -> None:
+        _one_or_more(self, "files", "validation_files")
         _at_least(self, 2, "sequence_length")
         _at_least(self, 1, "shuffle_window", "streams")
         _at_least(self, 0, "workers", "max_bad_documents")
@@ -209,13 +217,14 @@ class SalaadConfig:
     delta_beta: float = 0.002
     rho_constant: float = 0.03
     rho: float | None = None
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] | str = ()
     embedding: bool = False
     lm_head: bool = False
     schedule: Literal["synchronous", "staggered"] = "synchronous"
     method: Literal["auto", "exact", "gram"] = "auto"
 
     def __post_init__(self) -> None:
+        _one_or_more(self, "roles")
         for name in ("rank_ratio", "gamma"):
             value = getattr(self, name)
             _check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")

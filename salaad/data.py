@@ -342,7 +342,12 @@ class _Share(IterableDataset):
 def _start(share: _Share, workers: int) -> Iterator[_Item | UserError]:
     """Items of all workers in turn: worker 0's for the first step, worker 1's for it, …, then the second step's."""
     loader = DataLoader(
-        share, batch_size=None, num_workers=workers, collate_fn=_as_it_is, worker_init_fn=_set_up_worker
+        share,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_leave_interrupts_to_the_trainer,
+        generator=torch.Generator(),  # a loader draws a seed, which must not come from the run's own generator
     )
     with _quiet_fork():
         return iter(loader)
@@ -367,7 +372,6 @@ def _quiet_fork() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _set_up_worker(worker: int) -> None:
-    """Leave Ctrl-C and a scheduler's SIGTERM, which reach the whole process group, to the trainer."""
+def _leave_interrupts_to_the_trainer(worker: int) -> None:
+    """Ctrl-C reaches the whole process group, but only the trainer knows what to save first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

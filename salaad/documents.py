@@ -51,7 +51,8 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
         path = Path(pattern).expanduser()
         if path.is_dir():
             raise UserError(f"{pattern} is a folder, but files are read one by one; give a glob such as {path}/*.jsonl")
-        matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+        # Path.glob takes no absolute pattern.
+        matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207
         files = [match for match in matches if not Path(match).is_dir()]
         if not files:
             raise UserError(f"{pattern} matches no file here ({Path.cwd()}); give an existing path or a glob")

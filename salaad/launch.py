@@ -1,8 +1,11 @@
 """Ranks, device and precision of a run, through accelerate."""
 
+import warnings
+
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType
+from transformers.utils import logging
 
 from salaad.config import RunConfig
 from salaad.errors import UserError
@@ -10,8 +13,13 @@ from salaad.errors import UserError
 
 def start_accelerator(config: RunConfig) -> Accelerator:
     """Ranks, device and precision; refuses what is not supported."""
+    logging.disable_progress_bar()  # every checkpoint would draw one
+    # accelerate knows no other name for the setting yet.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
     accelerator = Accelerator(
+        # Said outright, because several processes on a machine without a GPU would otherwise each run alone.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from salaad import sharding
 from salaad.config import RunConfig
 from salaad.models import count_parameters
+from salaad.roles import find_blocks
 from salaad.salaad import Salaad
 from salaad.surrogate import Surrogate, UpdateRecord
 
@@ -24,6 +25,10 @@ class FullRank:
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self.model = model
+
+    @classmethod
+    def check(cls, model: nn.Module, config: RunConfig) -> None:
+        """Raise a UserError if the method cannot train `model`, of which only names and shapes are read."""
 
     def float32_gradients(self) -> list[nn.Parameter]:
         """Weights in bfloat16 whose gradients are kept, and averaged over the ranks, in float32."""
@@ -68,6 +73,10 @@ class SalaadMethod(FullRank):
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         super().__init__(model, config)
         self.salaad = Salaad(model, config.salaad)
+
+    @classmethod
+    def check(cls, model: nn.Module, config: RunConfig) -> None:  # noqa: D102
+        find_blocks(model, config.salaad)
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
         return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]

@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, blocks.jsonl, evaluations.jsonl, Weights & Biases and the progress bar."""
 
 import json
+import secrets
 import sys
 import time
 from collections import defaultdict
@@ -140,7 +141,7 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) ->
 
     identity = folder / "wandb_id"
     if not identity.exists():
-        identity.write_text(wandb.util.generate_id())
+        identity.write_text(secrets.token_hex(4))
     return wandb.init(
         project=settings.project,
         name=folder.name,

@@ -5,7 +5,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from salaad import sharding
 from salaad.config import RunConfig
+from salaad.methods import METHODS
 from salaad.models import count_parameters, training_flops
+from salaad.optimizer import optimizer_class
 from salaad.roles import find_blocks
 from salaad.tables import markdown_table, millions
 
@@ -16,8 +18,7 @@ _ADMM_BYTES = 12  # L, R and T of `Surrogate`, in float32
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
     """Parameters, tokens, steps, blocks per owner, memory per rank by kind, operations: a Markdown table."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(description)
+    model = _outline(description)
     train, length = config.train, config.data.sequence_length
     parameters, positions = count_parameters(model), train.steps * train.batch * length
     rows = [
@@ -33,6 +34,22 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     if config.method == "salaad":
         rows += _block_rows(config, model, ranks)
     return markdown_table(("plan", "value"), rows)
+
+
+def check_run(config: RunConfig, description: PretrainedConfig) -> None:
+    """Find what is wrong with a configuration that its sections cannot see each for itself, before anything is made.
+
+    Raises:
+        UserError: roles that match nothing in this model, or an optimizer that torch does not have.
+    """
+    optimizer_class(config.optimizer.name)
+    METHODS[config.method].check(_outline(description), config)
+
+
+def _outline(description: PretrainedConfig) -> torch.nn.Module:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(description)
 
 
 def _memory(config: RunConfig, description: PretrainedConfig, parameters: int) -> list[tuple[str, str]]:

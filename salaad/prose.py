@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path, PurePath
+from string import ascii_letters
 
 TEXTS = {".md", ".rst", ".txt"}
 # Licences repeat over packages, the others are lists for machines.
@@ -20,10 +21,12 @@ ROLE = re.compile(r":[\w:+-]+:`~?([^`<]+?)(?:\s*<[^>`]*>)?`")  # :func:`name <ta
 LINK = re.compile(r"!?\[([^\]\n]*)\]\([^)\s]*\)")  # [name](target)
 HYPERLINK = re.compile(r"`([^`<]+?)\s*<[^>`]*>`__?")  # `name <target>`_
 FIELD = re.compile(r"^:(?:param|return|raise|rtype|type|arg|keyword)\w*\s*([^:]*):\s*")
+LETTERS = (ascii_letters + " \n").encode()
+ASCII = bytes(range(128))
 UNDERLINE = re.compile(r"^([-=~^*+#_.\"'`])\1{2,}$")
 ITEM = re.compile(r"^(?:[-*+•]|\d{1,2}[.)]|\(\w\))\s+")
 CODE = re.compile(r"^(?:>>>|\.\.\. |\$ |In \[|Out\[|\.\. |\||\+[-=]|@|#!|import |from \w+ import|def |class \w+[(:])")
-PARAMETER = re.compile(r"^\**\w[\w., *`]*\s*(?:\([^)]*\))?\s*:(?:\s|$)")  # `name (type): …` or `name : type`
+PARAMETER = re.compile(r"^(\**\w+(?:, \**\w+)*)(?: \([^)]*\):|:| : (\S.*))(?=\s|$)")  # `name (type): …`, `name : type`
 
 
 def is_source(name: str) -> bool:
@@ -104,10 +107,11 @@ def _joined(block: list[str]) -> Iterator[str]:
     """Lines of a paragraph with its hard breaks taken out, except before list items and parameters."""
     line = ""
     for words in (raw.strip() for raw in block):
-        if UNDERLINE.match(words):
+        if UNDERLINE.match(words) or CODE.match(words):
+            line = ""  # an underlined heading goes with its line, and so does what leads into code
             continue
-        if CODE.match(words):
-            words = ""
+        if (typed := PARAMETER.match(words)) and typed[2]:
+            words = f"{typed[1]}:"  # the next line says what it is, which reads better than its type
         if line and words and not (ITEM.match(words) or FIELD.match(words) or PARAMETER.match(words)):
             line += " " + words
         else:
@@ -130,15 +134,10 @@ def _unmarked(text: str) -> str:
 
 def _is_english(text: str) -> bool:
     """Whether a passage reads like sentences: long enough, made of letters, and most of its words are words."""
-    if len(text) < LEAST_PASSAGE:
-        return False
     words = text.split()
+    if len(text) < LEAST_PASSAGE or len(words) < LEAST_WORDS:
+        return False
+    raw = text.encode()
+    signs, foreign = len(raw.translate(None, LETTERS)), len(raw.translate(None, ASCII))
     plain = sum(word.strip("`'\"().,;:!?*-").isalpha() for word in words)
-    letters = sum(character.isalpha() or character == " " for character in text)
-    ascii_letters = sum(character.isascii() for character in text)
-    return (
-        len(words) >= LEAST_WORDS
-        and plain >= 0.6 * len(words)
-        and letters >= 0.8 * len(text)
-        and ascii_letters >= 0.97 * len(text)
-    )
+    return signs <= 0.2 * len(raw) and foreign <= 0.03 * len(raw) and plain >= 0.6 * len(words)

@@ -1,22 +1,26 @@
 """What a finished run amounts to, read from its own records."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from salaad.checkpoint import write_json
+from salaad.checkpoint import read_json, write_json
 from salaad.metrics import PHASES, read_lines
 from salaad.run import provenance
 from salaad.tables import markdown_table, millions
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Perplexities and parameters at the last step, mean rank ratio and density, speed, and where the time went."""
+def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
+    """Perplexities and parameters at the last step, mean rank ratio and density, speed, and where the time went.
+
+    `after_last_line` is the wall time by phase that no line of metrics.jsonl holds.
+    """
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]
     evaluations = [row for row in read_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
-    seconds = {phase: sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
+    seconds = {phase: after_last_line[phase] + sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
     return {
         "step": last["step"],
         "tokens": last["tokens"],
@@ -27,10 +31,15 @@ def summary_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def summarize(folder: Path) -> str:
+def summarize(folder: Path, after_last_line: Mapping[str, float]) -> str:
     """Write summary.json into the run's folder and return it as Markdown."""
-    summary = summary_of(folder)
+    summary = summary_of(folder, after_last_line)
     write_json(summary, folder / "summary.json")
+    return summary_table(summary)
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """The Markdown of a summary.json."""
     rows = [
         (
             name,
@@ -58,7 +67,7 @@ def save_result(folder: Path, path: Path, command: str) -> None:
         "command": command,
         "config": yaml.safe_load((folder / "config.yaml").read_text()),
         **provenance(),
-        "summary": summary_of(folder),
+        "summary": read_json(folder / "summary.json"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(result, path)

@@ -66,7 +66,7 @@ def _compare(old: dict[str, Any], config: RunConfig, place: Path) -> None:
         before, now = _flat(old).get(key), _flat(new).get(key)
         if before != now and key not in _FREE:
             raise UserError(
-                f"{place} was begun with {key} {before}, but {now} is asked for; keep {before}, or give another --output"
+                f"{place} was begun with {key} {before}, but {now} is asked for; keep it, or give another --output"
             )
 
 

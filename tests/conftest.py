@@ -7,10 +7,48 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-WORDS = (
-    "a the of and to in it is was on matrix rank sparse low model train step loss weight value singular threshold "
-    "gradient token text stream file row batch seed window cursor epoch resume exact number every other small large"
-).split()
+WORDS = [
+    "a",
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "it",
+    "is",
+    "was",
+    "on",
+    "matrix",
+    "rank",
+    "sparse",
+    "low",
+    "model",
+    "train",
+    "step",
+    "loss",
+    "weight",
+    "value",
+    "singular",
+    "threshold",
+    "gradient",
+    "token",
+    "text",
+    "stream",
+    "file",
+    "row",
+    "batch",
+    "seed",
+    "window",
+    "cursor",
+    "epoch",
+    "resume",
+    "exact",
+    "number",
+    "every",
+    "other",
+    "small",
+    "large",
+]
 
 
 def make_documents(count: int, seed: int) -> list[str]:

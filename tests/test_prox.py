@@ -198,7 +198,6 @@ def test_svt_and_effective_rank_see_the_rank_of_a_rank_deficient_matrix(method):
 @pytest.mark.parametrize(
     ("sigma", "gamma", "energy", "rank"),
     [
-        ([], 0.999, "nuclear", 0),
         ([5.0], 0.999, "nuclear", 1),
         ([5.0], 1.0, "nuclear", 1),
         ([0.0, 0.0, 0.0], 0.999, "nuclear", 0),

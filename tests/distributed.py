@@ -1,0 +1,34 @@
+"""Run a function on several ranks, each a process of its own, and bring back what every rank returned."""
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
+    """`fn(*args)` on `world_size` ranks that form a gloo group; the results in rank order.
+
+    `fn` must be a function of a module, and its arguments and results picklable. An error on any rank is raised here.
+    """
+    folder = Path(mkdtemp(dir=tmp_path))
+    mp.spawn(_rank, (world_size, folder, fn, args), nprocs=world_size)
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    # A rank that waits for one that has failed should not wait for long.
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(fn(*args)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,282 @@
+"""The trainer end to end: resume, several processes, the launch command, precisions, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from training import ROOT, last_checkpoint, launch, lines, run_training, toy_arguments, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from salaad import methods
+from salaad.checkpoint import read_surrogates
+from salaad.errors import UserError
+
+
+@pytest.fixture
+def toy(text_files, tiny_tokenizer_dir):
+    """Options of a toy run; keywords override."""
+    return lambda **overrides: toy_arguments(text_files, tiny_tokenizer_dir, **overrides)
+
+
+def assert_same_tensors(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        if isinstance(first[name], dict):
+            assert_same_tensors(first[name], second[name])
+        else:
+            assert torch.equal(first[name], second[name]), name
+
+
+def interrupt_at(monkeypatch, steps: set[int]) -> None:
+    """Let this process receive SIGTERM during each of these steps, once."""
+    original, pending = methods.SalaadMethod.after_step, set(steps)
+
+    def after_step(self):
+        original(self)
+        if self.salaad.steps in pending:
+            pending.discard(self.salaad.steps)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(methods.SalaadMethod, "after_step", after_step)
+
+
+@pytest.mark.parametrize("options", [{}, {"data__packing": "true", "train__log_every": 5, "salaad__inner": 2}])
+def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
+    run_training(toy(**options), tmp_path / "whole")
+    interrupt_at(monkeypatch, {4, 8})
+    reached = []
+    for _ in range(3):
+        run_training(toy(**options), tmp_path / "parts")
+        reached.append(int(last_checkpoint(tmp_path / "parts").name.split("-")[1]))
+    assert reached[0] < reached[1] < reached[2] == 12
+
+    whole, parts = last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert_same_tensors(read_surrogates(whole / "surrogate"), read_surrogates(parts / "surrogate"))
+    for file in ("optimizer.pt", "random-00000.pt"):
+        first, second = (torch.load(folder / "state" / file, weights_only=True) for folder in (whole, parts))
+        first, second = (json.dumps(value, default=lambda tensor: tensor.tolist()) for value in (first, second))
+        assert first == second
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert json.loads((whole / "state" / "trainer.json").read_text()) == json.loads(
+        (parts / "state" / "trainer.json").read_text()
+    )
+
+
+def test_two_processes_train_like_one(toy, tmp_path):
+    arguments = toy(train__steps=30, salaad__embedding="true")
+    run_training(arguments, tmp_path / "one")
+    done = launch(arguments, tmp_path / "two", processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert len(one) == len(two) == 30
+    for first, second in zip(one, two, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+        assert second["tokens"] == first["tokens"]
+    checkpoints = [last_checkpoint(tmp_path / name) / "surrogate" for name in ("one", "two")]
+    assert len(list(checkpoints[1].glob("*.safetensors"))) == 2
+    first, second = map(read_surrogates, checkpoints)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(second[name]["low_rank"], first[name]["low_rank"], rtol=1e-3, atol=1e-4)
+
+
+def test_the_launch_command_of_the_readme_trains_350m_on_local_c4_files(toy, tmp_path):
+    arguments = toy(train__steps=2, data__packing="false")
+    done = launch(["--config", "350m.yaml", *arguments], tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["optimizer"]["lr"] == 0.002
+    assert lines(tmp_path / "run")[-1]["step"] == 2
+
+
+def test_the_checkpoint_is_a_hugging_face_folder(toy, tmp_path):
+    run_training(toy(train__steps=2), tmp_path / "run")
+    folder = last_checkpoint(tmp_path / "run") / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == "llama"
+    text = "matrix rank sparse"
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokens[0]) == text
+    assert model(tokens).logits.shape == (1, tokens.shape[1], 512)
+
+
+def test_a_run_goes_on_from_an_existing_model(toy, tmp_path):
+    run_training(toy(train__steps=3), tmp_path / "first")
+    folder = last_checkpoint(tmp_path / "first") / "model"
+    run_training(toy(train__steps=1, model__path=folder, optimizer__lr=0), tmp_path / "second")
+    assert_same_tensors(weights(tmp_path / "first"), weights(tmp_path / "second"))
+
+
+def test_without_a_penalty_salaad_trains_exactly_like_full_rank(toy, tmp_path):
+    run_training(toy(train__steps=5, salaad__rho_constant=0), tmp_path / "salaad")
+    run_training(toy(train__steps=5, method="full_rank"), tmp_path / "vanilla")
+    assert_same_tensors(weights(tmp_path / "salaad"), weights(tmp_path / "vanilla"))
+    assert not list((last_checkpoint(tmp_path / "vanilla") / "surrogate").iterdir())
+
+
+@pytest.mark.parametrize("options", [{"train__micro_batch": 1}, {"train__gradient_checkpointing": "true"}])
+def test_what_only_saves_memory_does_not_change_the_losses(toy, tmp_path, options):
+    run_training(toy(train__steps=4), tmp_path / "plain")
+    run_training(toy(train__steps=4, **options), tmp_path / "saving")
+    for first, second in zip(lines(tmp_path / "plain"), lines(tmp_path / "saving"), strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "bf16"])
+def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path, monkeypatch, precision):
+    run_training(toy(train__steps=8), tmp_path / "fp32")
+    run_training(toy(train__steps=8, train__precision=precision), tmp_path / "whole")
+    for first, second in zip(lines(tmp_path / "fp32"), lines(tmp_path / "whole"), strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=0.02)
+    interrupt_at(monkeypatch, {3})
+    for _ in range(2):
+        run_training(toy(train__steps=8, train__precision=precision), tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
+    command = [sys.executable, "train.py", *toy(train__steps=100000), f"--output={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        os.sched_yield()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume auto" in out + err
+    assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):
+    run_training(toy(train__steps=10, train__save_every=3, train__keep_last=2), tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-0000009", "step-0000010"]
+
+
+def test_a_finished_run_is_left_as_it_is(toy, tmp_path):
+    run_training(toy(train__steps=3), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run_training(toy(train__steps=3), tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_the_records_say_what_happened(toy, tmp_path):
+    run_training(toy(train__steps=6, train__eval_every=3), tmp_path / "run")
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["step"] == 6
+    assert row["positions"] == 6 * 4 * 32
+    assert 0 < row["tokens"] < row["positions"]
+    assert set(row["seconds"]) == {"train", "admm", "sync", "save", "evaluate"}
+    blocks = lines(tmp_path / "run", "blocks.jsonl")
+    assert [row["step"] for row in blocks] == [3] * 14 + [6] * 14
+    assert set(blocks[0]) == {
+        "step", "block", "rank_ratio", "density", "alpha", "beta", "delta", "error", "method",
+    }  # fmt: skip
+    evaluations = lines(tmp_path / "run", "evaluations.jsonl")
+    assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["variants"].keys() == {"X", "L+S"}
+
+
+def test_the_reported_perplexity_is_that_of_the_saved_model(toy, tmp_path, text_files):
+    run_training(toy(train__steps=4), tmp_path / "run")
+    folder = last_checkpoint(tmp_path / "run") / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).double(), AutoTokenizer.from_pretrained(folder)
+    total = count = 0
+    for line in Path(text_files["validation"][0]).read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
+        ids = [*ids[:31], tokenizer.eos_token_id]
+        log_p = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        total -= log_p[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum().item()
+        count += len(ids) - 1
+    [row] = [row for row in lines(tmp_path / "run", "evaluations.jsonl") if row["variant"] == "X"]
+    assert row["tokens"] == count
+    assert row["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_wandb_offline_continues_the_same_run(toy, tmp_path, monkeypatch):
+    interrupt_at(monkeypatch, {2})
+    for _ in range(2):
+        run_training(toy(train__steps=4, wandb__mode="offline"), tmp_path / "run")
+    identity = (tmp_path / "run" / "wandb_id").read_text()
+    runs = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert all(name.endswith(identity) for name in runs)
+
+
+def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path, monkeypatch):
+    original = methods.SalaadMethod.after_step
+
+    def after_step(self):
+        original(self)
+        if self.salaad.steps == 4:
+            self.salaad.weights["model.layers.1.mlp.up_proj"].data[3, 5] = float("nan")
+
+    monkeypatch.setattr(methods.SalaadMethod, "after_step", after_step)
+    with pytest.raises(UserError, match=r"not finite at step 4 .*step-0000002.*lower optimizer.lr"):
+        run_training(toy(train__save_every=2, train__log_every=100), tmp_path / "run")
+    diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert diagnosis["step"] == 4
+    assert diagnosis["block"] == "model.layers.1.mlp.up_proj.weight"
+    assert diagnosis["last_good_checkpoint"].endswith("step-0000002")
+    assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
+    done = launch(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "floating-point operations", "130,000"):
+        assert word in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+BAD_INPUT = [
+    ({"model__hidden_siz": 3}, r"no option model.hidden_siz; did you mean model.hidden_size\?"),
+    ({"train__steps": "many"}, r"train.steps: Expected a.*int"),
+    ({"salaad__rank_ratio": 1.5}, r"salaad.rank_ratio is 1.5, outside \(0, 1\]"),
+    ({"salaad__roles": "gat"}, r"names 'gat'; give any of q, k, v"),
+    ({"salaad__roles": "re:nothing"}, r"matches no 2-D weight"),
+    ({"data__files": "missing/*.jsonl"}, r"missing/\*.jsonl"),
+    ({"model__vocab_size": 100}, r"512.*100|100.*512"),
+    ({"model__path": "nowhere"}, r"model.path nowhere holds no config.json"),
+    ({"optimizer__name": "Adma"}, r"optimizer.name is 'Adma'.*AdamW"),
+    ({"data__tokenizer": "nobody/nothing"}, r"nobody/nothing"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), BAD_INPUT)
+def test_bad_input_is_one_sentence_and_leaves_no_run(toy, tmp_path, overrides, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        run_training(toy(**overrides), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
+    run_training(toy(train__steps=2), tmp_path / "run")
+    with pytest.raises(UserError, match=r"begun with optimizer.lr 0.003, but 0.1 is asked for"):
+        run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
+    with pytest.raises(UserError, match="already holds a run"):
+        run_training([*toy(train__steps=2), "--resume=none"], tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is no run of this program"):
+        run_training(toy(train__steps=2), tmp_path / "other")
+
+
+def test_a_user_error_leaves_with_2_and_no_traceback(toy, tmp_path):
+    done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
+    assert "train.batch 3 cannot be shared by 2 processes" in done.stderr
+    command = [sys.executable, "train.py", *toy(salaad__every=0), f"--output={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: salaad.every is 0, but the least is 1; give 1 or more\n"
