@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from salaad import checkpoint as files
 from salaad import run, sharding
+from salaad.checkpoint import Checkpoints, read_json
 from salaad.cli import TrainOptions, read_command_line
 from salaad.config import ModelConfig, RunConfig
 from salaad.cross_entropy import IGNORED
@@ -29,9 +29,10 @@ from salaad.launch import start_accelerator
 from salaad.methods import METHODS
 from salaad.metrics import Recorder, Stopwatch
 from salaad.models import SummedLoss, build_model, describe_model
-from salaad.optimizer import build_optimizer, load_optimizer_state
+from salaad.optimizer import build_optimizer
 from salaad.plan import check_run, plan_table
 from salaad.report import summarize, summary_table
+from salaad.resume import TrainingParts
 from salaad.salaad import NotFiniteError
 
 
@@ -45,7 +46,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     check_run(config, description)
     folder, checkpoint = run.open_run(config, options)
     if (folder / "summary.json").exists():
-        summary = files.read_json(folder / "summary.json")
+        summary = read_json(folder / "summary.json")
         accelerator.print(f"{folder} is finished:\n\n{summary_table(summary)}")
         return
     with accelerator.local_main_process_first():
@@ -75,7 +76,7 @@ class Trainer:
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        state = files.read_json(checkpoint / "state" / "trainer.json") if checkpoint else {"step": 0, "data": None}
+        state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else {"step": 0, "data": None}
         self.step: int = state["step"]
         self.interval_start: int = state.get("interval_start", 0)
         # Sums that the next logged line reports; on the device, so that nobody waits for them.
@@ -105,9 +106,12 @@ class Trainer:
             seed=config.seed,
             state=state["data"],
         )
-        self.checkpoints = files.Checkpoints(folder / "checkpoints", config.train.keep_last)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last)
+        self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
         if checkpoint:
-            self.restore(checkpoint, state)
+            self.parts.restore(checkpoint, state, self.device)
+            self.loss_sum += state["sums"][0] if sharding.rank() == 0 else 0.0
+            self.tokens += state["sums"][1]
         main = accelerator.is_main_process
         self.recorder = Recorder(folder, config.train.steps, self.step, main, config.wandb, config.to_dict())
         self.stopwatch = Stopwatch()
@@ -236,32 +240,7 @@ class Trainer:
                 "world_size": sharding.world_size(),
                 "config": self.config.to_dict(),
             }
-            self.checkpoints.save(self.step, lambda folder: self.write(folder, trainer))
-
-    def write(self, folder: Path, trainer: dict) -> None:
-        """This rank's part of a checkpoint."""
-        files.save_surrogates(self.method.surrogates(), folder / "surrogate")
-        torch.save(files.random_state(), folder / "state" / f"random-{sharding.rank():05d}.pt")
-        if self.accelerator.is_main_process:
-            self.model.save_pretrained(folder / "model")
-            self.text.tokenizer.save_pretrained(folder / "model")
-            optimizer = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
-            torch.save(optimizer, folder / "state" / "optimizer.pt")
-            files.write_json(trainer, folder / "state" / "trainer.json")
-
-    def restore(self, checkpoint: Path, trainer: dict) -> None:
-        """Take over everything `write` wrote; the model is built from its folder already."""
-        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location=self.device, weights_only=True)
-        load_optimizer_state(self.optimizer, saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
-        self.method.load_state_dict(trainer["method"])
-        files.load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
-        random = checkpoint / "state" / f"random-{sharding.rank():05d}.pt"
-        if random.exists():  # a rank that the earlier world did not have starts with its own
-            files.restore_random_state(torch.load(random, weights_only=True))
-        if sharding.rank() == 0:
-            self.loss_sum += trainer["sums"][0]
-        self.tokens += trainer["sums"][1]
+            self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer))
 
 
 def count_targets(labels: Tensor) -> int:

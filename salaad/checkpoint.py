@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -134,21 +133,6 @@ def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[
             keys = ("low_rank", "residual", "sigma", "thresholds")
             states[name] = {key: shard.get_tensor(f"{name}/{key}") for key in keys}
     return states
-
-
-def random_state() -> dict[str, Any]:
-    """The state of this process's random generators."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Take over what `random_state` gave, as far as this machine has the devices."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def write_json(value: Any, path: Path) -> None:

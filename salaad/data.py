@@ -6,6 +6,7 @@ those whose place i in the batch has i ≡ r (mod W). A rank reads only the stre
 
 import contextlib
 import hashlib
+import itertools
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -164,7 +165,7 @@ class TrainingStream:
         for _ in range(max(1, self._workers)):
             item = next(self._items)
             if isinstance(item, UserError):
-                raise item
+                raise UserError(str(item))  # a new one: `item` would hold this frame, and so the workers, alive
             for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
                 rows[place // share.world_size] = row
             for number, cursor in zip(item.numbers, item.cursors, strict=True):
@@ -322,8 +323,7 @@ class _Share(IterableDataset):
             try:
                 yield self._item(streams, rows)
             except UserError as error:
-                yield error
-                return
+                yield from itertools.repeat(error)
             rows += self.batch
 
     def _item(self, streams: dict[int, RowStream], rows_done: int) -> _Item:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from salaad.errors import UserError
 
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # piece types of the sentencepiece format
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
 
 
@@ -71,8 +71,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer(_model(proto))
     steps = _normalizers(proto)
     backend.normalizer = normalizers.Sequence(steps) if steps else None
-    scheme = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=_splits_at_spaces(proto))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=_splits_at_spaces(proto))
     fallback = [decoders.ByteFallback(), decoders.Fuse()] if proto.trainer_spec.byte_fallback else [decoders.Fuse()]
     strip = [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), *fallback, *strip])
@@ -97,7 +96,7 @@ def _model(proto: spm.ModelProto) -> models.Model:
         )
     # Spelt out in a text, </s> is not the control token and <0x41> not a byte: any other path must be cheaper.
     dear = 10 * min(piece.score for piece in proto.pieces)
-    scores = [(piece.piece, dear if piece.type in (CONTROL, BYTE) else piece.score) for piece in proto.pieces]
+    scores = [(piece.piece, dear if piece.type in (UNKNOWN, CONTROL, BYTE) else piece.score) for piece in proto.pieces]
     return models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
 
 
@@ -120,6 +119,8 @@ def _normalizers(proto: spm.ModelProto) -> list[normalizers.Normalizer]:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(" "))  # Metaspace's own prefix is left out before a text's own space
     return steps
 
 
@@ -151,10 +152,8 @@ class Encoder:
         parts.update(post_processor=None, truncation=None, padding=None)
         if parts["model"]["type"] == "Unigram":
             # A unigram model may list special tokens among its pieces (T5 lists all), where text would find them.
-            unk = parts["model"]["unk_id"]
             parts["model"]["vocab"] = [
-                ["\0" + piece if piece in special and index != unk else piece, score]
-                for index, (piece, score) in enumerate(parts["model"]["vocab"])
+                ["\0" + piece if piece in special else piece, score] for piece, score in parts["model"]["vocab"]
             ]
         self.backend = Tokenizer.from_str(json.dumps(parts))
 

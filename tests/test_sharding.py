@@ -240,8 +240,7 @@ def bfloat16_step() -> dict[str, Any]:
     wrapped = DistributedDataParallel(model)
     loss_of(wrapped(mine)).backward()
     dtypes = {name: X.grad.dtype for name, X in salaad.weights.items()}
-    if len(set(sharding.gather(dtypes)[0].values()) | set(sharding.gather(dtypes)[1].values())) == 1:
-        sharding.average_gradients(salaad.weights.values())
+    sharding.average_gradients(salaad.weights.values())
     return {
         "dtypes": dtypes,
         "gradients": {name: X.grad for name, X in salaad.weights.items()},

@@ -1,0 +1,65 @@
+"""Pictures of runs, drawn from their own records."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from salaad.metrics import read_lines
+
+
+def training_figure(runs: Mapping[str, Path], path: Path) -> None:
+    """Four panels: training loss, rank ratio, density and reconstruction error over the steps.
+
+    Structure is drawn as the mean over the blocks with the band from the lowest to the highest block.
+
+    Args:
+        runs: label → run folder.
+        path: the PNG to write.
+    """
+    figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    for label, folder in runs.items():
+        rows = read_lines(folder / "metrics.jsonl")
+        steps = [row["step"] for row in rows]
+        panels[0, 0].plot(steps, _smooth([row["loss"] for row in rows]), label=label, linewidth=1.2)
+        blocks = read_lines(folder / "blocks.jsonl")
+        if blocks:
+            _band(panels[0, 1], blocks, "rank_ratio", label)
+            _band(panels[1, 0], blocks, "density", label)
+            _band(panels[1, 1], blocks, "error", label)
+    panels[0, 0].set(title="training loss (smoothed)", ylabel="nats per token")
+    panels[0, 1].set(title="effective rank ratio Γ(L)", ylim=(0, 1.02))
+    panels[1, 0].set(title="density Υ(S)", xlabel="step", ylim=(0, 1.02))
+    panels[1, 1].set(title="reconstruction error ‖X−L−S‖ / ‖X‖", xlabel="step", ylim=(0, None))
+    for panel in panels.flat:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel.lines:
+            panel.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
+    smoothed, mean = [], values[0]
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        smoothed.append(mean)
+    return smoothed
+
+
+def _band(panel: Axes, blocks: list[dict[str, Any]], key: str, label: str) -> None:
+    by_step: dict[int, list[float]] = {}
+    for row in blocks:
+        by_step.setdefault(row["step"], []).append(row[key])
+    steps = sorted(by_step)
+    color = "C1"
+    means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
+    panel.plot(steps, means, color=color, label=f"{label}: mean over blocks", linewidth=1.4)
+    lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
+    panel.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0, label="lowest to highest block")

@@ -1,0 +1,71 @@
+"""Everything of a training run that a checkpoint holds, written and taken over bit for bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from salaad import sharding
+from salaad.checkpoint import load_surrogates, save_surrogates, write_json
+from salaad.methods import FullRank
+from salaad.optimizer import load_optimizer_state
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """The parts of a run that change while it trains.
+
+    Args:
+        model: its weights go into `model/`, beside the tokenizer, as a Hugging Face folder.
+        tokenizer: saved, never changed.
+        method: its surrogates go into `surrogate/`.
+        optimizer: its moments go into `state/`.
+        schedule: its position too.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    method: FullRank
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+
+    def write(self, folder: Path, trainer: dict[str, Any]) -> None:
+        """This rank's part of a checkpoint; `trainer` holds the step, the data position and what else JSON can say."""
+        save_surrogates(self.method.surrogates(), folder / "surrogate")
+        torch.save(_random_state(), folder / "state" / _random_file())
+        if sharding.rank() == 0:
+            self.model.save_pretrained(folder / "model")
+            self.tokenizer.save_pretrained(folder / "model")
+            optimizer = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+            torch.save(optimizer, folder / "state" / "optimizer.pt")
+            write_json(trainer, folder / "state" / "trainer.json")
+
+    def restore(self, checkpoint: Path, trainer: dict[str, Any], device: torch.device) -> None:
+        """Take over what `write` wrote, at any world size. The model is built from its own folder already."""
+        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location=device, weights_only=True)
+        load_optimizer_state(self.optimizer, saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        self.method.load_state_dict(trainer["method"])
+        load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
+        random = checkpoint / "state" / _random_file()
+        if random.exists():  # a rank that the earlier world did not have goes on with its own
+            _restore_random_state(torch.load(random, weights_only=True))
+
+
+def _random_file() -> str:
+    return f"random-{sharding.rank():05d}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

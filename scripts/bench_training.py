@@ -1,0 +1,172 @@
+"""What SALAAD costs on top of vanilla training: step time side by side in one process, and the state of the ADMM.
+
+    python scripts/bench_training.py --config nano.yaml --steps 100 --threads 1
+    python scripts/bench_training.py --config 60m.yaml --batch 4 --steps 20 --output results/bench/60m-cpu.json
+    python scripts/bench_training.py --config 350m.yaml --batch 512 --micro-batch 128 --precision bf16-mixed --compile
+
+Both models take the same random tokens. Blocks of steps of the two alternate, so that a machine whose speed drifts
+slows both, and the ratio of the medians is the overhead.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from salaad.checkpoint import write_json
+from salaad.cli import read_command_line
+from salaad.config import RunConfig
+from salaad.errors import run_command
+from salaad.launch import start_accelerator
+from salaad.methods import METHODS, FullRank
+from salaad.models import SummedLoss, build_model, describe_model, training_flops
+from salaad.optimizer import build_optimizer
+from salaad.run import provenance
+from salaad.tables import markdown_table
+
+PEAK_SIZE = 8192
+
+
+class Contender:
+    """One method with its own copy of the model and its own optimizer."""
+
+    def __init__(self, method: str, config: RunConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        description = describe_model(config.model, config.data.sequence_length)
+        self.model = build_model(config.model, description, config.seed, 0, 1)
+        self.model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).train()
+        self.method: FullRank = METHODS[method](self.model, config)
+        self.optimizer, _ = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
+        if config.train.compile:
+            self.model.base_model.compile()
+        self.loss = SummedLoss(self.model)
+        self.seconds: list[float] = []
+        self.admm_seconds: list[float] = []
+        self.resident = (torch.cuda.memory_allocated() if device.type == "cuda" else 0) - before
+
+    def step(self, rows: torch.Tensor, counted: bool) -> None:
+        """One training step on `rows`, as train.py takes it."""
+        start = self._now()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16-mixed"):
+            for micro in rows.split(self.config.train.micro_batch):
+                (self.loss(micro, micro) / rows.numel()).backward()
+        self.method.after_backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        middle = self._now()
+        self.method.after_step()
+        end = self._now()
+        if counted:
+            self.seconds.append(end - start)
+            self.admm_seconds.append(end - middle)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def matmul_peak(device: torch.device, precision: str) -> float:
+    """Operations per second of a large matrix product in the precision of the training."""
+    size = PEAK_SIZE if device.type == "cuda" else PEAK_SIZE // 8
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        (a @ b).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
+    """Alternate rounds of K steps of both methods; returns medians per step, overhead and utilisation."""
+    K = config.salaad.every
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(
+        2, config.model.vocab_size, (config.train.batch, config.data.sequence_length), generator=generator
+    )
+    rows = rows.to(device)
+    contenders = {method: Contender(method, config, device) for method in ("full_rank", "salaad")}
+    # Thresholds have to leave zero before an update costs what it will cost for the rest of the run.
+    for _ in range(3 * K):
+        for contender in contenders.values():
+            contender.step(rows, counted=False)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(max(1, steps // K)):
+        for contender in contenders.values():
+            for _ in range(K):
+                contender.step(rows, counted=True)
+    peak = matmul_peak(device, config.train.precision)
+    flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * rows.numel()
+    result = {}
+    for method, contender in contenders.items():
+        # An update comes every K steps: the mean over each round, and the median of the rounds.
+        rounds = [contender.seconds[i : i + K] for i in range(0, len(contender.seconds), K)]
+        per_step = statistics.median(sum(part) / len(part) for part in rounds)
+        admm = [contender.admm_seconds[i : i + K] for i in range(0, len(contender.admm_seconds), K)]
+        result[method] = {
+            "seconds_per_step": per_step,
+            "admm_seconds_per_step": statistics.median(sum(part) / len(part) for part in admm),
+            "tokens_per_second": rows.numel() / per_step,
+            "utilisation": flops / per_step / peak,
+            "state_bytes": contender.resident,
+        }
+    result["overhead"] = result["salaad"]["seconds_per_step"] / result["full_rank"]["seconds_per_step"] - 1
+    surrogates = contenders["salaad"].method.surrogates().values()
+    dense = sum(4 * surrogate.L.numel() for surrogate in surrogates)
+    held = sum(value.nbytes for s in surrogates for value in vars(s).values() if torch.is_tensor(value))
+    result["admm_buffers_per_block"] = held / dense
+    result["matmul_peak_flops"] = peak
+    if device.type == "cuda":
+        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return result
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="nano.yaml", help="whose model, K and precision to take")
+    parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
+    parser.add_argument("--batch", type=int, help="sequences per step; the config's unless given")
+    parser.add_argument("--micro-batch", type=int, help="sequences at once; the config's unless given")
+    parser.add_argument("--precision", help="fp32, tf32, bf16-mixed or bf16; the config's unless given")
+    parser.add_argument("--compile", action="store_true", help="compile the Transformer")
+    parser.add_argument("--threads", type=int, help="threads on the CPU")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    arguments = ["--config", options.config, "--train.compile", str(options.compile).lower()]
+    for name in ("batch", "micro_batch", "precision"):
+        if getattr(options, name) is not None:
+            arguments += [f"--train.{name}", str(getattr(options, name))]
+    config, _ = read_command_line(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    accelerator = start_accelerator(config)
+    result = measure(config, accelerator.device, options.steps)
+    rows = [
+        (
+            method,
+            f"{result[method]['seconds_per_step'] * 1e3:.1f} ms",
+            f"{result[method]['admm_seconds_per_step'] * 1e3:.2f} ms",
+            f"{result[method]['tokens_per_second']:,.0f}",
+            f"{result[method]['utilisation']:.1%}",
+        )
+        for method in ("full_rank", "salaad")
+    ]
+    print(markdown_table(("method", "step", "of it ADMM update", "tokens/s", "matmul utilisation"), rows))
+    print(
+        f"\noverhead {result['overhead']:.1%}; ADMM state {result['admm_buffers_per_block']:.2f} dense buffers a block"
+    )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json({"config": config.to_dict(), **provenance(), **result}, options.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,16 @@
+# Sourced by demo.sh and test.sh: makes .venv with the pinned packages, once per version of the pins.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+pins=(requirements.txt "$@")
+stamp=.venv/installed-$(cat "${pins[@]}" pyproject.toml | cksum | tr -d ' ')
+if [ ! -e "$stamp" ]; then
+  python=$(command -v python3.11 || command -v python3)
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    { echo "error: $("$python" --version) is too old; install Python 3.11 or newer" >&2; exit 2; }
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  echo "installing the pinned packages into .venv"
+  # torch by itself first: the other packages then take the build that is there.
+  .venv/bin/python -m pip install --quiet "$(grep ^torch== requirements.txt)"
+  for file in "${pins[@]}"; do .venv/bin/python -m pip install --quiet -r "$file"; done
+  .venv/bin/python -m pip install --quiet --no-deps --editable .
+  touch "$stamp"
+fi
