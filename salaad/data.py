@@ -26,7 +26,7 @@ from salaad.errors import UserError
 from salaad.streams import Cursor, Plan, RowStream
 from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
 
-DEFAULT_TOKENIZER = "google-t5/t5-base"
+DEFAULT_TOKENIZER = "t5-base"
 IGNORED = -100  # the label that transformers' loss leaves out
 COUNTS = ("bad", "empty", "long")
 
@@ -77,6 +77,9 @@ def open_text(config: DataConfig, *, vocab_size: int) -> Text:
     else:
         train, validation = expand(config.files), expand(config.validation_files)
         _require_disjoint(train, validation)
+    # One shard stands for all of C4: asking for each would be a thousand requests.
+    for file in validation[:1] if config.source == "c4" else (*train, *validation):
+        require_document(file, _field(config), config.max_bad_documents)
     text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size)
     pieces = text_pieces(text.tokenizer)
     if pieces > vocab_size:
@@ -84,9 +87,6 @@ def open_text(config: DataConfig, *, vocab_size: int) -> Text:
             f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; give "
             f"model.vocab_size {pieces} or more, or another data.tokenizer"
         )
-    # One shard stands for all of C4: asking for each would be a thousand requests.
-    for file in validation[:1] if config.source == "c4" else (*train, *validation):
-        require_document(file, _field(config), config.max_bad_documents)
     return text
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import string
 import sys
 import sysconfig
 import tempfile
@@ -91,6 +92,8 @@ def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
                     normalization_rule_name="identity",
                     remove_extra_whitespaces=False,
                     character_coverage=0.9995,
+                    # Else "<0x41>" in a text would be the byte A wherever "<" is no piece.
+                    required_chars=string.printable.strip(),
                     pad_id=0,
                     eos_id=1,
                     unk_id=2,

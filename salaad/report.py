@@ -98,8 +98,8 @@ def comparison_table(vanilla: Path, salaad: Path) -> str:
     return (
         f"{markdown_table(header, rows)}\n\n"
         f"{summary['step']} steps of {summary['tokens'] // summary['step']:,} tokens; perplexity over "
-        f"{first['tokens']:,} validation tokens in {first['precision']}; bytes in float32, those of L + S as factors and "
-        "compressed sparse rows with 16-bit columns, a block dense where that is smaller"
+        f"{first['tokens']:,} validation tokens in {first['precision']}; bytes in float32, those of L + S as factors "
+        "and compressed sparse rows with 16-bit columns, a block dense where that is smaller"
     )
 
 

@@ -40,7 +40,12 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
 
 def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
+        try:  # the hub's cache first: without a network the hub's client retries for most of a minute
+            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
+        except OSError:
+            if local:
+                raise
+            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
         # Anything may come out of here: no network, no such name, a damaged JSON file, missing code.
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,11 +1,12 @@
 """What SALAAD costs on top of vanilla training: step time side by side in one process, and the state of the ADMM.
 
-    python scripts/bench_training.py --config nano.yaml --steps 100 --threads 1
-    python scripts/bench_training.py --config 60m.yaml --batch 4 --steps 20 --output results/bench/60m-cpu.json
-    python scripts/bench_training.py --config 350m.yaml --batch 512 --micro-batch 128 --precision bf16-mixed --compile
+    python scripts/bench_training.py --steps 100 --threads 1 --config nano.yaml
+    python scripts/bench_training.py --steps 20 --config 60m.yaml --train.batch 4 --data.source python-docs
+    python scripts/bench_training.py --config 350m.yaml --train.precision bf16-mixed --train.compile true
 
-Both models take the same random tokens. Blocks of steps of the two alternate, so that a machine whose speed drifts
-slows both, and the ratio of the medians is the overhead.
+What this script does not know goes to train.py's options. Both models take the same batches of the configured text.
+Rounds of K steps of the two alternate, so that a machine whose speed drifts slows both, and the ratio of the medians is
+the overhead.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import torch
 from salaad.checkpoint import write_json
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
+from salaad.cross_entropy import IGNORED
+from salaad.data import TrainingStream, open_text
 from salaad.errors import run_command
 from salaad.launch import start_accelerator
 from salaad.methods import METHODS, FullRank
@@ -47,12 +50,15 @@ class Contender:
         self.admm_seconds: list[float] = []
         self.resident = (torch.cuda.memory_allocated() if device.type == "cuda" else 0) - before
 
-    def step(self, rows: torch.Tensor, counted: bool) -> None:
-        """One training step on `rows`, as train.py takes it."""
+    def step(self, batch: dict[str, torch.Tensor], counted: bool) -> None:
+        """One training step, as train.py takes it."""
         start = self._now()
+        rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
+        tokens = (labels[:, 1:] != IGNORED).sum()
+        size = self.config.train.micro_batch
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16-mixed"):
-            for micro in rows.split(self.config.train.micro_batch):
-                (self.loss(micro, micro) / rows.numel()).backward()
+            for micro, targets in zip(rows.split(size), labels.split(size), strict=True):
+                (self.loss(micro, targets) / tokens).backward()
         self.method.after_backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
         self.optimizer.step()
@@ -86,24 +92,24 @@ def matmul_peak(device: torch.device, precision: str) -> float:
 def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     """Alternate rounds of K steps of both methods; returns medians per step, overhead and utilisation."""
     K = config.salaad.every
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(
-        2, config.model.vocab_size, (config.train.batch, config.data.sequence_length), generator=generator
-    )
-    rows = rows.to(device)
+    text = open_text(config.data, vocab_size=config.model.vocab_size)
+    stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
     contenders = {method: Contender(method, config, device) for method in ("full_rank", "salaad")}
     # Thresholds have to leave zero before an update costs what it will cost for the rest of the run.
     for _ in range(3 * K):
+        batch = next(stream)
         for contender in contenders.values():
-            contender.step(rows, counted=False)
+            contender.step(batch, counted=False)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(max(1, steps // K)):
+        batches = [next(stream) for _ in range(K)]
         for contender in contenders.values():
-            for _ in range(K):
-                contender.step(rows, counted=True)
+            for batch in batches:
+                contender.step(batch, counted=True)
+    positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
-    flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * rows.numel()
+    flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * positions
     result = {}
     for method, contender in contenders.items():
         # An update comes every K steps: the mean over each round, and the median of the rounds.
@@ -113,7 +119,7 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
         result[method] = {
             "seconds_per_step": per_step,
             "admm_seconds_per_step": statistics.median(sum(part) / len(part) for part in admm),
-            "tokens_per_second": rows.numel() / per_step,
+            "tokens_per_second": positions / per_step,
             "utilisation": flops / per_step / peak,
             "state_bytes": contender.resident,
         }
@@ -131,20 +137,11 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="nano.yaml", help="whose model, K and precision to take")
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
-    parser.add_argument("--batch", type=int, help="sequences per step; the config's unless given")
-    parser.add_argument("--micro-batch", type=int, help="sequences at once; the config's unless given")
-    parser.add_argument("--precision", help="fp32, tf32, bf16-mixed or bf16; the config's unless given")
-    parser.add_argument("--compile", action="store_true", help="compile the Transformer")
     parser.add_argument("--threads", type=int, help="threads on the CPU")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    options = parser.parse_args()
-    arguments = ["--config", options.config, "--train.compile", str(options.compile).lower()]
-    for name in ("batch", "micro_batch", "precision"):
-        if getattr(options, name) is not None:
-            arguments += [f"--train.{name}", str(getattr(options, name))]
-    config, _ = read_command_line(arguments)
+    options, rest = parser.parse_known_args()
+    config, _ = read_command_line(rest)
     if options.threads:
         torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)

@@ -1,8 +1,8 @@
 """Salaad plugged into training loops: what reaches the gradient, what is updated when, what is deployed."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -113,15 +113,14 @@ def test_any_loop_gets_the_gradient_of_the_coupled_loss_for_blocks_and_of_the_ta
     assert salaad.penalty().item() == pytest.approx(sum(penalties).item(), rel=1e-4)
 
 
-def test_training_draws_the_weights_towards_low_rank_plus_sparse():
-    distances = []
-    for rho in (0.0, 0.3):
+def test_the_penalty_moves_a_weights_energy_into_its_leading_singular_values():
+    tails = []
+    for rho in (0.0, 1.0):
         model = toy(24, 24, 24)
-        salaad = Salaad(model, SalaadConfig(every=2, **{**LIVELY, **ANY, "rho": rho}))
-        run(model, salaad, 60)
-        X = model[0].weight.detach()
-        distances.append((X - salaad.surrogates["0"].deployed()).norm() / X.norm())
-    assert distances[1] < 0.5 * distances[0]
+        run(model, Salaad(model, SalaadConfig(every=2, **{**LIVELY, **ANY, "rho": rho})), 80)
+        s = np.linalg.svd(model[0].weight.detach().numpy(), compute_uv=False)
+        tails.append(np.linalg.norm(s[6:]) / np.linalg.norm(s))
+    assert tails[1] < tails[0] / 2
 
 
 def test_surrogates_are_named_by_module_and_give_the_papers_matrices_at_the_weights_shape():
@@ -171,42 +170,39 @@ WIDTHS = (24, 16, 8, 32, 10)
 BY_COST = ("0", "3", "2", "1")
 
 
-@contextmanager
-def noted_updates(monkeypatch: pytest.MonkeyPatch, salaad: Salaad) -> Iterator[dict[str, list[int]]]:
-    """Block → the steps at which its surrogate was updated, seen from inside the surrogate."""
+def note_updates(salaad: Salaad) -> dict[str, list[int]]:
+    """Block → the steps at which its surrogate is updated from now on."""
     steps: dict[str, list[int]] = {name: [] for name in salaad.surrogates}
-    names = {id(surrogate): name for name, surrogate in salaad.surrogates.items()}
-    original = Surrogate.update
+    for name, surrogate in salaad.surrogates.items():
 
-    def update(self: Surrogate, X: Tensor) -> Tensor:
-        steps[names[id(self)]].append(salaad.steps)
-        return original(self, X)
+        def update(X: Tensor, name: str = name, original: Callable = surrogate.update) -> Tensor:
+            steps[name].append(salaad.steps)
+            return original(X)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Surrogate, "update", update)
-        yield steps
+        surrogate.update = update
+    return steps
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 7, 10])
 @pytest.mark.parametrize("schedule", ["synchronous", "staggered"])
 @pytest.mark.parametrize("finish", [False, True])
-def test_blocks_are_updated_when_the_schedule_says(monkeypatch, every, schedule, finish):
+def test_blocks_are_updated_when_the_schedule_says(every, schedule, finish):
     total = 23
     salaad = Salaad(toy(*WIDTHS), SalaadConfig(every=every, schedule=schedule, **ANY))
-    with noted_updates(monkeypatch, salaad) as steps:
-        for _ in range(total):
-            salaad.step()
-        if finish:
-            salaad.finish()
-            salaad.finish()  # nothing is left to do
+    steps = note_updates(salaad)
+    for _ in range(total):
+        salaad.step()
+    if finish:
+        salaad.finish()
+        salaad.finish()  # nothing is left to do
     for i, name in enumerate(BY_COST):
         offset = math.floor(i * every / 4) if schedule == "staggered" else 0
         expected = [step for step in range(1, total + 1) if (step - offset) % every == 0]
         if finish and total not in expected:
             expected.append(total)
         assert steps[name] == expected
-    drained = {name: [step for step, block, _ in salaad.drain_records() if block == name] for name in BY_COST[:1]}
-    assert drained == {BY_COST[0]: steps[BY_COST[0]]}
+    recorded = {(step, name) for step, name, _ in salaad.drain_records()}
+    assert recorded == {(step, name) for name in steps for step in steps[name]}
 
 
 def test_no_step_of_the_staggered_schedule_updates_more_blocks_than_it_must():
@@ -219,21 +215,17 @@ def test_no_step_of_the_staggered_schedule_updates_more_blocks_than_it_must():
     assert counts[4:].sum() == 11
 
 
-def test_the_schedule_goes_on_after_a_resume(monkeypatch):
-    config = SalaadConfig(every=3, schedule="staggered", **ANY)
-    first = Salaad(toy(*WIDTHS), config)
+def test_the_schedule_goes_on_after_a_resume():
+    config = SalaadConfig(every=3, schedule="staggered", **ANY)  # offsets 0, 0, 1 and 2 in order of cost
+    first, second = Salaad(toy(*WIDTHS), config), Salaad(toy(*WIDTHS), config)
     for _ in range(4):
         first.step()
-    second = Salaad(toy(*WIDTHS), config)
     second.load_state_dict(first.state_dict())
-    assert second.steps == 4
-    with noted_updates(monkeypatch, first) as there, noted_updates(monkeypatch, second) as here:
-        for salaad in (first, second):
-            salaad.finish()
-            salaad.step()
-            salaad.finish()
-    assert here.keys() == there.keys()
-    assert [sorted(steps) for steps in here.values()] == [[4, 5]] * 4 or here == there
+    steps = note_updates(second)
+    second.finish()  # all but the third, which step 4 has updated
+    second.step()
+    second.finish()
+    assert steps == {"0": [4, 5], "3": [4, 5], "2": [5], "1": [4, 5]}
 
 
 # ---- ρ
@@ -336,9 +328,6 @@ def test_in_pure_bfloat16_the_gradient_of_a_block_is_float32_and_holds_the_whole
     # The sum is rounded to float32: 2⁻²⁴ of a gradient of size 1.
     assert (gradient.double() - gradient_without.double() - penalty).abs().max() < 1e-6
     assert ((gradient - gradient_without).double() - penalty).norm() < 1e-3 * penalty.norm()
-    # An addition in bfloat16 would have kept next to nothing of it.
-    lost = (G + penalty.bfloat16()).double() - G.double()
-    assert (lost * penalty).sum() / penalty.square().sum() < 0.5 or (lost != 0).double().mean() < 0.1
     assert salaad.blocks == ("layer",)
 
 
@@ -351,13 +340,19 @@ def test_in_pure_bfloat16_micro_batches_add_up_in_float32():
     torch.testing.assert_close(model.layer.weight.grad, sum(part.float() for part in parts), rtol=1e-6, atol=1e-6)
 
 
-def trained_with_adamw(X: Tensor, rho: float) -> Tensor:
-    """Where five steps of AdamW take the weight X under random gradients of size 1 and the penalty of ρ."""
+def moved_by_adamw(X: Tensor, rho: float, rounded: bool = False) -> Tensor:
+    """Where five steps of AdamW take the weight X under random gradients of size 1 to 2 and the penalty of ρ.
+
+    `rounded` is the mistake to tell apart: it takes the coupled gradient through bfloat16.
+    """
     model = Injected(X)
     salaad = Salaad(model, SalaadConfig(rho=rho, every=100, **ANY))
     optimizer, _ = build_optimizer(model.parameters(), OptimizerConfig(lr=0.02, warmup=0), 100)
     for seed in range(5):
-        model.backward(randn(*X.shape, seed=seed + 1).bfloat16())
+        noise = randn(*X.shape, seed=seed + 1)
+        model.backward((noise.sign() * (1 + 0.9 * noise.abs().clamp_max(1))).bfloat16())
+        if rounded:
+            model.layer.weight.grad.copy_(model.layer.weight.grad.bfloat16())
         optimizer.step()
         salaad.step()
         optimizer.zero_grad()
@@ -366,13 +361,17 @@ def trained_with_adamw(X: Tensor, rho: float) -> Tensor:
 
 def test_in_pure_bfloat16_adamw_reacts_to_the_penalty_as_it_does_in_float32():
     X = (0.02 * randn(384, 384)).bfloat16()
-    rho = 0.1  # ρ(X − T) is about 2e-3 of the gradient, half of what bfloat16 resolves
-    effects = [trained_with_adamw(start, rho) - trained_with_adamw(start, 0.0) for start in (X, X.float())]
-    # A single weight is rounded to bfloat16, whose steps are larger than the effect; their mean over 150 000 entries,
-    # along the effect in float32, is not: it is 1 but for a sampling error of 2 %.
-    assert (effects[0] != 0).double().mean() < 0.5
-    slope = (effects[0] * effects[1]).sum() / effects[1].square().sum()
-    assert slope == pytest.approx(1, abs=0.1)
+    rho = 0.03  # ρ|X − T| is about 5e-4 of the gradient, of which bfloat16 resolves 4e-3
+
+    def effect(start: Tensor, **how: bool) -> Tensor:
+        return moved_by_adamw(start, rho, **how) - moved_by_adamw(start, 0.0, **how)
+
+    expected = effect(X.float())
+    # A weight itself is rounded to bfloat16, so most weights do not move and some move too far. The mean over 150 000
+    # of them, along the effect in float32, is 1 but for a sampling error of a few percent.
+    slopes = [(effect(X, rounded=rounded) * expected).sum() / expected.square().sum() for rounded in (False, True)]
+    assert slopes[0] == pytest.approx(1, abs=0.15)
+    assert slopes[1] == pytest.approx(0, abs=0.05)
 
 
 # ---- true float32
