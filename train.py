@@ -207,6 +207,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Perplexity of X and of what the method deploys, on the validation text."""
+        self.recorder.blocks(self.method.drain_records())
         train, data = self.config.train, self.config.data
         for variant, context, figures in self.method.variants():
             batches = validation_batches(
@@ -231,6 +232,7 @@ class Trainer:
         self.check_finite(self.model.parameters())
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
+            self.recorder.skipped(sharding.gather(self.stream.counts))
             trainer = {
                 "step": self.step,
                 "interval_start": self.interval_start,

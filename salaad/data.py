@@ -165,7 +165,8 @@ class TrainingStream:
         for _ in range(max(1, self._workers)):
             item = next(self._items)
             if isinstance(item, UserError):
-                raise UserError(str(item))  # a new one: `item` would hold this frame, and so the workers, alive
+                self._items = itertools.repeat(item)  # this lets the workers go
+                raise UserError(str(item))
             for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
                 rows[place // share.world_size] = row
             for number, cursor in zip(item.numbers, item.cursors, strict=True):

@@ -1,6 +1,6 @@
 """Pictures of runs, drawn from their own records."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +63,28 @@ def _band(panel: Axes, blocks: list[dict[str, Any]], key: str, label: str) -> No
     panel.plot(steps, means, color=color, label=f"{label}: mean over blocks", linewidth=1.4)
     lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
     panel.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0, label="lowest to highest block")
+
+
+def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity over the share of the blocks' parameters that L + S keeps, one pair of marks per run.
+
+    Args:
+        points: rows with `size`, `X`, `L+S`, `vanilla`, `shipped`.
+        path: the PNG to write.
+    """
+    figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    sizes = [point["size"] for point in points]
+    for key, marker in (("X", "o"), ("L+S", "x")):
+        panel.scatter(sizes, [point[key] for point in points], marker=marker, label=key.replace("+", " + "), alpha=0.8)
+    vanilla = points[0]["vanilla"]
+    panel.axhline(vanilla, color="0.4", linewidth=1, label="vanilla")
+    panel.axhspan(vanilla, 1.03 * vanilla, color="0.5", alpha=0.15, label="within 3 % of vanilla")
+    for point in points:
+        if point["shipped"]:
+            panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
+    panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="validation perplexity")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -5,7 +5,7 @@ import secrets
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Recorder:
     ) -> None:
         self.active = active
         self._latest: dict[str, UpdateRecord] = {}
+        self._skipped = 0
         if not active:
             return
         self._files = {}
@@ -93,6 +94,13 @@ class Recorder:
             values = {"loss": result.loss, "perplexity": result.perplexity, **figures}
             self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
         self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
+
+    def skipped(self, counts: Sequence[Mapping[str, int]]) -> None:
+        """Say how many documents could not be used, whenever there are more than the last time."""
+        bad, empty = (sum(part[kind] for part in counts) for kind in ("bad", "empty"))
+        if bad + empty > self._skipped:
+            self._skipped = bad + empty
+            self.say(f"documents skipped so far: {bad} broken, {empty} without text")
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""

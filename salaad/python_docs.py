@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from salaad import prose
 from salaad.errors import UserError
 
 TRAIN_FILES = 8
-VALIDATION_ONE_IN = 64
+VALIDATION_ONE_IN = 50
 LEAST_DOCUMENT = 200  # characters
 TOKENIZER_CHARACTERS = 12_000_000  # training text of a tokenizer; more changes little and takes minutes
 REQUIREMENTS = Path(__file__).parent.parent / "requirements.txt"
@@ -83,9 +84,10 @@ def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
     with _made_once(folder) as make:
         if make:
             try:
+                model = io.BytesIO()  # a file would carry its temporary name inside
                 sentencepiece.SentencePieceTrainer.train(
                     sentence_iterator=_sentences(corpus.train_files),
-                    model_prefix=str(make / "tokenizer"),
+                    model_writer=model,
                     vocab_size=vocab_size,
                     model_type="unigram",
                     byte_fallback=True,
@@ -107,6 +109,7 @@ def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
                     f"no tokenizer of model.vocab_size {vocab_size} can be trained on python-docs ({reason}); "
                     f"give a number from 512 to 32000, or a data.tokenizer"
                 ) from error
+            (make / "tokenizer.model").write_bytes(model.getvalue())
     return folder / "tokenizer.model"
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,9 +14,10 @@ from salaad import python_docs
 from salaad.errors import UserError, run_command
 from salaad.figures import training_figure
 from salaad.metrics import read_lines
-from salaad.report import comparison_table
+from salaad.report import comparison_table, save_result
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results" / "nano"
 VOCABULARY = 4096
 METHODS = ("full_rank", "salaad")
 
@@ -25,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps: minutes become seconds")
     parser.add_argument("--output", type=Path, help="folder of the two runs; runs/demo or runs/demo-quick")
+    parser.add_argument("--record", action="store_true", help="keep table, picture and figures under results/nano")
     options = parser.parse_args()
     output = options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")
     steps = 250 if options.quick else 2000
@@ -34,11 +37,16 @@ def main() -> None:
     print(f"Training {steps} steps twice, vanilla and with SALAAD, one core each, into {output}.", flush=True)
     train_side_by_side(output, steps)
 
-    print()
-    print(comparison_table(output / "full_rank", output / "salaad"))
+    table = comparison_table(output / "full_rank", output / "salaad")
+    print(f"\n{table}")
     picture = output / "training.png"
     training_figure({"vanilla": output / "full_rank", "SALAAD": output / "salaad"}, picture)
     print(f"\nLoss, structure and reconstruction error over time: {picture}")
+    if options.record:
+        for method in METHODS:
+            save_result(output / method, RESULTS / f"{method}.json", "bash scripts/demo.sh --record")
+        (RESULTS / "demo.md").write_text(table + "\n")
+        shutil.copyfile(picture, RESULTS / "training.png")
 
 
 def train_side_by_side(output: Path, steps: int) -> None:

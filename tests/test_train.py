@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,6 +186,14 @@ def test_the_records_say_what_happened(toy, tmp_path):
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["variants"].keys() == {"X", "L+S"}
+
+
+def test_broken_lines_are_skipped_and_told(toy, tmp_path, text_files, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "cut off\n' + Path(text_files["train"][0]).read_text() + '{"text": ""}\n')
+    run_training(toy(data__files=json.dumps([str(broken)]), train__steps=60), tmp_path / "run")
+    # 240 rows of 150 documents: every line is met once, some twice
+    assert re.search(r"documents skipped so far: [12] broken, [12] without text", capsys.readouterr().out)
 
 
 def test_the_reported_perplexity_is_that_of_the_saved_model(toy, tmp_path, text_files):

@@ -1,0 +1,87 @@
+"""Make every table and picture of results/ and of the README from the measured JSON: nothing is typed by hand.
+
+python scripts/update_results.py
+"""
+
+import re
+from pathlib import Path
+
+from salaad.checkpoint import read_json
+from salaad.figures import frontier_figure
+from salaad.tables import markdown_table, millions
+
+ROOT = Path(__file__).resolve().parent.parent
+NANO = ROOT / "results" / "nano"
+
+
+def main() -> None:
+    """Frontier of the nano search, then the README's generated sections."""
+    points = search_points()
+    frontier = frontier_table(points)
+    (NANO / "frontier.md").write_text(frontier + "\n")
+    frontier_figure(points, NANO / "frontier.png")
+    fill_readme({"nano": (NANO / "demo.md").read_text().strip(), "frontier": frontier})
+
+
+def search_points() -> list[dict]:
+    """One row per run of scripts/search_nano.py: its settings, perplexities relative to the right ones, and size."""
+    vanilla = read_json(NANO / "search" / "full_rank.json")["summary"]["variants"]["X"]["perplexity"]
+    shipped = read_json(NANO / "salaad.json")["config"]["salaad"]
+    points = []
+    for path in sorted((NANO / "search").glob("*.json")):
+        result = read_json(path)
+        variants = result["summary"]["variants"]
+        if "L+S" not in variants:
+            continue
+        X, deployed, settings = variants["X"], variants["L+S"], result["config"]["salaad"]
+        points.append(
+            {
+                "settings": settings,
+                "shipped": settings == shipped,
+                "X": X["perplexity"],
+                "L+S": deployed["perplexity"],
+                "vanilla": vanilla,
+                "size": deployed["block_parameters"] / deployed["block_parameters_dense"],
+                "parameters": deployed["parameters"],
+                "rank_ratio": deployed["rank_ratio"],
+                "density": deployed["density"],
+                "commit": result["commit"],
+            }
+        )
+    return sorted(points, key=lambda point: -point["size"])
+
+
+def frontier_table(points: list[dict]) -> str:
+    """The search as Markdown; the shipped point in bold."""
+    rows = []
+    for point in points:
+        settings = point["settings"]
+        cells = [
+            f"{settings['rho_constant']:g}",
+            f"{settings['every']}",
+            f"{settings['delta_alpha']:g}",
+            f"{settings['delta_beta']:g}",
+            f"{point['X']:.2f} ({point['X'] / point['vanilla'] - 1:+.1%})",
+            f"{point['L+S']:.2f} ({point['L+S'] / point['X'] - 1:+.1%})",
+            f"{point['size']:.0%}",
+            millions(point["parameters"]),
+            f"{point['rank_ratio']:.2f}",
+            f"{point['density']:.2f}",
+        ]
+        rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
+    header = ("c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
+    return markdown_table(header, rows)
+
+
+def fill_readme(sections: dict[str, str]) -> None:
+    """Replace what stands between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for name, section in sections.items():
+        pattern = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"
+        text = re.sub(pattern, lambda match, section=section: f"{match[1]}{section}\n{match[2]}", text, flags=re.DOTALL)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
