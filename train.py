@@ -59,6 +59,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         trainer.train()
     except NotFiniteError as error:
         raise run.diverged(folder, trainer.step, trainer.model, error.block) from None
+    finally:
+        trainer.stream.close()
     accelerator.end_training()
 
 

@@ -17,13 +17,12 @@ def _check(condition: bool, sentence: str) -> None:
 
 
 def _at_least(section: object, low: float, *names: str) -> None:
-    """Refuse any of the named numbers that lies below `low` or is not finite."""
+    """Refuse any of the named numbers that is infinite or lies below `low` (NaN lies nowhere)."""
     for name in names:
         value = getattr(section, name)
-        _check(
-            math.isfinite(value) and value >= low,
-            f"{_section_of(section)}.{name} is {value}, but the least is {low}; give {low} or more",
-        )
+        key = f"{_section_of(section)}.{name}"
+        _check(value != math.inf, f"{key} is {value}, but has to be finite; give a number of {low} or more")
+        _check(value >= low, f"{key} is {value}, but the least is {low}; give {low} or more")
 
 
 def _one_or_more(section: object, *names: str) -> None:
@@ -73,7 +72,7 @@ class DataConfig:
 
     Args:
         source: `python-docs` (documentation found on this machine), `c4` (streamed from the hub) or `files`.
-        files: training files as globs: .jsonl/.json, .txt (plain or .gz .zst .xz .bz2) or .parquet.
+        files: training files as globs: .jsonl/.json, .txt/.md (plain or .gz .zst .xz .bz2) or .parquet.
         validation_files: validation files, the same kinds; needed when the source is `files`.
         tokenizer: a hub name, a folder or a sentencepiece .model file; c4 and files take t5-base unless told
             otherwise, python-docs trains its own.
@@ -82,6 +81,7 @@ class DataConfig:
         packing: join documents end to end and cut rows from them, instead of one truncated or padded document a row.
         shuffle_window: documents are shuffled within windows of this many; 1 keeps their order.
         streams: virtual streams the files are dealt to; only their greatest common divisor with the batch is used.
+            Fewer are faster where there are few compressed files, since every stream decompresses its files itself.
         workers: processes per rank that read and tokenise ahead of the model; 0 does it in the trainer itself.
         max_bad_documents: broken JSON lines or texts of a wrong type that one file may hold before the run stops.
     """
@@ -94,7 +94,7 @@ class DataConfig:
     sequence_length: int = 256
     packing: bool = False
     shuffle_window: int = 1000
-    streams: int = 64
+    streams: int = 16
     workers: int = 1
     max_bad_documents: int = 100
 

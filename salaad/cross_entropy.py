@@ -32,14 +32,13 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
         dtype = torch.get_autocast_dtype(device)
         hidden, head = hidden.to(dtype), head.to(dtype)
     with torch.autocast(device, enabled=False):
-        return _SummedCrossEntropy.apply(hidden, head, targets)
+        return _SummedCrossEntropy.apply(hidden, head, targets, torch.is_grad_enabled())
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, needed: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        needed = any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needed else None
         grad_head = torch.zeros_like(head, dtype=torch.float32) if needed else None
         size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
@@ -62,6 +61,6 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_head * grad_total.to(grad_head.dtype), None
+        return grad_hidden * grad_total, grad_head * grad_total, None, None

@@ -28,6 +28,7 @@ from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
 
 DEFAULT_TOKENIZER = "t5-base"
 IGNORED = -100  # the label that transformers' loss leaves out
+GRACE = 60  # seconds a worker outlives a request to end
 COUNTS = ("bad", "empty", "long")
 
 
@@ -173,6 +174,10 @@ class TrainingStream:
                 self._cursors[number] = Cursor(*cursor)
         self._rows += share.batch
         return to_batch(rows, share.plan.length, self._text.pad_id, self._text.vocab_size)
+
+    def close(self) -> None:
+        """Let the workers go; the stream can be iterated again only from its state."""
+        self._items = None
 
     def state_dict(self) -> dict:
         """Where the run stands and the cursors of the streams this rank reads, ready for JSON."""
@@ -374,5 +379,11 @@ def _quiet_fork() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """Ctrl-C reaches the whole process group, but only the trainer knows what to save first."""
+    """A signal to the whole process group must not take the workers before the trainer has saved.
+
+    Ctrl-C is none of a worker's business. SIGTERM may also be the trainer's own way to end a worker that is stuck, so
+    it is obeyed, but late.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))

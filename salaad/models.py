@@ -11,6 +11,9 @@ from salaad.config import ModelConfig
 from salaad.cross_entropy import IGNORED, summed_cross_entropy
 from salaad.errors import UserError
 
+# Settings by which some architectures change their logits after the head.
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+
 
 def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
     """The architecture as transformers describes it: untied LLaMA with RMSNorm, SwiGLU and SDPA attention.
@@ -54,6 +57,11 @@ class SummedLoss(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        head = model.get_output_embeddings()
+        changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if head.bias is not None or changed:
+            what = ", ".join(changed) or "a bias"
+            raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
         self.model = model
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

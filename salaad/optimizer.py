@@ -10,16 +10,19 @@ from torch import nn
 from salaad.config import OptimizerConfig
 from salaad.errors import UserError
 
+# The base class, and optimizers that need a closure, sparse gradients or 2-D weights only.
+_UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of torch.optim called `name`; a UserError names those that exist."""
     known = {
         key: value
         for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in _UNFIT
     }
     if name not in known:
-        raise UserError(f"optimizer.name is {name!r}, which torch.optim does not have; give one of {', '.join(known)}")
+        raise UserError(f"optimizer.name is {name!r}, which does not serve here; give one of {', '.join(known)}")
     return known[name]
 
 
@@ -42,7 +45,8 @@ def build_optimizer(
     wanted = {
         "lr": config.lr,
         "betas": config.betas,
-        "eps": config.eps,
+        # Adafactor takes a pair here, whose first half is its own epsilon for squares.
+        "eps": (None, 1e-3) if cls is torch.optim.Adafactor else config.eps,
         "weight_decay": config.weight_decay,
         "foreach" if mixed else "fused": True,
     }

@@ -24,8 +24,9 @@ def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, T
     Args:
         Z: matrix, float32 or float64.
         tau: threshold, a number or a tensor without dimensions on the device of Z.
-        method: `exact` (full SVD), `gram` (eigenvectors of the Gram matrix of the short side, a few times faster,
-            relative error about 1e-6 in float32) or `auto`, which is `gram`.
+        method: `exact` (full SVD), `gram` (eigenvectors of the Gram matrix of the short side, a few times faster) or
+            `auto`, which is `gram`. In float32 the error of `gram` relative to ‖Z‖ is about 1e-6, and grows to 1e-4
+            where the threshold falls among singular values a thousand times smaller than the largest.
 
     Returns:
         L (n×m) and its singular values (min(n, m), descending): those of Z, less `tau`, never below 0.
@@ -42,24 +43,29 @@ def _svt_exact(Z: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _svt_gram(Z: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
-    """With the spectrum of the short side, L = Q diag((σ − τ)₊/σ) Qᵀ Z for a short and wide Z."""
+    """With the spectrum of the short side, L = Q diag((σ − τ)₊/σ) QᵀZ for a short and wide Z."""
     if Z.shape[0] > Z.shape[1]:
         L, shrunk = _svt_gram(Z.mT, tau)
         return L.mT.contiguous(), shrunk
     try:
-        Q, sigma = _gram_spectrum(Z)
+        Q, projected, sigma = _gram_spectrum(Z)
     except torch.linalg.LinAlgError:
         return _svt_exact(Z, tau)
     shrunk = (sigma - tau).clamp_min(0)
     kept = int(torch.count_nonzero(shrunk))
-    Q, gain = Q[:, :kept], shrunk[:kept] / sigma[:kept]
-    return (Q * gain) @ (Q.mT @ Z), shrunk
+    return (Q[:, :kept] * (shrunk[:kept] / sigma[:kept])) @ projected[:kept], shrunk
 
 
-def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor]:
-    """Left singular vectors Q (n×n) and singular values (n, descending) of a short and wide Z, from ZZᵀ = QΣ²Qᵀ."""
-    squares, Q = torch.linalg.eigh(Z @ Z.mT)
-    return Q.flip(1), squares.clamp_min(0).sqrt().flip(0)
+def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q (n×n) of ZZᵀ = QΣ²Qᵀ, QᵀZ (n×m) and σ (n, descending) of a short and wide Z.
+
+    The singular values are the lengths of the rows of QᵀZ. The eigenvalues themselves would not do: squaring has
+    already lost what lies below the square root of the rounding error.
+    """
+    Q = torch.linalg.eigh(Z @ Z.mT)[1]
+    projected = Q.mT @ Z
+    sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
+    return Q[:, order], projected[order], sigma
 
 
 _METHODS = {"exact": _svt_exact, "gram": _svt_gram}
@@ -97,6 +103,5 @@ def truncate(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     if X.shape[0] > X.shape[1]:
         approximation, sigma = truncate(X.mT, rank)
         return approximation.mT.contiguous(), sigma
-    Q, sigma = _gram_spectrum(X)
-    Q = Q[:, :rank]
-    return Q @ (Q.mT @ X), torch.where(torch.arange(len(sigma), device=X.device) < rank, sigma, 0)
+    Q, projected, sigma = _gram_spectrum(X)
+    return Q[:, :rank] @ projected[:rank], torch.where(torch.arange(len(sigma), device=X.device) < rank, sigma, 0)

@@ -51,6 +51,7 @@ class Salaad:
         self.model = model
         self.weights = find_blocks(model, self.config)
         self.blocks = tuple(self.weights)
+        self._check_weights()
         costs = {name: sharding.update_cost(*X.shape) for name, X in self.weights.items()}
         self.owners = sharding.assign_owners(costs, sharding.world_size())
         self.surrogates: dict[str, Surrogate] = {}
@@ -63,12 +64,19 @@ class Salaad:
         self._updated_at: dict[str, int] = dict.fromkeys(self.surrogates, 0)
         self._records: list[tuple[int, str, Tensor]] = []
         self._pending: set[str] = set(self.surrogates)
-        for name in self.surrogates:
-            X = self.weights[name]
+        for name, X in self.weights.items():
             if X.dtype == torch.bfloat16:
                 # The penalty is about 1e-4 of the gradient: an addition in bfloat16 would round it away.
                 X.grad_dtype = torch.float32
-            X.register_post_accumulate_grad_hook(partial(self._join_gradient, name))
+            if name in self.surrogates:
+                X.register_post_accumulate_grad_hook(partial(self._join_gradient, name))
+
+    def _check_weights(self) -> None:
+        for name, X in self.weights.items():
+            if not X.requires_grad:
+                raise UserError(f"block {name} is frozen, so nothing can draw it; unfreeze it or leave out its role")
+            if not X.isfinite().all():
+                raise NotFiniteError(name, 0)
 
     def _rho(self, name: str) -> float:
         """Eq. 5: ρ = c / (N·sqrt(n·m)), unless an absolute ρ was given."""
@@ -183,10 +191,13 @@ def _is_finite(value: float) -> bool:
 @contextmanager
 def _true_fp32(X: Tensor) -> Iterator[None]:
     """The ADMM computes in true float32, whatever TF32 or autocast settings the training uses."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         with torch.autocast(X.device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

@@ -69,18 +69,20 @@ class Surrogate:
         """
         X = X.detach().float()
         for _ in range(self.config.inner):
-            U_old = self._U()
-            # X − S + U, since S = R − U
-            self.L, self.sigma = svt(X - self.R + 2 * U_old, self.tau_L, self.config.method)
-            self.R = X - self.L + U_old
+            U = self._U()
+            S = self.R - U
+            self.L, self.sigma = svt(X - S + U, self.tau_L, self.config.method)
+            # Without a threshold L takes everything that is not S, and R = S: rounding must not fill S.
+            self.R = torch.where(self.tau_L == 0, S, X - self.L + U)
             self._tau_R = self.tau_S.clone()
         U = self._U()
         self.T = self.L + self.R - 2 * U
         self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
         density = torch.count_nonzero(self.R - U) / X.numel()
         self._control(density)
-        delta = torch.linalg.vector_norm(U - U_old)  # U − U_old = X − L − S
-        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, delta / torch.linalg.vector_norm(X))
+        delta = torch.linalg.vector_norm(X - self.L - self.R + U)
+        error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
+        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error)
         return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
 
     def _control(self, density: Tensor) -> None:

@@ -1,54 +1,21 @@
 """Small text and a small tokenizer, made on the spot: nothing is downloaded."""
 
 import json
+import os
 import random
+
+# Read when transformers is imported: looking for a hub takes most of a minute to fail.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-WORDS = [
-    "a",
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "it",
-    "is",
-    "was",
-    "on",
-    "matrix",
-    "rank",
-    "sparse",
-    "low",
-    "model",
-    "train",
-    "step",
-    "loss",
-    "weight",
-    "value",
-    "singular",
-    "threshold",
-    "gradient",
-    "token",
-    "text",
-    "stream",
-    "file",
-    "row",
-    "batch",
-    "seed",
-    "window",
-    "cursor",
-    "epoch",
-    "resume",
-    "exact",
-    "number",
-    "every",
-    "other",
-    "small",
-    "large",
-]
+WORDS = (
+    "a the of and to in it is was on matrix rank sparse low model train step loss weight value singular "
+    "threshold gradient token text stream file row batch seed window cursor epoch resume exact number "
+    "every other small large"
+).split()  # noqa: SIM905
 
 
 def make_documents(count: int, seed: int) -> list[str]:

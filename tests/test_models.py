@@ -242,7 +242,7 @@ def test_adamw_gets_every_setting_and_its_first_step_is_the_closed_form():
 
 @pytest.mark.parametrize("name", ["adamw", "Lion", "Optimizer", "lr_scheduler"])
 def test_an_unknown_optimizer_is_refused_with_those_that_exist(name):
-    with pytest.raises(UserError, match=f"'{name}', which torch.optim does not have; give one of .*AdamW"):
+    with pytest.raises(UserError, match=f"'{name}', which does not serve here; give one of .*AdamW"):
         one_step(name)
 
 
