@@ -107,7 +107,8 @@ def read_documents(
         UserError: more than `max_bad` bad records, a damaged or vanished file, no such column, no network.
     """
     bad = 0
-    for index, place, record in _guarded(file, _RECORDS[kind_of(file)[0]](file, field, start, stride)):
+    records = _hub_records if is_remote(file) else _RECORDS[kind_of(file)[0]]
+    for index, place, record in _guarded(file, records(file, field, start, stride)):
         try:
             text = _text_of(record, field)
         except _BadRecord as problem:
@@ -184,6 +185,15 @@ def _json_records(file: str, field: str, start: int, stride: int) -> Iterator[tu
         lines = ((number, line) for number, line in enumerate(stream, 1) if not line.isspace())
         for index, (number, line) in islice(enumerate(lines), start, None, stride):
             yield index, f"line {number}", _JsonLine(line)
+
+
+def _hub_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
+    """A shard on the hub, streamed by `datasets`, which waits and retries where the hub asks for patience."""
+    import datasets  # two seconds of start-up that local files need not pay
+
+    rows = datasets.load_dataset("json", data_files=file, split="train", streaming=True).skip(start)
+    for index, row in islice(enumerate(rows, start), 0, None, stride):
+        yield index, f"row {index + 1}", row.get(field)
 
 
 def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, bytes]]:

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-WORDS = (
+WORDS = (  # noqa: SIM905
     "a the of and to in it is was on matrix rank sparse low model train step loss weight value singular "
     "threshold gradient token text stream file row batch seed window cursor epoch resume exact number "
     "every other small large"
-).split()  # noqa: SIM905
+).split()
 
 
 def make_documents(count: int, seed: int) -> list[str]:
