@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from salaad import run, sharding
 from salaad.checkpoint import Checkpoints, read_json
@@ -54,7 +53,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     if accelerator.is_main_process:
         run.begin(folder, config, text.corpus_hash)
     accelerator.wait_for_everyone()
-    trainer = Trainer(config, description, accelerator, text, folder, checkpoint)
+    trainer = Trainer(config, accelerator, text, folder, checkpoint)
     try:
         trainer.train()
     except NotFiniteError as error:
@@ -68,19 +67,14 @@ class Trainer:
     """One run: what a checkpoint holds, and the loop over it."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        description: PretrainedConfig,
-        accelerator: Accelerator,
-        text: Text,
-        folder: Path,
-        checkpoint: Path | None,
+        self, config: RunConfig, accelerator: Accelerator, text: Text, folder: Path, checkpoint: Path | None
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else {"step": 0, "data": None}
+        fresh = {"step": 0, "tokens": 0, "interval_start": 0, "data": None}
+        state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else fresh
         self.step: int = state["step"]
-        self.interval_start: int = state.get("interval_start", 0)
+        self.interval_start: int = state["interval_start"]
         # Sums that the next logged line reports; on the device, so that nobody waits for them.
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -88,6 +82,7 @@ class Trainer:
 
         source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        description = describe_model(source, config.data.sequence_length)
         self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
         self.model.to(self.device, dtype).train()
         if config.train.gradient_checkpointing:
@@ -114,8 +109,7 @@ class Trainer:
             self.parts.restore(checkpoint, state, self.device)
             self.loss_sum += state["sums"][0] if sharding.rank() == 0 else 0.0
             self.tokens += state["sums"][1]
-        main = accelerator.is_main_process
-        self.recorder = Recorder(folder, config.train.steps, self.step, main, config.wandb, config.to_dict())
+        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
         self.stopwatch = Stopwatch()
 
     def train(self) -> None:
@@ -237,6 +231,7 @@ class Trainer:
             self.recorder.skipped(sharding.gather(self.stream.counts))
             trainer = {
                 "step": self.step,
+                "tokens": self.recorder.tokens,
                 "interval_start": self.interval_start,
                 "sums": self.sums(),
                 "data": merge_states(sharding.gather(self.stream.state_dict())),

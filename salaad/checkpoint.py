@@ -61,9 +61,11 @@ class Checkpoints:
         if sharding.rank() == 0:
             for path in (*partial.rglob("*"), partial):
                 _flush(path)
+            replaced = self.folder / f".replaced-{final.name}"
             if final.exists():  # written by an earlier life of this run that was resumed from before it
-                shutil.rmtree(final)
+                final.replace(replaced)
             partial.replace(final)
+            shutil.rmtree(replaced, ignore_errors=True)
             pointer = self.folder / "latest.partial"
             pointer.write_text(final.name + "\n")
             _flush(pointer)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from salaad.config import WandbConfig
+from salaad.config import RunConfig, WandbConfig
 from salaad.evaluation import Perplexity
 from salaad.surrogate import UpdateRecord
 
@@ -25,17 +25,15 @@ class Recorder:
 
     Args:
         folder: the run's folder.
-        steps: optimizer steps of the whole run.
+        config: the run's configuration.
         start: step the run goes on from; later lines of an interrupted life are dropped.
+        tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
-        wandb: Weights & Biases settings.
-        config: what Weights & Biases shows as the run's configuration.
     """
 
-    def __init__(
-        self, folder: Path, steps: int, start: int, active: bool, wandb: WandbConfig, config: dict[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, config: RunConfig, start: int, tokens: int, active: bool) -> None:
         self.active = active
+        self.tokens = tokens
         self._latest: dict[str, UpdateRecord] = {}
         self._skipped = 0
         if not active:
@@ -44,20 +42,18 @@ class Recorder:
         for name in _FILES:
             _drop_lines_after(folder / name, start)
             self._files[name] = (folder / name).open("a")
-        lines = read_lines(folder / "metrics.jsonl")
-        self._tokens = lines[-1]["tokens"] if lines else 0
         self._bar = tqdm(
-            total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=True
+            total=config.train.steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
-        self._wandb = _start_wandb(folder, wandb, config)
+        self._wandb = _start_wandb(folder, config.wandb, config.to_dict())
 
     def log(self, *, new_tokens: int, seconds: dict[str, float], **values: Any) -> None:
         """One line of metrics.jsonl: tokens since the last line, wall time by phase since then, and the values."""
         if not self.active:
             return
-        self._tokens += new_tokens
+        self.tokens += new_tokens
         speed = {"tokens_per_second": new_tokens / (sum(seconds.values()) - seconds["evaluate"])}
-        row = {"step": values.pop("step"), "tokens": self._tokens, **values, **speed}
+        row = {"step": values.pop("step"), "tokens": self.tokens, **values, **speed}
         self._write("metrics.jsonl", row | {"seconds": seconds})
         if self._wandb:
             self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])

@@ -20,13 +20,17 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]
     evaluations = [row for row in read_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
+    training = [
+        (row["tokens_per_second"], sum(row["seconds"].values()) - row["seconds"]["evaluate"]) for row in metrics
+    ]
     seconds = {phase: after_last_line[phase] + sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
     return {
         "step": last["step"],
         "tokens": last["tokens"],
         "positions": last["positions"],
         "variants": {row["variant"]: row for row in evaluations},
-        "tokens_per_second": last["tokens"] / (sum(seconds.values()) - seconds["evaluate"]),
+        "tokens_per_second": sum(r["tokens_per_second"] * t for r, t in zip(metrics, active, strict=True))
+        / sum(active),
         "seconds": seconds,
     }
 
