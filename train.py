@@ -1,7 +1,6 @@
 """Pretrain a language model with SALAAD (paper, Algorithm 1).
 
     accelerate launch train.py --config 350m.yaml
-    python train.py --config nano.yaml --method full_rank
 
 Every step is a guided learning step: the optimizer follows the gradient of ℓ(X) + ℓ_ρ(X). When its time has come,
 `method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.

@@ -20,9 +20,7 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]
     evaluations = [row for row in read_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
-    training = [
-        (row["tokens_per_second"], sum(row["seconds"].values()) - row["seconds"]["evaluate"]) for row in metrics
-    ]
+    active = [sum(row["seconds"].values()) - row["seconds"]["evaluate"] for row in metrics]
     seconds = {phase: after_last_line[phase] + sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
     return {
         "step": last["step"],
