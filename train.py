@@ -1,12 +1,9 @@
 """Pretrain a language model with SALAAD (paper, Algorithm 1).
 
-    accelerate launch train.py --config 350m.yaml
-
 Every step is a guided learning step: the optimizer follows the gradient of ℓ(X) + ℓ_ρ(X). When its time has come,
 `method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.
 """
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from salaad.cross_entropy import IGNORED
 from salaad.data import Text, TrainingStream, merge_states, open_text, validation_batches
 from salaad.errors import run_command
 from salaad.evaluation import evaluate
+from salaad.gradients import Gradients
 from salaad.interrupt import Agreement, StopRequest
 from salaad.launch import start_accelerator
 from salaad.methods import METHODS
@@ -43,20 +41,21 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         return
     check_run(config, description)
     folder, checkpoint = run.open_run(config, options)
-    if (folder / "summary.json").exists():
+    if options.resume == "auto" and (folder / "summary.json").exists():
         summary = read_json(folder / "summary.json")
         accelerator.print(f"{folder} is finished:\n\n{summary_table(summary)}")
         return
     with accelerator.local_main_process_first():
-        text = open_text(config.data, vocab_size=description.vocab_size)
+        text = open_text(run.with_own_tokenizer(config), vocab_size=description.vocab_size)
     if accelerator.is_main_process:
-        run.begin(folder, config, text.corpus_hash)
+        run.begin(folder, config, text.corpus_hash, checkpoint)
     accelerator.wait_for_everyone()
+    run.require_shared_storage(folder)
     trainer = Trainer(config, accelerator, text, folder, checkpoint)
     try:
         trainer.train()
     except NotFiniteError as error:
-        raise run.diverged(folder, trainer.step, trainer.model, error.block) from None
+        raise run.diverged(folder, trainer.step, error.block) from None
     finally:
         trainer.stream.close()
     accelerator.end_training()
@@ -70,24 +69,24 @@ class Trainer:
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        fresh = {"step": 0, "tokens": 0, "interval_start": 0, "data": None}
+        fresh = {"step": 0, "tokens": 0, "interval_start": 0, "seconds": None, "data": None}
         state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else fresh
-        self.step: int = state["step"]
-        self.interval_start: int = state["interval_start"]
+        self.step, self.interval_start = state["step"], state["interval_start"]
         # Sums that the next logged line reports; on the device, so that nobody waits for them.
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.grad_norm: Tensor | None = None
 
         source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         description = describe_model(source, config.data.sequence_length)
         self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
         self.model.to(self.device, dtype).train()
+        torch.manual_seed(config.seed + self.step * sharding.world_size() + sharding.rank())  # for dropout, if any
         if config.train.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         self.method = METHODS[config.method](self.model, config)
         self.optimizer, self.schedule = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
+        self.gradients = Gradients(self.model, config.optimizer.clip)
         if config.train.compile:
             self.model.base_model.compile()
         loss = SummedLoss(self.model)
@@ -105,11 +104,12 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last)
         self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
         if checkpoint:
-            self.parts.restore(checkpoint, state, self.device)
+            self.parts.restore(checkpoint, state)
             self.loss_sum += state["sums"][0] if sharding.rank() == 0 else 0.0
             self.tokens += state["sums"][1]
         self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(self.device, state["seconds"])
+        self.saved_step = self.step if checkpoint else -1
 
     def train(self) -> None:
         """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
@@ -119,19 +119,19 @@ class Trainer:
         while self.step < train.steps:
             agreement.read()
             if agreement.broken:
-                raise run.diverged(self.folder, self.step, self.model)
+                self.check_finite()
             if agreement.stop:
                 self.save()
                 self.recorder.say(f"stopped after step {self.step}; the same command with --resume auto goes on")
                 self.recorder.close()
                 return
             batch = next(batches)
-            targets = agreement.exchange(count_targets(batch["labels"]), request.asked, self.grad_norm)
+            targets = agreement.exchange(count_targets(batch["labels"]), request.asked, self.gradients.norm)
 
             # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 3).
             self.backward(batch, targets)
             self.method.after_backward()
-            self.grad_norm = self.clip()
+            self.gradients.clip(self.step + 1)
             self.optimizer.step()
             lr = self.schedule.get_last_lr()[0]
             self.schedule.step()
@@ -139,12 +139,12 @@ class Trainer:
             self.step += 1
 
             # Sparse and low-rank adaptation: every K steps the ADMM update and the controller of a block.
+            last = self.step == train.steps
             with self.stopwatch.phase("admm"):
                 self.method.after_step()
+                if last:
+                    self.method.finish()
 
-            last = self.step == train.steps
-            if last:
-                self.method.finish()
             if last or (train.eval_every and self.step % train.eval_every == 0):
                 self.evaluate()
             if last or self.step % train.log_every == 0:
@@ -173,14 +173,9 @@ class Trainer:
         """Loss and tokens since the last logged line, over all ranks; only the loss is a share of each rank's."""
         return [float(sharding.all_sum(self.loss_sum.clone())), float(self.tokens)]
 
-    def clip(self) -> Tensor:
-        """Clip the coupled gradient to the configured norm; returns its norm before."""
-        limit = self.config.optimizer.clip or float("inf")
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-
     def log(self, lr: float) -> None:
         """Write what happened since the last line; the only place where the loop waits for the device."""
-        self.check_finite([self.grad_norm])
+        self.check_finite()
         penalty = float(self.method.penalty())
         with self.stopwatch.phase("sync"):
             loss_sum, tokens = self.sums()
@@ -189,11 +184,11 @@ class Trainer:
         self.recorder.log(
             step=self.step,
             new_tokens=round(tokens),
-            positions=self.step * self.config.train.batch * self.config.data.sequence_length,
+            positions=self.stream.rows * self.config.data.sequence_length,
             loss=loss_sum / (self.step - self.interval_start),
             penalty=penalty,
             lr=lr,
-            grad_norm=float(self.grad_norm),
+            grad_norm=float(self.gradients.norm),
             seconds=seconds,
         )
         self.loss_sum.zero_()
@@ -217,14 +212,17 @@ class Trainer:
                 result = evaluate(SummedLoss(self.model), batches, self.device)
             self.recorder.evaluation(self.step, variant, result, train.precision, figures)
 
-    def check_finite(self, tensors: Iterable[Tensor]) -> None:
-        """Stop rather than record or save numbers that are not finite."""
-        if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-            raise run.diverged(self.folder, self.step, self.model)
+    def check_finite(self) -> None:
+        """Stop rather than go on with, record or save numbers that are not finite."""
+        broken = self.gradients.first_broken()
+        if broken:
+            raise run.diverged(self.folder, broken[0] or self.step, broken[1])
 
     def save(self) -> None:
         """Write a checkpoint of the state after this step; collective."""
-        self.check_finite(self.model.parameters())
+        if self.saved_step == self.step:
+            return
+        self.check_finite()
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
             self.recorder.skipped(sharding.gather(self.stream.counts))
@@ -232,12 +230,14 @@ class Trainer:
                 "step": self.step,
                 "tokens": self.recorder.tokens,
                 "interval_start": self.interval_start,
+                "seconds": self.stopwatch.read(),
                 "sums": self.sums(),
                 "data": merge_states(sharding.gather(self.stream.state_dict())),
                 "method": self.method.state_dict(),
                 "world_size": sharding.world_size(),
                 "config": self.config.to_dict(),
             }
+            self.saved_step = self.step
             self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer))
 
 

@@ -43,6 +43,9 @@ class Checkpoints:
         if not pointer.is_file():
             return None
         path = self.folder / pointer.read_text().strip()
+        replaced = self.folder / f".replaced-{path.name}"
+        if not path.exists() and replaced.exists():  # killed between the two renames of `save`
+            replaced.replace(path)
         if not (path / "state" / "trainer.json").is_file():
             raise UserError(f"{pointer} names {path.name}, which is not there; write the name of a whole one into it")
         return path
@@ -52,7 +55,8 @@ class Checkpoints:
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
         if sharding.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for leftover in (*self.folder.glob(".partial-*"), *self.folder.glob(".replaced-*")):
+                shutil.rmtree(leftover)
             for part in ("model", "surrogate", "state"):
                 (partial / part).mkdir(parents=True)
         sharding.barrier()
@@ -66,14 +70,19 @@ class Checkpoints:
                 final.replace(replaced)
             partial.replace(final)
             shutil.rmtree(replaced, ignore_errors=True)
-            pointer = self.folder / "latest.partial"
-            pointer.write_text(final.name + "\n")
-            _flush(pointer)
-            pointer.replace(self.folder / "latest")
-            _flush(self.folder)
+            self.point_to(final)
             self._delete_old(final)
         sharding.barrier()
         return final
+
+    def point_to(self, checkpoint: Path) -> None:
+        """Make `latest` name this checkpoint: by its name in this folder, or by its path from elsewhere."""
+        inside = checkpoint.resolve().parent == self.folder.resolve()
+        pointer = self.folder / "latest.partial"
+        pointer.write_text(f"{checkpoint.name if inside else checkpoint.resolve()}\n")
+        _flush(pointer)
+        pointer.replace(self.folder / "latest")
+        _flush(self.folder)
 
     def _delete_old(self, newest: Path) -> None:
         older = sorted(path for path in self.folder.glob("step-*") if path != newest)

@@ -45,7 +45,6 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         UserError: an unknown key (with the nearest known one), a wrong type, a value out of range, a missing file.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    arguments = ["--dry_run=true" if argument == "--dry-run" else argument for argument in arguments]
     parser = ArgumentParser(
         prog="train.py",
         description="Pretrain a language model with SALAAD, or full-rank beside it.",
@@ -53,7 +52,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         allow_abbrev=False,
     )
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, by path or by its name in configs/")
-    parser.add_class_arguments(TrainOptions)
+    parser.add_class_arguments(TrainOptions, skip={"dry_run"})
+    parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
     parser.add_class_arguments(RunConfig)
     try:
         parsed = parser.parse_args(_find_configs(arguments))
@@ -108,10 +108,9 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     return f"there is no option {key}; {cure}"
 
 
-def write_config(config: RunConfig, provenance: dict, path: Path) -> None:
-    """Write the resolved configuration, readable by --config again, with `provenance` as comments above it."""
-    header = "".join(f"# {key}: {value}\n" for key, value in provenance.items())
-    text = header + yaml.safe_dump(config.to_dict(), sort_keys=False)
+def write_config(config: RunConfig, comments: Sequence[str], path: Path) -> None:
+    """Write the resolved configuration, readable by --config again, with `comments` as its first lines."""
+    text = "".join(line + "\n" for line in comments) + yaml.safe_dump(config.to_dict(), sort_keys=False)
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(text)
     temporary.replace(path)

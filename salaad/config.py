@@ -74,8 +74,8 @@ class DataConfig:
         source: `python-docs` (documentation found on this machine), `c4` (streamed from the hub) or `files`.
         files: training files as globs: .jsonl/.json, .txt/.md (plain or .gz .zst .xz .bz2) or .parquet.
         validation_files: validation files, the same kinds; needed when the source is `files`.
-        tokenizer: a hub name, a folder or a sentencepiece .model file; c4 and files take t5-base unless told
-            otherwise, python-docs trains its own.
+        tokenizer: a hub name, a folder or a sentencepiece .model file. Unless told otherwise a run from `model.path`
+            takes that folder's own, c4 and files take t5-base, python-docs trains its own.
         text_field: the column that holds the text in JSON lines and parquet.
         sequence_length: tokens in a row.
         packing: join documents end to end and cut rows from them, instead of one truncated or padded document a row.
@@ -83,7 +83,8 @@ class DataConfig:
         streams: virtual streams the files are dealt to; only their greatest common divisor with the batch is used.
             Fewer are faster where there are few compressed files, since every stream decompresses its files itself.
         workers: processes per rank that read and tokenise ahead of the model; 0 does it in the trainer itself.
-        max_bad_documents: broken JSON lines or texts of a wrong type that one file may hold before the run stops.
+        max_bad_documents: broken JSON lines or texts of a wrong type that a stream may meet in one pass over its part
+            of a file before the run stops.
     """
 
     source: Literal["python-docs", "c4", "files"] = "python-docs"

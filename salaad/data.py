@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 
 from salaad import python_docs
 from salaad.config import DataConfig
+from salaad.cross_entropy import IGNORED
 from salaad.documents import c4_files, expand, is_remote, require_document
 from salaad.errors import UserError
 from salaad.streams import Cursor, Plan, RowStream
 from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
 
 DEFAULT_TOKENIZER = "t5-base"
-IGNORED = -100  # the label that transformers' loss leaves out
 GRACE = 60  # seconds a worker outlives a request to end
 COUNTS = ("bad", "empty", "long")
 
@@ -178,6 +178,11 @@ class TrainingStream:
     def close(self) -> None:
         """Let the workers go; the stream can be iterated again only from its state."""
         self._items = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batches handed out since the run began."""
+        return self._rows
 
     def state_dict(self) -> dict:
         """Where the run stands and the cursors of the streams this rank reads, ready for JSON."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from types import FrameType
 
 import torch
@@ -11,19 +12,25 @@ from salaad import sharding
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C asks for a stop after the step; a second one ends the process at once."""
+    """SIGTERM or Ctrl-C asks for a stop after the step; another one two seconds later ends the process at once.
+
+    Not sooner, because a scheduler may signal the whole group and the launcher pass its own signal on.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._when = 0.0
         self._process = os.getpid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         # A data worker inherits this handler when it is forked, but has nothing to finish.
-        if self.asked or os.getpid() != self._process:
+        again = self.asked and time.monotonic() - self._when > 2
+        if again or os.getpid() != self._process:
             os._exit(128 + number)
-        self.asked = True
+        if not self.asked:
+            self.asked, self._when = True, time.monotonic()
 
 
 class Agreement:
@@ -41,15 +48,14 @@ class Agreement:
         self._answer: Tensor | None = None
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
-    def exchange(self, tokens: int, stop: bool, grad_norm: Tensor | None) -> Tensor:
+    def exchange(self, tokens: int, stop: bool, grad_norm: Tensor) -> Tensor:
         """Give this rank's token count, its request to stop and its last gradient norm.
 
         Returns:
             The tokens of the global batch, without dimensions, on the device.
         """
         values = torch.tensor([tokens, stop, 0.0], dtype=torch.float64).to(self._device, non_blocking=True)
-        if grad_norm is not None:
-            values[2] = ~grad_norm.isfinite()
+        values[2] = ~grad_norm.isfinite()
         sharding.all_sum(values)
         self._answer = values.to("cpu", non_blocking=True)
         if self._arrived:

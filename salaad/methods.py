@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from salaad import sharding
 from salaad.config import RunConfig
+from salaad.errors import UserError
 from salaad.models import count_parameters
 from salaad.roles import find_blocks
 from salaad.salaad import Salaad
@@ -77,6 +78,11 @@ class SalaadMethod(FullRank):
     @classmethod
     def check(cls, model: nn.Module, config: RunConfig) -> None:  # noqa: D102
         find_blocks(model, config.salaad)
+        if config.train.precision == "bf16" and config.optimizer.name not in ("Adam", "AdamW"):
+            raise UserError(
+                f"optimizer.name is {config.optimizer.name}, but pure bf16 keeps float32 gradients for the blocks, "
+                "which only Adam and AdamW take; choose one of them, or train.precision bf16-mixed"
+            )
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
         return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]

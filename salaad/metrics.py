@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from salaad.config import RunConfig, WandbConfig
+from salaad.errors import UserError
 from salaad.evaluation import Perplexity
 from salaad.surrogate import UpdateRecord
 
-_FILES = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
+RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
 PHASES = ("train", "admm", "sync", "save", "evaluate")
 
 
@@ -39,7 +41,7 @@ class Recorder:
         if not active:
             return
         self._files = {}
-        for name in _FILES:
+        for name in RECORDS:
             _drop_lines_after(folder / name, start)
             self._files[name] = (folder / name).open("a")
         self._bar = tqdm(
@@ -146,37 +148,63 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) ->
     identity = folder / "wandb_id"
     if not identity.exists():
         identity.write_text(secrets.token_hex(4))
-    return wandb.init(
-        project=settings.project,
-        name=folder.name,
-        id=identity.read_text(),
-        resume="allow",
-        mode=settings.mode,
-        dir=str(folder),
-        config=config,
-    )
+    try:
+        return wandb.init(
+            project=settings.project,
+            name=folder.name,
+            id=identity.read_text(),
+            resume="allow",
+            mode=settings.mode,
+            dir=str(folder),
+            config=config,
+        )
+    except wandb.Error as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"wandb.mode {settings.mode} fails ({why}); log in with wandb login, or set offline") from None
 
 
 class Stopwatch:
-    """Wall time by phase since the last `take`; on a GPU the caller's phases end with its own synchronisation."""
+    """Wall time by phase since the last `take`.
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._begun = time.perf_counter()
+    On a GPU a phase is timed between two events in its stream: the host runs ahead of it, and its clock would book the
+    step before towards the first phase that has to wait.
+    """
+
+    def __init__(self, device: torch.device, earlier: Mapping[str, float] | None = None) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float, earlier or {})
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._begun = time.perf_counter() - sum(self._seconds.values())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside towards `name`."""
-        start = time.perf_counter()
+        if self._cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        else:
+            begun = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            if self._cuda:
+                end.record()
+                self._events.append((name, start, end))
+            else:
+                self._seconds[name] += time.perf_counter() - begun
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last `take`; `train` is whatever belongs to no other phase. Waits for a GPU."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+        self._events.clear()
+        others = {name: self._seconds[name] for name in PHASES[1:]}
+        return {"train": time.perf_counter() - self._begun - sum(others.values()), **others}
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call; `train` is whatever belongs to no other phase."""
-        now = time.perf_counter()
-        elapsed, self._begun = now - self._begun, now
-        others = {name: self._seconds[name] for name in PHASES[1:]}
+        """`read`, and begin anew."""
+        seconds = self.read()
         self._seconds.clear()
-        return {"train": elapsed - sum(others.values()), **others}
+        self._begun += sum(seconds.values())
+        return seconds

@@ -41,9 +41,9 @@ def build_model(
     config: ModelConfig, description: PretrainedConfig, seed: int, pad_id: int | None = None, eos_id: int | None = None
 ) -> PreTrainedModel:
     """The model in float32 on the CPU, with random weights that `seed` fixes, or with those of `model.path`."""
+    torch.manual_seed(seed)
     if config.path is not None:
         return AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, local_files_only=True)
-    torch.manual_seed(seed)
     description.pad_token_id, description.eos_token_id, description.bos_token_id = pad_id, eos_id, None
     return AutoModelForCausalLM.from_config(description, dtype=torch.float32)
 

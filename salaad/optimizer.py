@@ -37,11 +37,6 @@ def build_optimizer(
     parameters = [p for p in parameters if p.requires_grad]
     cls = optimizer_class(config.name)
     mixed = [p for p in parameters if p.grad_dtype not in (None, p.dtype)]
-    if mixed and cls not in (torch.optim.Adam, torch.optim.AdamW):
-        raise UserError(
-            f"optimizer.name is {config.name}, but pure bf16 keeps float32 gradients for the blocks, which only Adam "
-            "and AdamW take; choose one of them, or train.precision bf16-mixed"
-        )
     wanted = {
         "lr": config.lr,
         "betas": config.betas,

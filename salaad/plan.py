@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from salaad import sharding
 from salaad.config import RunConfig
 from salaad.methods import METHODS
-from salaad.models import count_parameters, training_flops
+from salaad.models import SummedLoss, count_parameters, training_flops
 from salaad.optimizer import optimizer_class
 from salaad.roles import find_blocks
 from salaad.tables import markdown_table, millions
@@ -30,9 +30,14 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
         ("processes", str(ranks)),
         ("floating-point operations", f"{training_flops(model, length) * positions:.3g}"),
     ]
-    rows += [(f"memory per rank: {kind}", amount) for kind, amount in _memory(config, description, parameters)]
+    blocks = find_blocks(model, config.salaad) if config.method == "salaad" else {}
+    in_blocks = sum(X.numel() for X in blocks.values())
+    rows += [
+        (f"memory per rank: {kind}", amount)
+        for kind, amount in _memory(config, description, parameters, in_blocks, ranks)
+    ]
     if config.method == "salaad":
-        rows += _block_rows(config, model, ranks)
+        rows += _block_rows(config, blocks, ranks)
     return markdown_table(("plan", "value"), rows)
 
 
@@ -40,10 +45,13 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     """Find what is wrong with a configuration that its sections cannot see each for itself, before anything is made.
 
     Raises:
-        UserError: roles that match nothing in this model, or an optimizer that torch does not have.
+        UserError: roles that match nothing in this model, an optimizer that torch does not have or that does not take
+            float32 gradients where they are needed, or a model with logits the loss does not know.
     """
     optimizer_class(config.optimizer.name)
-    METHODS[config.method].check(_outline(description), config)
+    model = _outline(description)
+    SummedLoss(model)
+    METHODS[config.method].check(model, config)
 
 
 def _outline(description: PretrainedConfig) -> torch.nn.Module:
@@ -52,10 +60,17 @@ def _outline(description: PretrainedConfig) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(description)
 
 
-def _memory(config: RunConfig, description: PretrainedConfig, parameters: int) -> list[tuple[str, str]]:
-    kinds = zip(("weights", "gradients", "optimizer state"), _BYTES[config.train.precision], strict=True)
-    rows = [(kind, _mebibytes(parameters * size)) for kind, size in kinds]
-    rows_at_once = min(config.train.micro_batch, config.train.batch)
+def _memory(
+    config: RunConfig, description: PretrainedConfig, parameters: int, in_blocks: int, ranks: int
+) -> list[tuple[str, str]]:
+    kinds = ("weights", "gradients", "optimizer state")
+    sizes = dict(zip(kinds, _BYTES[config.train.precision], strict=True))
+    # In pure bf16 the blocks keep gradients and moments in float32.
+    block_sizes = sizes if config.train.precision != "bf16" else sizes | {"gradients": 4, "optimizer state": 8}
+    rows = [
+        (kind, _mebibytes((parameters - in_blocks) * sizes[kind] + in_blocks * block_sizes[kind])) for kind in kinds
+    ]
+    rows_at_once = min(config.train.micro_batch, config.train.batch // ranks)
     # About 34 values of the hidden size are kept per token and layer (17 in half precision), or one when recomputed.
     kept = 1 if config.train.gradient_checkpointing else 34
     size = 2 if config.train.precision.startswith("bf16") else 4
@@ -64,8 +79,7 @@ def _memory(config: RunConfig, description: PretrainedConfig, parameters: int) -
     return [*rows, ("activations (estimate)", _mebibytes(activations))]
 
 
-def _block_rows(config: RunConfig, model: torch.nn.Module, ranks: int) -> list[tuple[str, str]]:
-    blocks = find_blocks(model, config.salaad)
+def _block_rows(config: RunConfig, blocks: dict[str, torch.nn.Parameter], ranks: int) -> list[tuple[str, str]]:
     costs = {name: sharding.update_cost(*X.shape) for name, X in blocks.items()}
     owners = sharding.assign_owners(costs, ranks)
     counts, sizes = [0] * ranks, [0] * ranks

@@ -32,7 +32,6 @@ def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, T
         L (n×m) and its singular values (min(n, m), descending): those of Z, less `tau`, never below 0.
     """
     L, sigma = _METHODS[resolve_method(method)](Z, tau)
-    # Written without a branch so that a threshold that lives on the GPU is never waited for.
     return torch.where(torch.as_tensor(tau, device=Z.device) == 0, Z, L), sigma
 
 

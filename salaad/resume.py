@@ -22,7 +22,7 @@ class TrainingParts:
         tokenizer: saved, never changed.
         method: its surrogates go into `surrogate/`.
         optimizer: its moments go into `state/`.
-        schedule: its position too.
+        schedule: placed by the step.
     """
 
     model: PreTrainedModel
@@ -38,15 +38,19 @@ class TrainingParts:
         if sharding.rank() == 0:
             self.model.save_pretrained(folder / "model")
             self.tokenizer.save_pretrained(folder / "model")
-            optimizer = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
-            torch.save(optimizer, folder / "state" / "optimizer.pt")
+            torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
             write_json(trainer, folder / "state" / "trainer.json")
 
-    def restore(self, checkpoint: Path, trainer: dict[str, Any], device: torch.device) -> None:
+    def restore(self, checkpoint: Path, trainer: dict[str, Any]) -> None:
         """Take over what `write` wrote, at any world size. The model is built from its own folder already."""
-        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location=device, weights_only=True)
-        load_optimizer_state(self.optimizer, saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
+        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location="cpu", weights_only=True)
+        load_optimizer_state(self.optimizer, saved)
+        # The step alone places the schedule, so that a new folder may go on with another peak.
+        self.schedule.last_epoch = trainer["step"]
+        rates = [base * self.schedule.lr_lambdas[0](trainer["step"]) for base in self.schedule.base_lrs]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
         self.method.load_state_dict(trainer["method"])
         load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
         random = checkpoint / "state" / _random_file()

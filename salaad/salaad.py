@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from salaad import sharding
 from salaad.config import SalaadConfig
 from salaad.errors import UserError
+from salaad.models import count_parameters
 from salaad.prox import resolve_method
 from salaad.roles import find_blocks
 from salaad.surrogate import Surrogate, UpdateRecord
@@ -26,8 +27,8 @@ class NotFiniteError(UserError):
 
     def __init__(self, block: str, step: int) -> None:
         super().__init__(
-            f"block {block} is not finite at step {step}; lower the learning rate or salaad.rho_constant, "
-            "then go on from the last good checkpoint"
+            f"block {block} is not finite at step {step}; go on from the last good checkpoint with a lower learning "
+            "rate or rho_constant"
         )
         self.block = block
 
@@ -154,7 +155,7 @@ class Salaad:
             "density": sum(densities) / len(densities),
             "block_parameters": sum(parameters),
             "block_parameters_dense": dense,
-            "parameters": sum(p.numel() for p in self.model.parameters()) - dense + sum(parameters),
+            "parameters": count_parameters(self.model) - dense + sum(parameters),
         }
 
     def state_dict(self) -> dict:

@@ -37,7 +37,6 @@ class Contender:
 
     def __init__(self, method: str, config: RunConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         description = describe_model(config.model, config.data.sequence_length)
         self.model = build_model(config.model, description, config.seed, 0, 1)
         self.model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).train()
@@ -48,11 +47,22 @@ class Contender:
         self.loss = SummedLoss(self.model)
         self.seconds: list[float] = []
         self.admm_seconds: list[float] = []
-        self.resident = (torch.cuda.memory_allocated() if device.type == "cuda" else 0) - before
+        self.peak = self.resident = 0
+
+    def warm_up(self, batch: dict[str, torch.Tensor]) -> None:
+        """A first step, after which the optimizer's state is there too, and what this contender holds is known."""
+        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        self.step(batch, counted=False)
+        grown = (torch.cuda.memory_allocated() if self.device.type == "cuda" else 0) - before
+        state = (
+            value for s in self.method.surrogates().values() for value in vars(s).values() if torch.is_tensor(value)
+        )
+        weights = (p.nbytes for p in self.model.parameters())
+        self.resident = grown + sum(weights) + sum(value.nbytes for value in state)
 
     def step(self, batch: dict[str, torch.Tensor], counted: bool) -> None:
         """One training step, as train.py takes it."""
-        start = self._now()
+        start = _now(self.device)
         rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
         tokens = (labels[:, 1:] != IGNORED).sum()
         size = self.config.train.micro_batch
@@ -63,17 +73,12 @@ class Contender:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        middle = self._now()
+        middle = _now(self.device)
         self.method.after_step()
-        end = self._now()
+        end = _now(self.device)
         if counted:
             self.seconds.append(end - start)
             self.admm_seconds.append(end - middle)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -81,12 +86,20 @@ def matmul_peak(device: torch.device, precision: str) -> float:
     size = PEAK_SIZE if device.type == "cuda" else PEAK_SIZE // 8
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = a @ b
     best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        (a @ b).sum().item()
-        best = min(best, time.perf_counter() - start)
+    for _ in range(5):
+        start = _now(device)
+        for _ in range(10):
+            torch.matmul(a, b, out=out)
+        best = min(best, (_now(device) - start) / 10)
     return 2 * size**3 / best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
@@ -96,17 +109,21 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
     contenders = {method: Contender(method, config, device) for method in ("full_rank", "salaad")}
     # Thresholds have to leave zero before an update costs what it will cost for the rest of the run.
+    for contender in contenders.values():
+        contender.warm_up(next(stream))
     for _ in range(3 * K):
         batch = next(stream)
         for contender in contenders.values():
             contender.step(batch, counted=False)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     for _ in range(max(1, steps // K)):
         batches = [next(stream) for _ in range(K)]
         for contender in contenders.values():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             for batch in batches:
                 contender.step(batch, counted=True)
+            if device.type == "cuda":
+                contender.peak = max(contender.peak, torch.cuda.max_memory_allocated())
     positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
     flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * positions
@@ -121,7 +138,8 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
             "admm_seconds_per_step": statistics.median(sum(part) / len(part) for part in admm),
             "tokens_per_second": positions / per_step,
             "utilisation": flops / per_step / peak,
-            "state_bytes": contender.resident,
+            # Both methods share the device: what the other one holds all the time is not this one's.
+            "peak_memory_bytes": contender.peak - sum(c.resident for c in contenders.values() if c is not contender),
         }
     result["overhead"] = result["salaad"]["seconds_per_step"] / result["full_rank"]["seconds_per_step"] - 1
     surrogates = contenders["salaad"].method.surrogates().values()
@@ -129,8 +147,6 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     held = sum(value.nbytes for s in surrogates for value in vars(s).values() if torch.is_tensor(value))
     result["admm_buffers_per_block"] = held / dense
     result["matmul_peak_flops"] = peak
-    if device.type == "cuda":
-        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     return result
 
 

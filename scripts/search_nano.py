@@ -13,10 +13,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from salaad.report import save_result
 
-from salaad.report import save_result  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def overrides(point: str) -> list[str]:

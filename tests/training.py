@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState
@@ -51,15 +52,30 @@ def run_training(arguments: list[str], output: Path) -> None:
     train.main(config, options)
 
 
-def launch(arguments: list[str], output: Path, processes: int = 1, **keywords) -> subprocess.CompletedProcess:
+def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.Popen:
     """`accelerate launch train.py` as a user types it, on one thread per process."""
     command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
     if processes > 1:
         command += ["--config_file", "configs/accelerate/cpu2.yaml", "--num_processes", str(processes)]
         command += ["--main_process_port", "0"]
     command += ["train.py", *arguments, f"--output={output}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, **keywords)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
+    """`start`, and wait for the end."""
+    process = start(arguments, output, processes)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for_steps(process: subprocess.Popen, output: Path) -> None:
+    """Return when the run in `output` has logged a step, or has ended."""
+    metrics = output / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
