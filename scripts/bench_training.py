@@ -54,11 +54,8 @@ class Contender:
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         self.step(batch, counted=False)
         grown = (torch.cuda.memory_allocated() if self.device.type == "cuda" else 0) - before
-        state = (
-            value for s in self.method.surrogates().values() for value in vars(s).values() if torch.is_tensor(value)
-        )
-        weights = (p.nbytes for p in self.model.parameters())
-        self.resident = grown + sum(weights) + sum(value.nbytes for value in state)
+        weights = sum(p.nbytes for p in self.model.parameters())
+        self.resident = grown + weights + admm_bytes(self.method)
 
     def step(self, batch: dict[str, torch.Tensor], counted: bool) -> None:
         """One training step, as train.py takes it."""
@@ -79,6 +76,11 @@ class Contender:
         if counted:
             self.seconds.append(end - start)
             self.admm_seconds.append(end - middle)
+
+
+def admm_bytes(method: FullRank) -> int:
+    """Bytes of the surrogates this process holds."""
+    return sum(v.nbytes for s in method.surrogates().values() for v in vars(s).values() if torch.is_tensor(v))
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -144,8 +146,7 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     result["overhead"] = result["salaad"]["seconds_per_step"] / result["full_rank"]["seconds_per_step"] - 1
     surrogates = contenders["salaad"].method.surrogates().values()
     dense = sum(4 * surrogate.L.numel() for surrogate in surrogates)
-    held = sum(value.nbytes for s in surrogates for value in vars(s).values() if torch.is_tensor(value))
-    result["admm_buffers_per_block"] = held / dense
+    result["admm_buffers_per_block"] = admm_bytes(contenders["salaad"].method) / dense
     result["matmul_peak_flops"] = peak
     return result
 

@@ -82,11 +82,13 @@ def train_side_by_side(output: Path, steps: int) -> None:
                 said = done
                 losses = ", ".join(f"{method} {last[0]['loss']:.3f}" for method, last in rows.items())
                 print(f"step {done} of {steps}: loss {losses}", flush=True)
+    except KeyboardInterrupt:
+        raise UserError("interrupted; both runs save where they are, and the same command goes on from there") from None
     finally:
         for bar in bars.values():
             bar.close()
         for process in processes.values():
-            # The terminal's Ctrl-C reached the runs too: they save and end by themselves; one whose rival failed does not.
+            # After a Ctrl-C, which reached the runs too, this says nothing new: they save and end.
             if process.poll() is None:
                 process.terminate()
             process.wait()

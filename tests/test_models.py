@@ -18,11 +18,12 @@ from transformers import (
 )
 
 from salaad import Salaad, SalaadConfig
-from salaad.config import ModelConfig, OptimizerConfig
+from salaad.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from salaad.cross_entropy import IGNORED, summed_cross_entropy
 from salaad.errors import UserError
 from salaad.models import SummedLoss, build_model, count_parameters, describe_model
 from salaad.optimizer import build_optimizer, load_optimizer_state
+from salaad.plan import check_run
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -295,6 +296,7 @@ def test_float32_moments_of_bfloat16_weights_survive_saving_and_training_goes_on
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adafactor"])
 def test_an_optimizer_that_cannot_mix_dtypes_is_refused_in_pure_bfloat16(name):
-    model, _ = bfloat16_model()
+    config = RunConfig(optimizer=OptimizerConfig(name=name), train=TrainConfig(precision="bf16"))
+    description = describe_model(ModelConfig(num_hidden_layers=1), 32)
     with pytest.raises(UserError, match=f"optimizer.name is {name}.* float32 .*choose"):
-        build_optimizer(model.parameters(), OptimizerConfig(name=name), 10)
+        check_run(config, description)

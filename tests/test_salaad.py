@@ -433,7 +433,9 @@ def test_a_weight_that_is_not_finite_stops_training_by_the_name_of_its_block(val
     model = toy(6, 8, 4)
     salaad = Salaad(model, SalaadConfig(every=1, method=method, **ANY))
     model[1].weight.data[2, 3] = value
-    with pytest.raises(NotFiniteError, match="block 1 is not finite at step 1; lower the learning rate") as error:
+    with pytest.raises(
+        NotFiniteError, match="block 1 is not finite at step 1; go on from the last good checkpoint"
+    ) as error:
         salaad.step()
         salaad.drain_records()
     assert error.value.block == "1"
