@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from salaad import sharding
 from salaad.config import SalaadConfig
 from salaad.errors import UserError
-from salaad.models import count_parameters
 from salaad.prox import resolve_method
 from salaad.roles import find_blocks
 from salaad.surrogate import Surrogate, UpdateRecord
@@ -155,7 +154,7 @@ class Salaad:
             "density": sum(densities) / len(densities),
             "block_parameters": sum(parameters),
             "block_parameters_dense": dense,
-            "parameters": count_parameters(self.model) - dense + sum(parameters),
+            "parameters": sum(p.numel() for p in self.model.parameters()) - dense + sum(parameters),
         }
 
     def state_dict(self) -> dict:
