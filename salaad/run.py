@@ -65,7 +65,7 @@ def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | Non
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
         return folder, checkpoint
     if not _begun(folder):
-        ours = {"config.yaml", "checkpoints", *RECORDS}
+        ours = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", *RECORDS}
         if folder.exists() and (not folder.is_dir() or any(path.name not in ours for path in folder.iterdir())):
             raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
         return folder, None

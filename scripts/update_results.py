@@ -17,7 +17,7 @@ NANO = ROOT / "results" / "nano"
 def main() -> None:
     """Frontier of the nano search, then the README's generated sections."""
     points = search_points()
-    frontier = frontier_table(points)
+    frontier = f"{frontier_table(points)}\n\n{learning_rate_table()}"
     (NANO / "frontier.md").write_text(frontier + "\n")
     frontier_figure(points, NANO / "frontier.png")
     fill_readme({"nano": (NANO / "demo.md").read_text().strip(), "frontier": frontier})
@@ -57,7 +57,7 @@ def frontier_table(points: list[dict]) -> str:
     for point in points:
         settings = point["settings"]
         cells = [
-            f"{settings['rho_constant']:g}",
+            f"{settings['rho_constant']:g}" if settings["rho"] is None else f"ρ = {settings['rho']:g}",
             f"{settings['every']}",
             f"{settings['delta_alpha']:g}",
             f"{settings['delta_beta']:g}",
@@ -71,6 +71,17 @@ def frontier_table(points: list[dict]) -> str:
         rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
     header = ("c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
     return markdown_table(header, rows)
+
+
+def learning_rate_table() -> str:
+    """The vanilla runs of the search: the learning rate that all runs share was chosen for vanilla, not for SALAAD."""
+    rows = []
+    for path in (NANO / "search").glob("full_rank*.json"):
+        result = read_json(path)
+        rows.append((result["config"]["optimizer"]["lr"], result["summary"]["variants"]["X"]["perplexity"]))
+    return markdown_table(
+        ("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in sorted(rows)]
+    )
 
 
 def fill_readme(sections: dict[str, str]) -> None:
