@@ -75,14 +75,16 @@ def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
     sizes = [point["size"] for point in points]
     for key, marker in (("X", "o"), ("L+S", "x")):
-        panel.scatter(sizes, [point[key] for point in points], marker=marker, label=key.replace("+", " + "), alpha=0.8)
-    vanilla = points[0]["vanilla"]
-    panel.axhline(vanilla, color="0.4", linewidth=1, label="vanilla")
-    panel.axhspan(vanilla, 1.03 * vanilla, color="0.5", alpha=0.15, label="within 3 % of vanilla")
+        above = [point[key] / point["vanilla"] for point in points]
+        panel.scatter(sizes, above, marker=marker, label=key.replace("+", " + "), alpha=0.8)
+    panel.axhline(1, color="0.4", linewidth=1, label="vanilla at the same learning rate")
+    panel.axhspan(1, 1.03, color="0.5", alpha=0.15, linewidth=0, label="within 3 %")
+    panel.axvline(0.75, color="0.4", linewidth=1, linestyle=":", label="three quarters of the parameters")
     for point in points:
         if point["shipped"]:
-            panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
-    panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="validation perplexity")
+            place = [point["size"]], [point["X"] / point["vanilla"]]
+            panel.scatter(*place, s=220, facecolors="none", edgecolors="C3", label="shipped")
+    panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="perplexity over that of vanilla")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False)

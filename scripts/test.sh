@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the environment if needed, check format and lint, run the tests. Arguments go to pytest.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" tests/requirements.txt
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" requirements.txt tests/requirements.txt
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 # One thread per process: several small processes share the cores.

@@ -24,11 +24,10 @@ def main() -> None:
 
 
 def search_points() -> list[dict]:
-    """One row per run of scripts/search_nano.py: its settings, perplexities relative to the right ones, and size."""
-    vanilla = read_json(NANO / "search" / "full_rank.json")["summary"]["variants"]["X"]["perplexity"]
-    shipped = read_json(NANO / "salaad.json")["config"]["salaad"]
+    """One row per run of scripts/search_nano.py and of the demo: settings, perplexities, that of vanilla, size."""
+    vanilla = dict(vanilla_runs())
     points = []
-    for path in sorted((NANO / "search").glob("*.json")):
+    for path in (*sorted((NANO / "search").glob("*.json")), NANO / "salaad.json"):
         result = read_json(path)
         variants = result["summary"]["variants"]
         if "L+S" not in variants:
@@ -37,10 +36,11 @@ def search_points() -> list[dict]:
         points.append(
             {
                 "settings": settings,
-                "shipped": settings == shipped,
+                "lr": result["config"]["optimizer"]["lr"],
+                "shipped": path.parent == NANO,
                 "X": X["perplexity"],
                 "L+S": deployed["perplexity"],
-                "vanilla": vanilla,
+                "vanilla": vanilla[result["config"]["optimizer"]["lr"]],
                 "size": deployed["block_parameters"] / deployed["block_parameters_dense"],
                 "parameters": deployed["parameters"],
                 "rank_ratio": deployed["rank_ratio"],
@@ -57,6 +57,7 @@ def frontier_table(points: list[dict]) -> str:
     for point in points:
         settings = point["settings"]
         cells = [
+            f"{point['lr']:g}",
             f"{settings['rho_constant']:g}" if settings["rho"] is None else f"ρ = {settings['rho']:g}",
             f"{settings['every']}",
             f"{settings['delta_alpha']:g}",
@@ -69,19 +70,20 @@ def frontier_table(points: list[dict]) -> str:
             f"{point['density']:.2f}",
         ]
         rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
-    header = ("c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
+    header = ("lr", "c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
     return markdown_table(header, rows)
 
 
 def learning_rate_table() -> str:
     """The vanilla runs of the search: the learning rate that all runs share was chosen for vanilla, not for SALAAD."""
-    rows = []
-    for path in (NANO / "search").glob("full_rank*.json"):
-        result = read_json(path)
-        rows.append((result["config"]["optimizer"]["lr"], result["summary"]["variants"]["X"]["perplexity"]))
-    return markdown_table(
-        ("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in sorted(rows)]
-    )
+    rows = sorted(vanilla_runs())
+    return markdown_table(("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in rows])
+
+
+def vanilla_runs() -> list[tuple[float, float]]:
+    """(peak learning rate, perplexity of X) of every vanilla run of the search."""
+    results = [read_json(path) for path in (NANO / "search").glob("full_rank*.json")]
+    return [(r["config"]["optimizer"]["lr"], r["summary"]["variants"]["X"]["perplexity"]) for r in results]
 
 
 def fill_readme(sections: dict[str, str]) -> None:

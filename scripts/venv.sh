@@ -1,6 +1,6 @@
-# Sourced by demo.sh and test.sh: makes .venv with the pinned packages, once per version of the pins.
+# Sourced by demo.sh and test.sh with the files of pins to install: makes .venv, once per version of the pins.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-pins=(requirements.txt "$@")
+pins=("$@")
 stamp=.venv/installed-$(cat "${pins[@]}" pyproject.toml | cksum | tr -d ' ')
 if [ ! -e "$stamp" ]; then
   python=$(command -v python3.11 || command -v python3)
