@@ -3,12 +3,8 @@
 Shards that are already there are not fetched again, and a broken download goes on where it stopped.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the library lies beside this folder when not installed
-
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
