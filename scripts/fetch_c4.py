@@ -3,6 +3,7 @@
 Shards that are already there are not fetched again, and a broken download goes on where it stopped.
 """
 
+import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
