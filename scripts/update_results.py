@@ -20,7 +20,7 @@ def main() -> None:
     frontier = f"{frontier_table(points)}\n\n{learning_rate_table()}"
     (NANO / "frontier.md").write_text(frontier + "\n")
     frontier_figure(points, NANO / "frontier.png")
-    fill_readme({"nano": (NANO / "demo.md").read_text().strip(), "frontier": frontier})
+    fill_readme({"nano": (NANO / "demo.md").read_text().strip(), "frontier": frontier, "bench": overhead_table()})
 
 
 def search_points() -> list[dict]:
@@ -84,6 +84,28 @@ def vanilla_runs() -> list[tuple[float, float]]:
     """(peak learning rate, perplexity of X) of every vanilla run of the search."""
     results = [read_json(path) for path in (NANO / "search").glob("full_rank*.json")]
     return [(r["config"]["optimizer"]["lr"], r["summary"]["variants"]["X"]["perplexity"]) for r in results]
+
+
+def overhead_table() -> str:
+    """What scripts/bench_training.py recorded: SALAAD beside vanilla, on every machine measured."""
+    rows = []
+    for path in sorted((ROOT / "results" / "bench").glob("*.json")):
+        result = read_json(path)
+        vanilla, salaad = result["full_rank"], result["salaad"]
+        rows.append(
+            (
+                path.stem,
+                result["machine"],
+                f"{result['config']['train']['batch']} × {result['config']['data']['sequence_length']}",
+                f"{result['config']['salaad']['every']}",
+                f"{vanilla['seconds_per_step'] * 1e3:,.0f} ms",
+                f"{salaad['seconds_per_step'] * 1e3:,.0f} ms",
+                f"{result['overhead']:.1%}",
+                f"{result['admm_buffers_per_block']:.2f}",
+            )
+        )
+    header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
+    return markdown_table(header, rows)
 
 
 def fill_readme(sections: dict[str, str]) -> None:
