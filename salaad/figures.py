@@ -66,27 +66,28 @@ def _band(panel: Axes, blocks: list[dict[str, Any]], key: str, label: str) -> No
 
 
 def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Perplexity over the share of the blocks' parameters that L + S keeps, one pair of marks per run.
+    """Perplexity over the share of the blocks' parameters that L + S keeps, a color per learning rate.
 
     Args:
-        points: rows with `size`, `X`, `L+S`, `vanilla`, `shipped`.
+        points: rows with `size`, `X`, `L+S`, `lr`, `vanilla` (the vanilla run of that learning rate), `shipped`.
         path: the PNG to write.
     """
-    figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    sizes = [point["size"] for point in points]
-    for key, marker in (("X", "o"), ("L+S", "x")):
-        above = [point[key] / point["vanilla"] for point in points]
-        panel.scatter(sizes, above, marker=marker, label=key.replace("+", " + "), alpha=0.8)
-    panel.axhline(1, color="0.4", linewidth=1, label="vanilla at the same learning rate")
-    panel.axhspan(1, 1.03, color="0.5", alpha=0.15, linewidth=0, label="within 3 %")
-    panel.axvline(0.75, color="0.4", linewidth=1, linestyle=":", label="three quarters of the parameters")
+    figure, panel = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    rates = sorted({(point["lr"], point["vanilla"]) for point in points})
+    for i, (lr, vanilla) in enumerate(rates):
+        mine = [point for point in points if point["lr"] == lr]
+        sizes = [point["size"] for point in mine]
+        panel.scatter(sizes, [point["X"] for point in mine], color=f"C{i}", label=f"X, learning rate {lr:g}")
+        panel.scatter(sizes, [point["L+S"] for point in mine], color=f"C{i}", marker="x", label="L + S of the same")
+        panel.axhline(vanilla, color=f"C{i}", linewidth=1, linestyle="--", label="vanilla of the same")
+    best = min(vanilla for _, vanilla in rates)
+    panel.axhspan(best, 1.03 * best, color="0.5", alpha=0.15, linewidth=0, label="within 3 % of the best vanilla")
     for point in points:
         if point["shipped"]:
-            place = [point["size"]], [point["X"] / point["vanilla"]]
-            panel.scatter(*place, s=220, facecolors="none", edgecolors="C3", label="shipped")
-    panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="perplexity over that of vanilla")
+            panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
+    panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="validation perplexity")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
