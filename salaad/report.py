@@ -8,7 +8,6 @@ import yaml
 
 from salaad.checkpoint import read_json, write_json
 from salaad.metrics import PHASES, read_lines
-from salaad.run import provenance
 from salaad.tables import markdown_table, millions
 
 
@@ -64,11 +63,15 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 def save_result(folder: Path, path: Path, command: str) -> None:
-    """Write what a finished run measured as one JSON file: command, configuration, provenance, figures."""
+    """Write what a finished run measured as one JSON file: command, configuration, provenance, figures.
+
+    The provenance is what the run itself wrote above its configuration, not that of this process.
+    """
+    text = (folder / "config.yaml").read_text()
     result = {
         "command": command,
-        "config": yaml.safe_load((folder / "config.yaml").read_text()),
-        **provenance(),
+        "config": yaml.safe_load(text),
+        **dict(line[2:].split(": ", 1) for line in text.splitlines() if line.startswith("# ")),
         "summary": read_json(folder / "summary.json"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
