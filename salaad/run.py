@@ -71,7 +71,12 @@ def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | Non
         return folder, None
     if options.resume == "none":
         raise UserError(f"--output {folder} already holds a run; give another folder, or --resume auto to go on")
-    _compare(yaml.safe_load((folder / "config.yaml").read_text()), config, folder)
+    try:
+        begun_with = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"--output {folder} holds a run without a readable config.yaml ({why}); give another") from None
+    _compare(begun_with, config, folder)
     return folder, Checkpoints(folder / "checkpoints").latest()
 
 

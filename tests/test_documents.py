@@ -164,7 +164,7 @@ def test_a_file_without_documents_is_found_before_training(tmp_path, name, data,
 
 
 def test_a_file_with_a_document_behind_bad_ones_will_do(tmp_path):
-    require_document(write(tmp_path, "some.jsonl", b'{\n{}\n{"text": ""}\n{"text": "x"}'), "text", 2)
+    assert require_document(write(tmp_path, "some.jsonl", b'{\n{}\n{"text": ""}\n{"text": "x"}'), "text", 2) is None
 
 
 def test_a_file_cut_off_later_is_told_when_it_is_reached(tmp_path):

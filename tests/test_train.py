@@ -339,6 +339,9 @@ def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
         run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
     with pytest.raises(UserError, match="already holds a run"):
         run_training([*toy(train__steps=2), "--resume=none"], tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"without a readable config\.yaml"):
+        run_training(toy(train__steps=2), tmp_path / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is no run of this program"):
