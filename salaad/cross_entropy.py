@@ -38,6 +38,7 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, needed: bool) -> Tensor:
+        """The summed loss; with `needed` also both gradients, kept for `backward`."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needed else None
         grad_head = torch.zeros_like(head, dtype=torch.float32) if needed else None

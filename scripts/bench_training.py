@@ -21,7 +21,7 @@ from salaad.cli import read_command_line
 from salaad.config import RunConfig
 from salaad.cross_entropy import IGNORED
 from salaad.data import TrainingStream, open_text
-from salaad.errors import run_command
+from salaad.errors import UserError, run_command
 from salaad.launch import start_accelerator
 from salaad.methods import METHODS, FullRank
 from salaad.models import SummedLoss, build_model, describe_model, training_flops
@@ -158,6 +158,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads on the CPU")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, rest = parser.parse_known_args()
+    for name in ("steps", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}, but the least is 1; give 1 or more")
     config, _ = read_command_line(rest)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -13,6 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from salaad.errors import UserError, run_command
 from salaad.report import save_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,9 @@ def overrides(point: str) -> list[str]:
         if word == "full_rank":
             options += ["--method", "full_rank"]
         else:
-            key, value = word.split("=", 1)
+            key, equals, value = word.partition("=")
+            if not (key and equals and value):
+                raise UserError(f"point {point!r} holds {word!r}; give full_rank or key=value, such as every=2")
             options += [f"--{key if '.' in key else 'salaad.' + key}", value]
     return options
 
@@ -58,10 +61,14 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
     options = parser.parse_args()
+    if options.jobs < 1:
+        raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
+    for point in options.points:
+        overrides(point)
     options.results.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda point: train(point, options.config, options.runs, options.results), options.points))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
