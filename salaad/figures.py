@@ -81,7 +81,7 @@ def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.scatter(sizes, [point["L+S"] for point in mine], color=f"C{i}", marker="x", label="L + S of the same")
         panel.axhline(vanilla, color=f"C{i}", linewidth=1, linestyle="--", label="vanilla of the same")
     best = min(vanilla for _, vanilla in rates)
-    panel.axhspan(best, 1.03 * best, color="0.5", alpha=0.15, linewidth=0, label="within 3 % of the best vanilla")
+    panel.axhspan(best, 1.03 * best, color="0.5", alpha=0.15, linewidth=0, label="within 3 % of the lower of these")
     for point in points:
         if point["shipped"]:
             panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
