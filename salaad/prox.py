@@ -104,3 +104,12 @@ def truncate(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         return approximation.mT.contiguous(), sigma
     Q, projected, sigma = _gram_spectrum(X)
     return Q[:, :rank] @ projected[:rank], torch.where(torch.arange(len(sigma), device=X.device) < rank, sigma, 0)
+
+
+def low_rank_factors(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """U (n×r) and V (r×m) whose product is X (n×m) truncated to `rank`; the first r' terms truncate it to r' < r."""
+    if X.shape[0] > X.shape[1]:
+        V, U = low_rank_factors(X.mT, rank)
+        return U.mT.contiguous(), V.mT.contiguous()
+    Q, projected, _ = _gram_spectrum(X)
+    return Q[:, :rank].contiguous(), projected[:rank].contiguous()

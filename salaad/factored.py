@@ -1,0 +1,265 @@
+"""Models that compute with U·V + S as it is stored, and open with plain `from_pretrained`.
+
+A folder keeps its architecture: `config.json` is that of the dense model plus an entry under `quantization_config`, which
+names the blocks stored in parts, with their ranks and entries. transformers reads it through its quantizer registry, in
+which importing this module enters the class below.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from salaad import elias_fano
+from salaad.errors import UserError
+from salaad.slr import Slr
+
+# Said by torch at the first sparse tensor of a process; nothing the user could do about it.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+METHOD = "salaad"
+FORMAT = 1
+
+
+class _SlrWeight(nn.Module):
+    """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, S in compressed sparse rows.
+
+    In a file the places of S's entries are one packed buffer; `unpack` replaces it by row starts and columns, int32
+    wherever that holds them (the smallest type torch's sparse products take).
+    """
+
+    def __init__(self, n: int, m: int, rank: int, nnz: int) -> None:
+        super().__init__()
+        self.shape = (n, m)
+        self.U = nn.Parameter(torch.empty(n, rank), requires_grad=False)
+        self.V = nn.Parameter(torch.empty(rank, m), requires_grad=False)
+        self.S_values = nn.Parameter(torch.empty(nnz), requires_grad=False)
+        packed = torch.empty(elias_fano.encoded_size(nnz, n * m), dtype=torch.uint8)
+        self.register_buffer("S_packed", packed)
+
+    def _fill(self, slr: Slr) -> None:
+        """Take over the numbers of `slr`, in its dtype and on its device."""
+        positions, order = slr.positions.long().sort()
+        self.U, self.V, self.S_values = (
+            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
+            for part in (slr.U, slr.V, slr.values[order])
+        )
+        self._set_positions(positions)
+
+    def unpack(self) -> None:
+        """Turn the packed places of a loaded file into row starts and columns; nothing to do where they are."""
+        if "S_packed" in self._buffers:
+            self._set_positions(self._positions())
+
+    def packed(self) -> Tensor:
+        """The places of S's entries as `unpack` reads them (uint8)."""
+        n, m = self.shape
+        return torch.from_numpy(elias_fano.encode(self._positions().cpu().numpy(), n * m))
+
+    def _set_positions(self, positions: Tensor) -> None:
+        n, m = self.shape
+        index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
+        starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
+        del self.S_packed
+        self.register_buffer("S_starts", starts.to(index))
+        self.register_buffer("S_columns", (positions % m).to(index))
+
+    def _positions(self) -> Tensor:
+        if "S_packed" in self._buffers:
+            packed, entries = self.S_packed.cpu().numpy(), len(self.S_values)
+            return torch.from_numpy(elias_fano.decode(packed, entries, self.shape[0] * self.shape[1])).to(self.U.device)
+        rows = torch.arange(self.shape[0], device=self.S_starts.device).repeat_interleave(self.S_starts.diff())
+        return rows * self.shape[1] + self.S_columns
+
+    def _S(self, dtype: torch.dtype) -> Tensor:
+        return torch.sparse_csr_tensor(
+            self.S_starts, self.S_columns, self.S_values.to(dtype), size=self.shape, check_invariants=False
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """U·V + S, dense (n×m); made anew at every call."""
+        return (self.U @ self.V).flatten().index_add_(0, self._positions(), self.S_values).view(self.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[0]}×{self.shape[1]}, rank={self.U.shape[1]}, nnz={len(self.S_values)}"
+
+
+class SlrLinear(_SlrWeight):
+    """A linear layer y = x·Vᵀ·Uᵀ + x·Sᵀ + b.
+
+    Args:
+        in_features: m.
+        out_features: n.
+        rank: r of U·V.
+        nnz: entries of S.
+        bias: whether there is a b (n).
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False) -> None:
+        super().__init__(out_features, in_features, rank, nnz)
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    @classmethod
+    def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
+        """The layer whose weight (out×in) is `slr`, in its dtype."""
+        n, m = slr.shape
+        layer = cls(m, n, slr.rank, slr.nnz, bias is not None)
+        layer._fill(slr)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×n) of x (…×m)."""
+        rows = x.reshape(-1, self.in_features)
+        y = F.linear(F.linear(rows, self.V), self.U, self.bias)
+        if len(self.S_values):
+            # torch has no sparse product of short floats on the CPU: S then computes in float32.
+            dtype = torch.float32 if x.device.type == "cpu" and x.dtype.itemsize < 4 else x.dtype
+            y = torch.addmm(y.mT.to(dtype), self._S(dtype), rows.mT.to(dtype)).mT.to(x.dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+
+class SlrEmbedding(_SlrWeight):
+    """An embedding whose table is U·V + S; only the rows asked for are made.
+
+    Args:
+        num_embeddings: n.
+        embedding_dim: m.
+        rank: r of U·V.
+        nnz: entries of S.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, rank: int, nnz: int) -> None:
+        super().__init__(num_embeddings, embedding_dim, rank, nnz)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @classmethod
+    def from_slr(cls, slr: Slr) -> "SlrEmbedding":
+        """The embedding whose table (vocabulary×width) is `slr`, in its dtype."""
+        layer = cls(*slr.shape, slr.rank, slr.nnz)
+        layer._fill(slr)
+        return layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows (…×m) of the table at `ids` (…)."""
+        flat = ids.reshape(-1)
+        rows = F.embedding(flat, self.U) @ self.V
+        starts = self.S_starts[flat].long()
+        counts = self.S_starts[flat + 1].long() - starts
+        row = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
+        first = counts.cumsum(0) - counts
+        entry = torch.arange(len(row), device=flat.device) + (starts - first)[row]
+        rows = rows.index_put((row, self.S_columns[entry].long()), self.S_values[entry], accumulate=True)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+
+@register_quantization_config(METHOD)
+class SlrConfig(QuantizationConfigMixin):
+    """The entry in config.json: block → [rank, nnz] of the blocks stored in parts; all others are dense."""
+
+    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT, **_: Any) -> None:  # noqa: A002
+        self.quant_method = METHOD
+        self.format = format
+        self.blocks = blocks or {}
+
+
+@register_quantizer(METHOD)
+class SlrQuantizer(HfQuantizer):
+    """What transformers calls when it opens or saves such a folder."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a folder of another format."""
+        found = self.quantization_config.format
+        if found != FORMAT:
+            raise UserError(f"the folder has format {found}, this version reads {FORMAT}; use the version that wrote it")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for name, (rank, nnz) in self.quantization_config.blocks.items():
+            model.set_submodule(name, _outline(model.get_submodule(name), rank, nnz))
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for module in slr_modules(model).values():
+            module.unpack()
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
+        """The model's tensors as they go to the file, where the places of S's entries are packed."""
+        state = model.state_dict()
+        for name, module in slr_modules(model).items():
+            del state[f"{name}.S_starts"], state[f"{name}.S_columns"]
+            state[f"{name}.S_packed"] = module.packed()
+        return state, {}
+
+    def is_serializable(self) -> bool:
+        """Yes: save_pretrained works."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """No: U, V and S are for inference."""
+        return False
+
+
+def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
+    """Replace the named blocks of a dense model by their parts, each in the smaller of its two forms, in place.
+
+    Args:
+        model: a causal LM; its dtype is that of the result.
+        blocks: module name → U·V + S of its weight as the module holds it.
+
+    A tied weight stays dense, since the module it is tied to reads it as a whole.
+    """
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    stored = {}
+    for name, slr in blocks.items():
+        module = model.get_submodule(name)
+        X = module.weight
+        slr = Slr(slr.shape, slr.U.to(X), slr.V.to(X), slr.positions.to(X.device), slr.values.to(X))
+        if name in tied or resident_bytes(slr) >= X.numel() * X.element_size():
+            X.data.copy_(slr.dense())
+        else:
+            stored[name] = [slr.rank, slr.nnz]
+            model.set_submodule(name, _layer(module, slr))
+    if stored:
+        model.hf_quantizer = SlrQuantizer(SlrConfig(stored))
+        model.is_quantized, model.quantization_method = True, METHOD
+        model.hf_quantizer.postprocess_model(model)
+    return model
+
+
+def _outline(module: nn.Module, rank: int, nnz: int) -> _SlrWeight:
+    """The layer that stands for `module`, without its numbers."""
+    if isinstance(module, nn.Embedding):
+        return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz)
+    m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    return SlrLinear(m, n, rank, nnz, bias=module.bias is not None)
+
+
+def _layer(module: nn.Module, slr: Slr) -> _SlrWeight:
+    """The layer that computes what `module` computes, with `slr` in place of its weight."""
+    if isinstance(module, nn.Embedding):
+        return SlrEmbedding.from_slr(slr)
+    # GPT-2's Conv1D keeps its weight as in×out.
+    return SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
+
+
+def resident_bytes(slr: Slr) -> int:
+    """Memory of a block stored in parts."""
+    index = 4 * (slr.nnz + slr.shape[0] + 1)
+    return slr.U.element_size() * slr.parameters + index
+
+
+def slr_modules(model: nn.Module) -> dict[str, _SlrWeight]:
+    """Name → module of every block stored in parts."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _SlrWeight)}

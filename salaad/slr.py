@@ -1,0 +1,74 @@
+"""One weight as low-rank plus sparse, in the parts that a deployed model stores: X̂ = U·V + S.
+
+Both parts are in order of size, so that cutting to fewer parameters (section 3.3) is keeping the first of each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from salaad.prox import low_rank_factors
+
+
+@dataclass(frozen=True)
+class Slr:
+    """An n×m matrix of rank r plus `nnz` entries.
+
+    Args:
+        shape: (n, m).
+        U: n×r.
+        V: r×m; the r terms of U·V are singular, the largest first.
+        positions: row-major places of S's entries (nnz), int32 (int64 where n·m needs it), the largest entry first.
+        values: the entries (nnz).
+    """
+
+    shape: tuple[int, int]
+    U: Tensor
+    V: Tensor
+    positions: Tensor
+    values: Tensor
+
+    @classmethod
+    def from_parts(cls, L: Tensor, S: Tensor, rank: int) -> "Slr":
+        """Factor L (n×m) at `rank`, and gather the entries of S (n×m) that are not zero."""
+        flat = S.flatten()
+        positions = flat.nonzero().squeeze(1)
+        order = flat[positions].abs().sort(descending=True, stable=True).indices
+        positions = positions[order]
+        small = torch.int32 if flat.numel() < 2**31 else torch.int64
+        return cls(tuple(L.shape), *low_rank_factors(L, rank), positions.to(small), flat[positions])
+
+    @property
+    def rank(self) -> int:
+        """The terms of U·V."""
+        return self.U.shape[1]
+
+    @property
+    def nnz(self) -> int:
+        """Entries of S."""
+        return len(self.values)
+
+    @property
+    def parameters(self) -> int:
+        """The paper's count: rank·(n + m) + nnz."""
+        return self.rank * sum(self.shape) + self.nnz
+
+    def cut(self, rank: int, nnz: int) -> "Slr":
+        """Keep the `rank` largest singular values and the `nnz` largest entries."""
+        return Slr(self.shape, self.U[:, :rank], self.V[:rank], self.positions[:nnz], self.values[:nnz])
+
+    def dense(self) -> Tensor:
+        """U·V + S (n×m)."""
+        flat = (self.U @ self.V).flatten()
+        return flat.index_add_(0, self.positions, self.values).view(self.shape)
+
+    def transposed(self) -> "Slr":
+        """The same of the transposed matrix."""
+        n, m = self.shape
+        positions = self.positions % m * n + self.positions // m
+        return Slr((m, n), self.V.mT, self.U.mT, positions, self.values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file holds."""
+        return {"U": self.U, "V": self.V, "positions": self.positions, "values": self.values}
