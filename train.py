@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad import run, sharding
-from salaad.checkpoint import Checkpoints, read_json
+from salaad.checkpoint import Checkpoints
 from salaad.cli import TrainOptions, read_command_line
 from salaad.config import ModelConfig, RunConfig
 from salaad.cross_entropy import IGNORED
 from salaad.data import Text, TrainingStream, merge_states, open_text, validation_batches
 from salaad.errors import run_command
-from salaad.evaluation import evaluate
+from salaad.files import read_json
 from salaad.gradients import Gradients
 from salaad.interrupt import Agreement, StopRequest
 from salaad.launch import start_accelerator
@@ -26,6 +26,7 @@ from salaad.methods import METHODS
 from salaad.metrics import Recorder, Stopwatch
 from salaad.models import SummedLoss, build_model, describe_model
 from salaad.optimizer import build_optimizer
+from salaad.perplexity import evaluate
 from salaad.plan import check_run, plan_table
 from salaad.report import summarize, summary_table
 from salaad.resume import TrainingParts
@@ -42,8 +43,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     check_run(config, description)
     folder, checkpoint = run.open_run(config, options)
     if options.resume == "auto" and (folder / "summary.json").exists():
-        summary = read_json(folder / "summary.json")
-        accelerator.print(f"{folder} is finished:\n\n{summary_table(summary)}")
+        accelerator.print(f"{folder} is finished:\n\n{summary_table(read_json(folder / 'summary.json'))}")
         return
     with accelerator.local_main_process_first():
         text = open_text(run.with_own_tokenizer(config), vocab_size=description.vocab_size)

@@ -3,16 +3,15 @@
 checkpoints/step-0001000/model/       a standard Hugging Face folder with its tokenizer
 checkpoints/step-0001000/surrogate/   a safetensors shard per rank, and index.json: which block lies where
 checkpoints/step-0001000/state/       optimizer, schedule, random generators, data position, records
+checkpoints/step-0001000/checksums.json   SHA-256 of every file above
 checkpoints/latest                    the name of the newest complete one
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from salaad import sharding
 from salaad.errors import UserError
+from salaad.files import read_json, write_checksums, write_json
 from salaad.surrogate import Surrogate
 
 FORMAT = 1
@@ -63,6 +63,7 @@ class Checkpoints:
         write(partial)
         sharding.barrier()
         if sharding.rank() == 0:
+            write_checksums(partial)
             for path in (*partial.rglob("*"), partial):
                 _flush(path)
             replaced = self.folder / f".replaced-{final.name}"
@@ -144,16 +145,3 @@ def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[
             keys = ("low_rank", "residual", "sigma", "thresholds")
             states[name] = {key: shard.get_tensor(f"{name}/{key}") for key in keys}
     return states
-
-
-def write_json(value: Any, path: Path) -> None:
-    """Write `value` as indented JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a missing or broken one is a UserError."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None

@@ -5,15 +5,17 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
-from salaad.config import RunConfig
+from salaad.config import DataConfig, RunConfig
 from salaad.errors import UserError
+from salaad.sources import open_source
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -55,17 +57,95 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})
     parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
     parser.add_class_arguments(RunConfig)
-    try:
-        parsed = parser.parse_args(_find_configs(arguments))
-        instantiated = parser.instantiate(parsed)
-    except argparse.ArgumentError as error:
-        raise UserError(_sentence(str(error), parser)) from None
+    parsed, instantiated = _parse(parser, _find_configs(arguments))
     config = RunConfig(**{f.name: instantiated[f.name] for f in fields(RunConfig)})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
     if options.output is None:
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
         options = TrainOptions(f"runs/{stem}-{config.method}", options.resume, options.dry_run)
     return config, options
+
+
+def read_options(
+    program: str,
+    description: str,
+    commands: Mapping[str, type],
+    with_data: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+) -> tuple[str, Any, DataConfig | None]:
+    """Parse the command line of a program with subcommands, or with none if the only one is named "".
+
+    Args:
+        program: its file name.
+        description: one sentence.
+        commands: subcommand → dataclass of its options.
+        with_data: subcommands that also take --data.*, whose defaults are the settings the checkpoint was trained with.
+        arguments: without the program's name; those of this process unless given.
+
+    Returns:
+        The subcommand, its options, and the data settings if it takes any.
+
+    Raises:
+        UserError: as `read_command_line`.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((word for word in arguments if word in commands), "")
+    if command not in commands:
+        shown = [word for word in arguments if not word.startswith("-")][:1]
+        if not {"-h", "--help"} & set(arguments):
+            raise UserError(f"{program} has no command {' '.join(shown)!r}; give one of {', '.join(commands)}")
+        print(f"usage: {program} {{{','.join(commands)}}} --help\n\n{description}\n")
+        for name, kind in commands.items():
+            print(f"  {name:11} {kind.__doc__.splitlines()[0]}")
+        sys.exit(0)
+    arguments.remove(command) if command else None
+    kind = commands[command]
+    parser = ArgumentParser(
+        prog=f"{program} {command}".strip(),
+        description=kind.__doc__.splitlines()[0],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    arguments = _as_python_names(arguments, kind)
+    parser.add_class_arguments(kind)
+    if command in with_data:
+        parser.add_class_arguments(DataConfig, "data")
+        parser.set_defaults(_trained_with(arguments))
+    _, instantiated = _parse(parser, arguments)
+    options = kind(**{f.name: instantiated[f.name] for f in fields(kind)})
+    return command, options, instantiated.get("data")
+
+
+def _as_python_names(arguments: list[str], kind: type) -> list[str]:
+    """Options as documented, `--task-data DIR` and a bare `--rpca`, in the library's form."""
+    switches = {f"--{f.name}" for f in fields(kind) if f.type is bool}
+    named = [re.sub(r"^--[a-z-]+", lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in arguments]
+    following = [*named[1:], ""]
+    return [
+        f"{word}=true" if word in switches and value not in ("true", "false") else word
+        for word, value in zip(named, following, strict=True)
+    ]
+
+
+def _trained_with(arguments: list[str]) -> dict[str, Any]:
+    """Defaults of --data.*: those of the checkpoint on the command line, or of them only how rows are cut from text."""
+    scanner = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    scanner.add_argument("--checkpoint")
+    checkpoint = scanner.parse_known_args(arguments)[0].checkpoint
+    if checkpoint is None:
+        return {}
+    data = open_source(Path(checkpoint)).run.get("data", {})
+    other = any(argument.startswith("--data.source") for argument in arguments)
+    kept = ("sequence_length", "packing") if other else tuple(data)
+    return {f"data.{key}": data[key] for key in kept if key in data}
+
+
+def _parse(parser: ArgumentParser, arguments: list[str]) -> tuple[Any, Any]:
+    try:
+        parsed = parser.parse_args(arguments)
+        return parsed, parser.instantiate(parsed)
+    except argparse.ArgumentError as error:
+        raise UserError(_sentence(str(error), parser)) from None
 
 
 def _find_configs(arguments: list[str]) -> list[str]:
@@ -100,11 +180,11 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     if key is None:
         wrong = re.search(r'Parser key "([\w.]+)": (.*)', message)
         if wrong:
-            return f"{wrong[1]}: {wrong[2].rstrip('.')}; see train.py --help for what it takes"
+            return f"{wrong[1]}: {wrong[2].rstrip('.')}; see {parser.prog} --help for what it takes"
         return message
     known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
-    cure = f"did you mean {near[0]}?" if near else "see train.py --help for the keys"
+    cure = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help for the keys"
     return f"there is no option {key}; {cure}"
 
 

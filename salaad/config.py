@@ -4,36 +4,10 @@ A YAML file names only what differs from these defaults; `read_config` (command 
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from salaad.errors import UserError
-
-
-def _check(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
-
-
-def _at_least(section: object, low: float, *names: str) -> None:
-    """Refuse any of the named numbers that is infinite or lies below `low` (NaN lies nowhere)."""
-    for name in names:
-        value = getattr(section, name)
-        key = f"{_section_of(section)}.{name}"
-        _check(value != math.inf, f"{key} is {value}, but has to be finite; give a number of {low} or more")
-        _check(value >= low, f"{key} is {value}, but the least is {low}; give {low} or more")
-
-
-def _one_or_more(section: object, *names: str) -> None:
-    """Let a single text stand for a tuple of one, and a list, as YAML has it, for a tuple."""
-    for name in names:
-        value = getattr(section, name)
-        object.__setattr__(section, name, (value,) if isinstance(value, str) else tuple(value))
-
-
-def _section_of(section: object) -> str:
-    return type(section).__name__.removesuffix("Config").lower()
+from salaad.checks import at_least, check, one_or_more
 
 
 @dataclass(frozen=True)
@@ -58,8 +32,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        _at_least(self, 1, *names)
-        _check(
+        at_least(self, 1, *names)
+        check(
             self.hidden_size % (2 * self.num_attention_heads) == 0,
             f"model.hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads of even "
             f"width; give a multiple of {2 * self.num_attention_heads}",
@@ -100,18 +74,17 @@ class DataConfig:
     max_bad_documents: int = 100
 
     def __post_init__(self) -> None:
-        _one_or_more(self, "files", "validation_files")
-        _at_least(self, 2, "sequence_length")
-        _at_least(self, 1, "shuffle_window", "streams")
-        _at_least(self, 0, "workers", "max_bad_documents")
+        one_or_more(self, "files", "validation_files")
+        at_least(self, 2, "sequence_length")
+        at_least(self, 1, "shuffle_window", "streams")
+        at_least(self, 0, "workers", "max_bad_documents")
         if self.source == "files":
-            _check(bool(self.files), "data.source is files, but data.files is empty; give at least one path or glob")
-            _check(
+            check(
                 bool(self.validation_files),
                 "data.source is files, but data.validation_files is empty; give files that training does not read",
             )
         else:
-            _check(
+            check(
                 not self.files and not self.validation_files,
                 f"data.files is given, but data.source is {self.source}; set data.source to files",
             )
@@ -142,12 +115,12 @@ class OptimizerConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "eps", "weight_decay", "clip")
+        at_least(self, 0, "lr", "eps", "weight_decay", "clip")
         for name in ("warmup", "final_lr"):
             value = getattr(self, name)
-            _check(0 <= value <= 1, f"optimizer.{name} is {value}, but it is a fraction; give a number from 0 to 1")
+            check(0 <= value <= 1, f"optimizer.{name} is {value}, but it is a fraction; give a number from 0 to 1")
         for beta in self.betas:
-            _check(0 <= beta < 1, f"optimizer.betas holds {beta}; give numbers from 0 to below 1")
+            check(0 <= beta < 1, f"optimizer.betas holds {beta}; give numbers from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -181,8 +154,8 @@ class TrainConfig:
     keep_last: int = 2
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "batch", "micro_batch", "log_every", "eval_tokens")
-        _at_least(self, 0, "eval_every", "save_every", "keep_last")
+        at_least(self, 1, "steps", "batch", "micro_batch", "log_every", "eval_tokens")
+        at_least(self, 0, "eval_every", "save_every", "keep_last")
 
 
 @dataclass(frozen=True)
@@ -225,22 +198,22 @@ class SalaadConfig:
     method: Literal["auto", "exact", "gram"] = "auto"
 
     def __post_init__(self) -> None:
-        _one_or_more(self, "roles")
+        one_or_more(self, "roles")
         for name in ("rank_ratio", "gamma"):
             value = getattr(self, name)
-            _check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")
-        _check(0 <= self.density <= 1, f"salaad.density is {self.density}, outside [0, 1]; give a fraction")
-        _at_least(self, 1, "every", "inner")
-        _at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant")
+            check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")
+        check(0 <= self.density <= 1, f"salaad.density is {self.density}, outside [0, 1]; give a fraction")
+        at_least(self, 1, "every", "inner")
+        at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant")
         if self.rho is not None:
-            _at_least(self, 0, "rho")
+            at_least(self, 0, "rho")
         for name, known in (
             ("energy", ("nuclear", "squared")),
             ("schedule", ("synchronous", "staggered")),
             ("method", ("auto", "exact", "gram")),
         ):
             value = getattr(self, name)
-            _check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
+            check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -279,6 +252,12 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     salaad: SalaadConfig = field(default_factory=SalaadConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        check(
+            self.data.source != "files" or bool(self.data.files),
+            "data.source is files, but data.files is empty; give at least one path or glob",
+        )
 
     def to_dict(self) -> dict:
         """Plain dictionaries and lists, as YAML and JSON hold them."""

@@ -61,8 +61,10 @@ class Text:
         return 0 if pad is None else pad
 
 
-def open_text(config: DataConfig, *, vocab_size: int) -> Text:
+def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> Text:
     """Find the files, open the tokenizer and check that both can serve a run, before anything is trained.
+
+    Without `training` only the validation files are looked for.
 
     Raises:
         UserError: files that are missing, empty, unreadable or in both lists, no network, or a tokenizer that has
@@ -74,9 +76,9 @@ def open_text(config: DataConfig, *, vocab_size: int) -> Text:
         train, validation, corpus_hash = corpus.train_files, corpus.validation_files, corpus.hash
         tokenizer = config.tokenizer or str(python_docs.tokenizer(corpus, vocab_size))
     elif config.source == "c4":
-        train, validation = c4_files("train"), c4_files("validation")
+        train, validation = c4_files("train") if training else (), c4_files("validation")
     else:
-        train, validation = expand(config.files), expand(config.validation_files)
+        train, validation = expand(config.files) if training else (), expand(config.validation_files)
         _require_disjoint(train, validation)
     # One shard stands for all of C4: asking for each would be a thousand requests.
     for file in validation[:1] if config.source == "c4" else (*train, *validation):

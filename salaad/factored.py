@@ -1,8 +1,8 @@
 """Models that compute with U·V + S as it is stored, and open with plain `from_pretrained`.
 
-A folder keeps its architecture: `config.json` is that of the dense model plus an entry under `quantization_config`, which
-names the blocks stored in parts, with their ranks and entries. transformers reads it through its quantizer registry, in
-which importing this module enters the class below.
+A folder keeps its architecture: `config.json` is that of the dense model plus an entry under `quantization_config`,
+which names the blocks stored in parts, with their ranks and entries. transformers reads it through its quantizer
+registry, in which importing this module enters the class below.
 """
 
 import warnings
@@ -167,7 +167,7 @@ class SlrEmbedding(_SlrWeight):
 class SlrConfig(QuantizationConfigMixin):
     """The entry in config.json: block → [rank, nnz] of the blocks stored in parts; all others are dense."""
 
-    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT, **_: Any) -> None:  # noqa: A002
+    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT, **_: Any) -> None:
         self.quant_method = METHOD
         self.format = format
         self.blocks = blocks or {}
@@ -181,7 +181,7 @@ class SlrQuantizer(HfQuantizer):
         """Refuse a folder of another format."""
         found = self.quantization_config.format
         if found != FORMAT:
-            raise UserError(f"the folder has format {found}, this version reads {FORMAT}; use the version that wrote it")
+            raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, (rank, nnz) in self.quantization_config.blocks.items():

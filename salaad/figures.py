@@ -9,8 +9,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from salaad.metrics import read_lines
+from salaad.sweep import best, stable_band
+from salaad.tables import millions
 
 
 def training_figure(runs: Mapping[str, Path], path: Path) -> None:
@@ -87,6 +90,66 @@ def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
             panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
     panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="validation perplexity")
     panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity over κ, one curve per budget, κ* marked, and the gray band from the least to the greatest κ*.
+
+    Args:
+        rows: cells of one model, with `budget`, `kappa`, `perplexity`; X and L + S among them have no budget.
+        path: the PNG to write.
+    """
+    figure, panel = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for i, winner in enumerate(best(rows)):
+        cells = sorted((row["kappa"], row["perplexity"]) for row in rows if row["budget"] == winner["budget"])
+        panel.plot(
+            *zip(*cells, strict=True), marker="o", markersize=3.5, color=f"C{i}", label=millions(winner["budget"])
+        )
+        panel.plot(winner["kappa"], winner["perplexity"], marker="*", markersize=15, color=f"C{i}", linestyle="none")
+    low, high = stable_band(rows)
+    panel.axvspan(low - 0.01, high + 0.01, color="0.5", alpha=0.2, linewidth=0, label="κ* (stars)")
+    whole = next(row for row in rows if row["variant"] == "L+S")
+    label = f"L + S, {millions(whole['parameters'])}"
+    panel.axhline(whole["perplexity"], color="0.3", linewidth=1, linestyle="--", label=label)
+    panel.set(xlabel="κ: part of the removed parameters that L gives", ylabel="validation perplexity", yscale="log")
+    _finish(figure, panel, path)
+
+
+def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Perplexity over parameters at κ*, one curve per model, and each model's X as a dashed line.
+
+    Args:
+        rows: label → cells of one model.
+        path: the PNG to write.
+    """
+    figure, panel = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for i, (label, mine) in enumerate(rows.items()):
+        whole = {row["variant"]: row for row in mine if row["budget"] is None}
+        curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*best(mine), whole["L+S"]))
+        panel.plot(*zip(*curve, strict=True), marker="o", color=f"C{i}", label=f"{label}, cut at κ*")
+        X = whole["X"]
+        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=1, linestyle="--")
+        panel.annotate(
+            f"X, {millions(X['parameters'])}",
+            (1, X["perplexity"]),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color=f"C{i}",
+            fontsize=8,
+        )
+    panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
+    _finish(figure, panel, path)
+
+
+def _finish(figure: Figure, panel: Axes, path: Path) -> None:
+    panel.grid(alpha=0.25, which="both")
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from salaad.config import RunConfig, WandbConfig
 from salaad.errors import UserError
-from salaad.evaluation import Perplexity
+from salaad.perplexity import Perplexity
 from salaad.surrogate import UpdateRecord
 
 RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
@@ -46,6 +47,34 @@ def build_model(
         return AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, local_files_only=True)
     description.pad_token_id, description.eos_token_id, description.bos_token_id = pad_id, eos_id, None
     return AutoModelForCausalLM.from_config(description, dtype=torch.float32)
+
+
+def outline(description: PretrainedConfig) -> PreTrainedModel:
+    """The model without its numbers: names and shapes, on no device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(description)
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+    """A causal LM from its folder, for inference.
+
+    Raises:
+        UserError: a file is missing, broken or does not fit config.json.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
+    for what, names in report.items():
+        if names:
+            first = next(iter(names))
+            raise UserError(
+                f"{folder} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole folder"
+            )
+    return model.to(device or "cpu").eval().requires_grad_(False)
 
 
 class SummedLoss(nn.Module):

@@ -1,12 +1,12 @@
 """What a run would do, without doing it: `train.py --dry-run`."""
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from salaad import sharding
 from salaad.config import RunConfig
 from salaad.methods import METHODS
-from salaad.models import SummedLoss, count_parameters, training_flops
+from salaad.models import SummedLoss, count_parameters, outline, training_flops
 from salaad.optimizer import optimizer_class
 from salaad.roles import find_blocks
 from salaad.tables import markdown_table, millions
@@ -18,7 +18,7 @@ _ADMM_BYTES = 12  # L, R and T of `Surrogate`, in float32
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
     """Parameters, tokens, steps, blocks per owner, memory per rank by kind, operations: a Markdown table."""
-    model = _outline(description)
+    model = outline(description)
     train, length = config.train, config.data.sequence_length
     parameters, positions = count_parameters(model), train.steps * train.batch * length
     rows = [
@@ -49,15 +49,9 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
             float32 gradients where they are needed, or a model with logits the loss does not know.
     """
     optimizer_class(config.optimizer.name)
-    model = _outline(description)
+    model = outline(description)
     SummedLoss(model)
     METHODS[config.method].check(model, config)
-
-
-def _outline(description: PretrainedConfig) -> torch.nn.Module:
-    """The model without its numbers."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(description)
 
 
 def _memory(

@@ -1,13 +1,15 @@
 """What a finished run amounts to, read from its own records."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from salaad.checkpoint import read_json, write_json
+from salaad.files import read_json, write_json
 from salaad.metrics import PHASES, read_lines
+from salaad.run import provenance
 from salaad.tables import markdown_table, millions
 
 
@@ -76,6 +78,62 @@ def save_result(folder: Path, path: Path, command: str) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(result, path)
+
+
+def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Perplexity and parameters of every variant, as in the paper's Table 1."""
+    lines = [
+        (
+            row["variant"],
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
+            f"{row['tokens']:,}",
+            row["dtype"],
+        )
+        for row in rows
+    ]
+    table = markdown_table(("variant", "PPL", "PRM", "κ", "tokens", "dtype"), lines)
+    trained = next((row["parameters"] for row in rows if row["variant"] == "L+S"), None)
+    whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
+    said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
+    return f"{rows[0]['model']}\n\n{table}{said}"
+
+
+def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracies in percent with their standard errors, as the harness gives them."""
+
+    def percent(value: float | None, error: float | None) -> str:
+        return "–" if value is None else f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
+
+    lines = [
+        (
+            row["task"],
+            row["variant"],
+            percent(row["acc"], row["acc_stderr"]),
+            percent(row["acc_norm"], row["acc_norm_stderr"]),
+            f"{row['samples']:,}",
+            row["version"],
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    table = markdown_table(("task", "variant", "acc, %", "acc_norm, %", "rows", "version"), lines)
+    return f"{first['model']}, zero-shot, {first['dtype']}, lm-evaluation-harness {first['harness']}\n\n{table}"
+
+
+def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write rows of a table into a JSON file with where they come from; other rows that are there already stay."""
+    measured = ("perplexity", "loss", "parameters", "tokens", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+
+    def identity(row: Mapping[str, Any]) -> str:
+        return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)
+
+    before = read_json(path)["rows"] if path.is_file() else []
+    merged = {identity(row): row for row in (*before, *rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json({**provenance(), "rows": list(merged.values())}, path)
+    return path
 
 
 def comparison_table(vanilla: Path, salaad: Path) -> str:

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad import sharding
-from salaad.checkpoint import load_surrogates, save_surrogates, write_json
+from salaad.checkpoint import load_surrogates, save_surrogates
+from salaad.files import write_json
 from salaad.methods import FullRank
 from salaad.optimizer import load_optimizer_state
 

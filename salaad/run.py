@@ -11,10 +11,11 @@ import torch
 import yaml
 
 from salaad import sharding
-from salaad.checkpoint import Checkpoints, read_json, write_json
+from salaad.checkpoint import Checkpoints
 from salaad.cli import TrainOptions, write_config
 from salaad.config import DataConfig, RunConfig
 from salaad.errors import UserError
+from salaad.files import read_json, write_json
 from salaad.metrics import RECORDS
 
 # What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any

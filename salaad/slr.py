@@ -4,6 +4,7 @@ Both parts are in order of size, so that cutting to fewer parameters (section 3.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,13 @@ class Slr:
         positions = self.positions % m * n + self.positions // m
         return Slr((m, n), self.V.mT, self.U.mT, positions, self.values)
 
+    TENSORS: ClassVar = ("U", "V", "positions", "values")
+
     def tensors(self) -> dict[str, Tensor]:
-        """What a file holds."""
-        return {"U": self.U, "V": self.V, "positions": self.positions, "values": self.values}
+        """What a file holds, by the names in `TENSORS`."""
+        return {key: getattr(self, key).contiguous() for key in self.TENSORS}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Slr":
+        """What `tensors` gave."""
+        return cls((tensors["U"].shape[0], tensors["V"].shape[1]), **tensors)

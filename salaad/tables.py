@@ -16,3 +16,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 def millions(count: float) -> str:
     """A parameter count in millions, as the paper prints it."""
     return f"{count / 1e6:.2f} M"
+
+
+def megabytes(count: float) -> str:
+    """A number of bytes in millions."""
+    return f"{count / 1e6:.2f} MB"

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from salaad.checkpoint import write_json
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
 from salaad.cross_entropy import IGNORED
 from salaad.data import TrainingStream, open_text
 from salaad.errors import UserError, run_command
+from salaad.files import write_json
 from salaad.launch import start_accelerator
 from salaad.methods import METHODS, FullRank
 from salaad.models import SummedLoss, build_model, describe_model, training_flops

@@ -6,8 +6,8 @@ python scripts/update_results.py
 import re
 from pathlib import Path
 
-from salaad.checkpoint import read_json
 from salaad.figures import frontier_figure
+from salaad.files import read_json
 from salaad.tables import markdown_table, millions
 
 ROOT = Path(__file__).resolve().parent.parent

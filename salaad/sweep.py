@@ -1,0 +1,68 @@
+"""The κ sweep and the elastic curve: which split is best at a budget, and what a size costs (paper, section 5)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from salaad.evaluation import VariantEvaluation
+from salaad.tables import markdown_table, millions
+from salaad.variants import Variant
+
+Row = Mapping[str, Any]
+
+
+def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
+    """X, L + S and every cell."""
+    cells = [Variant(f"{millions(budget)} @ {kappa:g}", budget, kappa) for budget in budgets for kappa in kappas]
+    return [Variant("X"), Variant("L+S"), *cells]
+
+
+def measure(
+    evaluations: Mapping[str, VariantEvaluation], budgets: Sequence[int], kappas: Sequence[float]
+) -> dict[str, list[dict[str, Any]]]:
+    """Perplexity of X, L + S and every cell of the grid, for each of the named models; known cells cost nothing."""
+    variants = grid(budgets, kappas)
+    with tqdm(total=len(evaluations) * len(variants), desc="sweep", unit="cell", leave=False, disable=None) as bar:
+        rows: dict[str, list[dict[str, Any]]] = {label: [] for label in evaluations}
+        for label, evaluation in evaluations.items():
+            for variant in variants:
+                rows[label].append(evaluation(variant))
+                bar.update()
+                bar.set_postfix(of=label, perplexity=f"{rows[label][-1]['perplexity']:.2f}")
+    return rows
+
+
+def best(rows: Sequence[Row]) -> list[Row]:
+    """The cell of κ* for every budget of one model's rows, the largest budget first."""
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None}, reverse=True)
+    return [min((row for row in rows if row["budget"] == b), key=lambda row: row["perplexity"]) for b in budgets]
+
+
+def stable_band(rows: Sequence[Row]) -> tuple[float, float]:
+    """The least and the greatest κ* over the budgets: the paper's gray band."""
+    kappas = [row["kappa"] for row in best(rows)]
+    return min(kappas), max(kappas)
+
+
+def grid_table(rows: Sequence[Row]) -> str:
+    """One line per budget, one column per κ, the best in bold."""
+    kappas = sorted({row["kappa"] for row in rows if row["kappa"] is not None})
+    lines = []
+    for winner in best(rows):
+        cells = {row["kappa"]: row["perplexity"] for row in rows if row["budget"] == winner["budget"]}
+        shown = [f"**{cells[k]:.2f}**" if k == winner["kappa"] else f"{cells[k]:.2f}" for k in kappas]
+        lines.append((millions(winner["budget"]), *shown, f"{winner['kappa']:g}"))
+    return markdown_table(("budget", *(f"κ = {kappa:g}" for kappa in kappas), "κ*"), lines)
+
+
+def elastic_table(rows: Mapping[str, Sequence[Row]]) -> str:
+    """X, L + S and every budget at its κ*, one line per size; per model perplexity, and parameters or κ*."""
+    columns = []
+    for mine in rows.values():
+        whole = {row["variant"]: row for row in mine if row["budget"] is None}
+        fixed = [(f"{whole[name]['perplexity']:.2f}", millions(whole[name]["parameters"])) for name in ("X", "L+S")]
+        columns.append([*fixed, *((f"{row['perplexity']:.2f}", f"κ* = {row['kappa']:g}") for row in best(mine))])
+    sizes = ["X", "L+S", *(millions(row["budget"]) for row in best(next(iter(rows.values()))))]
+    lines = [(size, *(cell for cells in line for cell in cells)) for size, *line in zip(sizes, *columns, strict=True)]
+    return markdown_table(("size", *(cell for label in rows for cell in (label, "size or κ*"))), lines)

@@ -1,0 +1,108 @@
+"""The models that one checkpoint holds: X as trained, L + S, and L + S cut to a budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from salaad.errors import UserError
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """X, L+S, or a budget with its κ.
+
+    Args:
+        name: as the user wrote it.
+        budget: parameters of the whole model, or None for X and L+S.
+        kappa: κ, the part of what is removed that the low-rank side gives.
+    """
+
+    name: str
+    budget: int | None = None
+    kappa: float | None = None
+
+
+def parse_variants(text: str, dense: int) -> list[Variant]:
+    """The variants of a list such as `X,L+S,194M@0.6`.
+
+    Args:
+        text: names separated by commas.
+        dense: parameters of the dense model, of which a budget may be a fraction.
+
+    Raises:
+        UserError: a name is none of these.
+    """
+    variants = []
+    for name in (part.strip() for part in text.split(",")):
+        budget, at, kappa = name.partition("@")
+        if name in ("X", "L+S"):
+            variants.append(Variant(name))
+        elif at:
+            variants.append(Variant(name, parse_budget(budget, dense), parse_kappa(kappa)))
+        else:
+            raise UserError(f"variant {name!r} is unknown; give X, L+S or BUDGET@KAPPA such as 194M@0.6")
+    return variants
+
+
+def parse_count(text: str) -> int:
+    """A count such as `10M`, `1.2M` or `194000000`.
+
+    Raises:
+        UserError: it is none, or not above 0.
+    """
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    count = round(_number(number, f"count {text!r}", "a number such as 10M or 194000000") * unit)
+    if count < 1:
+        raise UserError(f"count {text!r} is not above 0; give a number such as 10M or 194000000")
+    return count
+
+
+def parse_budget(text: str, dense: int) -> int:
+    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's."""
+    if text[-1:].upper() in _UNITS:
+        return parse_count(text)
+    value = _number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
+    if value <= 0:
+        raise UserError(f"budget {text!r} is not above 0; give a number of parameters such as 194M")
+    return round(value * dense) if value <= 1 else round(value)
+
+
+def parse_kappa(text: str) -> float:
+    """A κ in [0, 1]."""
+    kappa = _number(text, f"kappa {text!r}", "a number from 0 to 1")
+    if not 0 <= kappa <= 1:
+        raise UserError(f"kappa {text} is outside [0, 1]; give the part of the budget that the low-rank side gives")
+    return kappa
+
+
+def parse_kappas(text: str) -> list[float]:
+    """The κ of a list `0.2,0.5` or of a range `0:1:0.1` (first, last, step)."""
+    if ":" not in text:
+        return [parse_kappa(part) for part in text.split(",")]
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise UserError(
+            f"kappas {text!r} are no range; give FIRST:LAST:STEP such as 0:1:0.1, or a list such as 0.2,0.5"
+        )
+    first, last = parse_kappa(parts[0]), parse_kappa(parts[1])
+    step = _number(parts[2], f"step {parts[2]!r}", "a number above 0")
+    if step <= 0 or last < first:
+        raise UserError(f"kappas {text!r} hold nothing; give FIRST:LAST:STEP that rises, such as 0:1:0.1")
+    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-9) + 1)]
+
+
+def parse_budgets(text: str, dense: int) -> list[int]:
+    """The budgets of a list, the largest first, none twice."""
+    budgets: Sequence[int] = {parse_budget(part.strip(), dense) for part in text.split(",")}
+    return sorted(budgets, reverse=True)
+
+
+def _number(text: str, what: str, wanted: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UserError(f"{what} is no number; give {wanted}") from None
+    if value - value != 0:
+        raise UserError(f"{what} is not finite; give {wanted}")
+    return value
