@@ -33,7 +33,13 @@ REFUSED = [
     (DataConfig, {"streams": 0}, "data.streams is 0", "least is 1", "give 1 or more"),
     (DataConfig, {"workers": -1}, "data.workers is -1", "least is 0", "give 0 or more"),
     (DataConfig, {"max_bad_documents": -1}, "data.max_bad_documents is -1", "least is 0", "give 0 or more"),
-    (DataConfig, {"source": "files"}, "data.source is files", "data.files is empty", "give at least one"),
+    (
+        RunConfig,
+        {"data": DataConfig(source="files", validation_files=("b",))},
+        "data.source is files",
+        "data.files is empty",
+        "give at least one",
+    ),
     (
         DataConfig,
         {"source": "files", "files": ("a",)},

@@ -1,0 +1,151 @@
+"""Inference with a model at half its parameters, dense and factored side by side: prefill, decoding, memory.
+
+    python scripts/bench_inference.py --config nano.yaml --threads 2 --output results/bench/inference-nano.json
+    python scripts/bench_inference.py --config 350m.yaml --batches 1,8
+
+The weights are random: only shapes, ranks and densities matter for speed. Every block gets the same density, and the
+rank that brings the whole model to the share of its parameters asked for. The two models take turns, so that a machine
+whose speed drifts slows both; medians are reported. Peak memory is that of a process which holds one model alone.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+
+from salaad.cli import read_command_line
+from salaad.config import RunConfig
+from salaad.errors import UserError, run_command
+from salaad.factored import factor
+from salaad.files import write_json
+from salaad.models import count_parameters, describe_model
+from salaad.roles import find_blocks
+from salaad.run import provenance
+from salaad.slr import Slr
+from salaad.tables import markdown_table, megabytes, millions
+
+
+def build(config: RunConfig, share: float, density: float, dtype: torch.dtype, factored: bool) -> PreTrainedModel:
+    """A model of random weights, whole or with its blocks in parts."""
+    torch.manual_seed(0)
+    description = describe_model(config.model, 2048)
+    model = LlamaForCausalLM(description).to(dtype).eval().requires_grad_(False)
+    if not factored:
+        return model
+    blocks = {name: X.shape for name, X in find_blocks(model, config.salaad).items()}
+    inside = sum(n * m for n, m in blocks.values())
+    kept = (share * count_parameters(model) - (count_parameters(model) - inside)) / inside
+    if kept <= density:
+        raise UserError(
+            f"--share {share:g} leaves {kept:.3f} of the blocks, less than --density {density:g}; give more"
+        )
+    parts = {}
+    for name, (n, m) in blocks.items():
+        rank = round((kept - density) * n * m / (n + m))
+        positions = (torch.rand(n, m) < density).flatten().nonzero().squeeze(1)
+        values = torch.randn(len(positions)) * 0.02
+        parts[name] = Slr((n, m), torch.randn(n, rank) * 0.02, torch.randn(rank, m), positions.int(), values)
+    return factor(model, parts)
+
+
+def prefill(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
+    """Reading `batch` prompts of `length` tokens."""
+    ids = torch.randint(0, model.config.vocab_size, (batch, length))
+    return lambda: model(ids, logits_to_keep=1)
+
+
+def decode(model: PreTrainedModel, batch: int, tokens: int) -> Callable[[], None]:
+    """Writing `tokens` tokens for `batch` prompts of 16, with the KV cache."""
+    prompt = torch.randint(0, model.config.vocab_size, (batch, 16))
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        ids = prompt
+        for _ in range(tokens):
+            ids = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+    return run
+
+
+def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amount: int, rounds: int) -> dict:
+    """Median tokens/s of both models in alternating rounds."""
+    jobs = {label: work(model, batch, amount) for label, model in models.items()}
+    seconds: dict[str, list[float]] = {label: [] for label in jobs}
+    for counted in [False] + [True] * rounds:
+        for label, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if counted:
+                seconds[label].append(time.perf_counter() - start)
+    speeds = {label: batch * amount / statistics.median(times) for label, times in seconds.items()}
+    return {"work": work.__name__, "batch": batch, **speeds, "ratio": speeds["factored"] / speeds["dense"]}
+
+
+@torch.inference_mode()
+def peak_memory(arguments: tuple) -> int:
+    """Bytes a fresh process holds at its peak when it builds one model and reads a prompt."""
+    threads, length, *rest = arguments
+    torch.set_num_threads(threads)
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = build(*rest)
+    prefill(model, 1, length)()
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
+
+
+def resident(model: PreTrainedModel) -> int:
+    """Bytes of the weights and their index structures."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--share", type=float, default=0.5, help="parameters of the factored model over the dense ones")
+    parser.add_argument("--density", type=float, default=0.05, help="density of S in every block")
+    parser.add_argument("--batches", default="1,4,16", help="batch sizes, separated by commas")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens to write")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options, rest = parser.parse_known_args()
+    config, _ = read_command_line(rest)
+    torch.set_num_threads(options.threads)
+    shape = (config, options.share, options.density, getattr(torch, options.dtype))
+    models = {"dense": build(*shape, False), "factored": build(*shape, True)}
+    rows = [
+        compare(models, work, batch, amount, options.rounds)
+        for work, amount in ((prefill, options.length), (decode, options.tokens))
+        for batch in map(int, options.batches.split(","))
+    ]
+    sizes = {label: (count_parameters(model), resident(model)) for label, model in models.items()}
+    del models
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        jobs = [(options.threads, options.length, *shape, factored) for factored in (False, True)]
+        peaks = dict(zip(sizes, pool.map(peak_memory, jobs, chunksize=1), strict=True))
+    table = [
+        (row["work"], row["batch"], f"{row['dense']:,.0f}", f"{row['factored']:,.0f}", f"{row['ratio']:.2f}")
+        for row in rows
+    ]
+    print(markdown_table(("work", "batch", "dense, tokens/s", "factored, tokens/s", "ratio"), table))
+    for label, (parameters, weights) in sizes.items():
+        print(f"\n{label}: {millions(parameters)} parameters, {megabytes(weights)} of weights, peak "
+              f"{megabytes(peaks[label])}")  # fmt: skip
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        setting = {key: value for key, value in vars(options).items() if key != "output"}
+        about = {"model": config.to_dict()["model"], **setting, **provenance()}
+        memory = {label: {"parameters": p, "weights": w, "peak": peaks[label]} for label, (p, w) in sizes.items()}
+        write_json({**about, "rows": rows, "memory": memory}, options.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
