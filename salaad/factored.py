@@ -120,15 +120,16 @@ class SlrLinear(_SlrWeight):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×n) of x (…×m)."""
-        rows = x.reshape(-1, self.in_features)
-        if not len(self.S_values):
-            y = F.linear(F.linear(rows, self.V), self.U, self.bias)
-        elif self._is_cheaper_whole(len(rows)):
-            y = F.linear(rows, self.weight, self.bias)
-        else:
-            y = self._in_parts(rows)
-            y = y if self.bias is None else y + self.bias
+        """Y (…×n) of x (…×m), in the dtype of the weights; autocast has no sparse product and is left out."""
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.reshape(-1, self.in_features).to(self.U.dtype)
+            if not len(self.S_values):
+                y = F.linear(F.linear(rows, self.V), self.U, self.bias)
+            elif self._is_cheaper_whole(len(rows)):
+                y = F.linear(rows, self.weight, self.bias)
+            else:
+                y = self._in_parts(rows)
+                y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
@@ -171,7 +172,8 @@ class SlrEmbedding(_SlrWeight):
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
         flat = ids.reshape(-1)
-        rows = F.embedding(flat, self.U) @ self.V
+        with torch.autocast(flat.device.type, enabled=False):
+            rows = F.embedding(flat, self.U) @ self.V
         starts = self.S_starts[flat].long()
         counts = self.S_starts[flat + 1].long() - starts
         row = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
@@ -208,7 +210,7 @@ class SlrQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for module in slr_modules(model).values():
-            module.unpack()
+            module.requires_grad_(False).unpack()
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
@@ -230,7 +232,7 @@ class SlrQuantizer(HfQuantizer):
 
 
 def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
-    """Replace the named blocks of a dense model by their parts, each in the smaller of its two forms, in place.
+    """Replace the named blocks of a dense model by their parts, in place, wherever those take less memory.
 
     Args:
         model: a causal LM; its dtype is that of the result.
@@ -239,18 +241,18 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
     A tied weight stays dense, since the module it is tied to reads it as a whole.
     """
     tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
-    stored = {}
     for name, slr in blocks.items():
         module = model.get_submodule(name)
         X = module.weight
         slr = Slr(slr.shape, slr.U.to(X), slr.V.to(X), slr.positions.to(X.device), slr.values.to(X))
-        if name in tied or resident_bytes(slr) >= X.numel() * X.element_size():
+        if name in tied or _resident_bytes(slr, X.element_size()) >= X.numel() * X.element_size():
             X.data.copy_(slr.dense())
         else:
-            stored[name] = [slr.rank, slr.nnz]
-            model.set_submodule(name, _layer(module, slr))
+            model.set_submodule(name, _layer(module, slr).train(module.training))
+    stored = slr_modules(model)
     if stored:
-        model.hf_quantizer = SlrQuantizer(SlrConfig(stored))
+        entry = SlrConfig({name: [module.U.shape[1], len(module.S_values)] for name, module in stored.items()})
+        model.hf_quantizer = SlrQuantizer(entry)
         model.is_quantized, model.quantization_method = True, METHOD
         model.hf_quantizer.postprocess_model(model)
     return model
@@ -272,10 +274,17 @@ def _layer(module: nn.Module, slr: Slr) -> _SlrWeight:
     return SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
 
 
-def resident_bytes(slr: Slr) -> int:
-    """Memory of a block stored in parts."""
-    index = 4 * (slr.nnz + slr.shape[0] + 1)
-    return slr.U.element_size() * slr.parameters + index
+def _resident_bytes(slr: Slr, element: int) -> int:
+    """Memory of a block in parts, its row starts and columns included."""
+    return slr.parameters * element + 4 * (slr.nnz + max(slr.shape) + 1)
+
+
+def disk_bytes(slr: Slr, element: int) -> int:
+    """Bytes of a block in a file, in the form `factor` gives it, with numbers of `element` bytes."""
+    n, m = slr.shape
+    if _resident_bytes(slr, element) >= n * m * element:
+        return n * m * element
+    return slr.parameters * element + elias_fano.encoded_size(slr.nnz, n * m)
 
 
 def slr_modules(model: nn.Module) -> dict[str, _SlrWeight]:

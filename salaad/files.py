@@ -29,21 +29,24 @@ def read_json(path: Path) -> Any:
 
 def require_new(folder: Path) -> None:
     """Raise a UserError if `folder` is there already."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which gets the name `folder` at the end; after an error nothing is left.
+    """A hidden folder to write into, which gets the name `folder` at the end; after an error nothing of it is left.
 
     Raises:
-        UserError: `folder` exists.
+        UserError: `folder` exists or cannot be made.
     """
     require_new(folder)
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error}); give a folder in a place you can write") from None
     try:
         yield partial
         partial.replace(folder)
@@ -72,7 +75,9 @@ def verify(folder: Path, *parts: str) -> str:
         UserError: the list is missing, or a file is missing or not what was written.
     """
     listed = read_json(folder / CHECKSUMS)
-    names = [name for name in listed if not parts or Path(name).parts[0] in parts]
+    names = [name for name in listed if not parts or Path(name).parts[0] in parts] if isinstance(listed, dict) else []
+    if not names:
+        raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _digest(folder / name), names))
     for name, digest in zip(names, found, strict=True):
@@ -81,7 +86,7 @@ def verify(folder: Path, *parts: str) -> str:
         if digest != listed[name]:
             raise UserError(
                 f"{folder / name} is not as it was written (its SHA-256 begins with {digest[:8]}, not "
-                f"{listed[name][:8]}); give a whole copy of the folder"
+                f"{str(listed[name])[:8]}); give a whole copy of the folder"
             )
     return combined_digest(names, found)
 

@@ -8,9 +8,9 @@ and every block loses the fraction φ_L of its singular values and φ_S of its e
 cannot give is taken from the other.
 
 Fractions have to become whole numbers without a block gaining what another loses. So all singular values of the model
-stand in one line, the j-th smallest of a block of rank r at (j − ½)/r, and the line is cut where the budget is met:
-every block then keeps its share to within half a value (Webster's rule), and a smaller budget always removes more of
-the same line. The entries of S have a line of their own.
+stand in one line, the j-th smallest of a block of rank r at (j − ½)/r, and the line is cut at the t that meets the
+budget. Every block then loses the share t to within half a value (Webster's rule), t is φ_L but for rounding, and a
+smaller budget always removes more of the same line. The entries of S have a line of their own.
 """
 
 import heapq
@@ -29,7 +29,7 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
     Args:
         blocks: name → (n, m, rank, nnz) of L + S as trained.
         remove: C, parameters to remove, from 0 to all that the blocks hold.
-        kappa: κ in [0, 1], the part of C that the low-rank side gives.
+        kappa: κ in [0, 1], the part of C that the low-rank side gives; of κC the fraction is the sparse side's.
 
     Returns:
         Name → (rank kept, entries kept), the largest ones.
@@ -116,8 +116,8 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
     """
     if budget < fixed:
         raise UserError(
-            f"budget {format_count(budget)} is below the floor of {format_count(fixed)} (the parts that are never "
-            f"compressed); give {format_count(fixed)} or more"
+            f"budget {format_count(budget, up=False)} is below the floor of {format_count(fixed)} (the parts that are "
+            f"never compressed); give {format_count(fixed)} or more"
         )
     trained = fixed + parameters(blocks)
     return allocate(blocks, remove=max(0, trained - budget), kappa=kappa)
@@ -132,10 +132,10 @@ def parameters(blocks: Blocks, kept: Kept | None = None) -> int:
     )
 
 
-def format_count(count: int) -> str:
-    """A parameter count that can be typed back: rounded up to four digits, in millions or thousands."""
+def format_count(count: int, up: bool = True) -> str:
+    """A parameter count as one types it: in millions or thousands, to three decimals, rounded up or down."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
-            step = unit // 1000
-            return f"{-(-count // step) / 1000:g}{letter}"
+            thousandths = -(-count * 1000 // unit) if up else count * 1000 // unit
+            return f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".") + letter
     return str(count)

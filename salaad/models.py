@@ -63,9 +63,9 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = N
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
         )
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
     for what, names in report.items():

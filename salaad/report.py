@@ -10,7 +10,7 @@ import yaml
 from salaad.files import read_json, write_json
 from salaad.metrics import PHASES, read_lines
 from salaad.run import provenance
-from salaad.tables import markdown_table, millions
+from salaad.tables import markdown_table, megabytes, millions
 
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
@@ -136,41 +136,20 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return path
 
 
-def comparison_table(vanilla: Path, salaad: Path) -> str:
-    """Vanilla X beside SALAAD's X and L + S: perplexity, parameters, bytes, speed, as Markdown."""
-    rows = []
-    for label, folder in (("vanilla", vanilla), ("SALAAD", salaad)):
-        summary = read_json(folder / "summary.json")
-        checkpoint = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
-        dense = sum(path.stat().st_size for path in (checkpoint / "model").glob("*.safetensors"))
-        for name, row in summary["variants"].items():
-            size = dense if name == "X" else dense - _bytes_saved(checkpoint / "surrogate" / "index.json")
-            structure = ("rank_ratio", "density")
-            rows.append(
-                (
-                    f"{name} ({label})",
-                    f"{row['perplexity']:.2f}",
-                    millions(row["parameters"]),
-                    f"{size / 1e6:.2f} MB",
-                    *(f"{row[key]:.3f}" if key in row else "–" for key in structure),
-                    f"{summary['tokens_per_second']:,.0f}",
-                )
-            )
-    header = ("model", "perplexity", "parameters", "bytes", "rank ratio", "density", "training tokens/s")
-    first = next(iter(summary["variants"].values()))
+def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a run deploys, a line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
+    lines = [
+        (
+            row["label"],
+            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            megabytes(row["bytes"]),
+        )
+        for row in rows
+    ]
+    table = markdown_table(("model", "κ*", "perplexity", "parameters", "bytes"), lines)
+    first = rows[0]
     return (
-        f"{markdown_table(header, rows)}\n\n"
-        f"{summary['step']} steps of {summary['tokens'] // summary['step']:,} tokens; perplexity over "
-        f"{first['tokens']:,} validation tokens in {first['precision']}; bytes in float32, those of L + S as factors "
-        "and compressed sparse rows with 16-bit columns, a block dense where that is smaller"
+        f"{table}\n\nPerplexity over {first['tokens']:,} validation tokens; weights in {first['dtype']}, bytes on disk"
     )
-
-
-def _bytes_saved(index: Path) -> int:
-    """Float32 bytes that L + S saves over X when every block is stored in the smaller of its two forms."""
-    saved = 0
-    for block in read_json(index)["blocks"].values():
-        n, m = block["shape"]
-        factored = 4 * block["rank"] * (n + m) + (4 + 2) * block["nnz"] + 4 * (n + 1)
-        saved += max(0, 4 * n * m - factored)
-    return saved

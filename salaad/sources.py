@@ -60,7 +60,11 @@ def open_source(folder: Path) -> Source:
             output=home / "evaluation",
         )
     if (folder / "config.json").is_file():
-        digest = verify(folder) if (folder / CHECKSUMS).is_file() else digest_of(sorted(folder.glob("*.safetensors")))
+        digest = (
+            verify(folder)
+            if (folder / CHECKSUMS).is_file()
+            else digest_of(sorted(filter(Path.is_file, folder.iterdir())))
+        )
         record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
         root = Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
         name = folder.resolve().name

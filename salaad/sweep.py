@@ -1,11 +1,13 @@
 """The κ sweep and the elastic curve: which split is best at a budget, and what a size costs (paper, section 5)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from salaad.evaluation import VariantEvaluation
+from salaad.hpa import format_count
 from salaad.tables import markdown_table, millions
 from salaad.variants import Variant
 
@@ -14,7 +16,7 @@ Row = Mapping[str, Any]
 
 def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
     """X, L + S and every cell."""
-    cells = [Variant(f"{millions(budget)} @ {kappa:g}", budget, kappa) for budget in budgets for kappa in kappas]
+    cells = [Variant(f"{format_count(budget)}@{kappa:g}", budget, kappa) for budget in budgets for kappa in kappas]
     return [Variant("X"), Variant("L+S"), *cells]
 
 
@@ -36,12 +38,17 @@ def measure(
 def best(rows: Sequence[Row]) -> list[Row]:
     """The cell of κ* for every budget of one model's rows, the largest budget first."""
     budgets = sorted({row["budget"] for row in rows if row["budget"] is not None}, reverse=True)
-    return [min((row for row in rows if row["budget"] == b), key=lambda row: row["perplexity"]) for b in budgets]
+    return [min((row for row in rows if row["budget"] == budget), key=_loss) for budget in budgets]
+
+
+def _loss(row: Row) -> tuple[bool, float]:
+    return math.isnan(row["perplexity"]), row["perplexity"]
 
 
 def stable_band(rows: Sequence[Row]) -> tuple[float, float]:
-    """The least and the greatest κ* over the budgets: the paper's gray band."""
-    kappas = [row["kappa"] for row in best(rows)]
+    """The least and the greatest κ* over the budgets, the paper's gray band; where nothing is removed, none is best."""
+    whole = next((row["parameters"] for row in rows if row["variant"] == "L+S"), math.inf)
+    kappas = [row["kappa"] for row in best(rows) if row["parameters"] < whole] or [row["kappa"] for row in best(rows)]
     return min(kappas), max(kappas)
 
 

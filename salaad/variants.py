@@ -1,6 +1,5 @@
 """The models that one checkpoint holds: X as trained, L + S, and L + S cut to a budget."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from salaad.errors import UserError
@@ -52,9 +51,9 @@ def parse_count(text: str) -> int:
         UserError: it is none, or not above 0.
     """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
-    count = round(_number(number, f"count {text!r}", "a number such as 10M or 194000000") * unit)
+    count = round(_number(number, f"count {text!r}", "a number such as 10M or 194000000", unit))
     if count < 1:
-        raise UserError(f"count {text!r} is not above 0; give a number such as 10M or 194000000")
+        raise UserError(f"count {text!r} is less than 1; give a number such as 10M or 194000000")
     return count
 
 
@@ -63,9 +62,10 @@ def parse_budget(text: str, dense: int) -> int:
     if text[-1:].upper() in _UNITS:
         return parse_count(text)
     value = _number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
-    if value <= 0:
-        raise UserError(f"budget {text!r} is not above 0; give a number of parameters such as 194M")
-    return round(value * dense) if value <= 1 else round(value)
+    budget = round(value * dense) if value <= 1 else round(value)
+    if budget < 1:
+        raise UserError(f"budget {text!r} is less than 1 parameter; give a number of parameters such as 194M")
+    return budget
 
 
 def parse_kappa(text: str) -> float:
@@ -77,9 +77,9 @@ def parse_kappa(text: str) -> float:
 
 
 def parse_kappas(text: str) -> list[float]:
-    """The κ of a list `0.2,0.5` or of a range `0:1:0.1` (first, last, step)."""
+    """The κ of a list `0.2,0.5` or of a range `0:1:0.1` (first, last, step), none twice."""
     if ":" not in text:
-        return [parse_kappa(part) for part in text.split(",")]
+        return list(dict.fromkeys(parse_kappa(part) for part in text.split(",")))
     parts = text.split(":")
     if len(parts) != 3:
         raise UserError(
@@ -89,18 +89,17 @@ def parse_kappas(text: str) -> list[float]:
     step = _number(parts[2], f"step {parts[2]!r}", "a number above 0")
     if step <= 0 or last < first:
         raise UserError(f"kappas {text!r} hold nothing; give FIRST:LAST:STEP that rises, such as 0:1:0.1")
-    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-9) + 1)]
+    return [min(round(first + i * step, 10), last) for i in range(int((last - first) / step + 1e-9) + 1)]
 
 
 def parse_budgets(text: str, dense: int) -> list[int]:
     """The budgets of a list, the largest first, none twice."""
-    budgets: Sequence[int] = {parse_budget(part.strip(), dense) for part in text.split(",")}
-    return sorted(budgets, reverse=True)
+    return sorted({parse_budget(part.strip(), dense) for part in text.split(",")}, reverse=True)
 
 
-def _number(text: str, what: str, wanted: str) -> float:
+def _number(text: str, what: str, wanted: str, unit: int = 1) -> float:
     try:
-        value = float(text)
+        value = float(text) * unit
     except ValueError:
         raise UserError(f"{what} is no number; give {wanted}") from None
     if value - value != 0:

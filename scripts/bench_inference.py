@@ -10,7 +10,6 @@ whose speed drifts slows both; medians are reported. Peak memory is that of a pr
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -90,12 +89,19 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
 @torch.inference_mode()
 def peak_memory(arguments: tuple) -> int:
     """Bytes a fresh process holds at its peak when it builds one model and reads a prompt."""
-    threads, length, *rest = arguments
+    threads, length, *shape = arguments
     torch.set_num_threads(threads)
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = build(*rest)
+    start = _kilobytes("VmRSS")
+    model = build(*shape)
     prefill(model, 1, length)()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start)
+    return 1024 * (_kilobytes("VmHWM") - start)
+
+
+def _kilobytes(field: str) -> int:
+    """A figure of this process's memory; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
 def resident(model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""The demonstration: nano trained vanilla and with SALAAD, side by side, one core each; one table and one picture."""
+"""The demonstration: nano trained vanilla and with SALAAD, side by side; then cut to three sizes and put to use."""
 
 import argparse
 import os
@@ -6,48 +6,117 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from salaad import python_docs
+from compress import compress
+from salaad import python_docs, sweep
 from salaad.cli import read_command_line
+from salaad.config import RunConfig
+from salaad.deployment import Deployment
 from salaad.errors import UserError, run_command
-from salaad.figures import training_figure
+from salaad.evaluation import VariantEvaluation
+from salaad.factored import disk_bytes
+from salaad.figures import elastic_figure, sweep_figure, training_figure
 from salaad.metrics import read_lines
-from salaad.report import comparison_table, save_result
+from salaad.options import CompressOptions
+from salaad.report import deployment_table, keep_rows, save_result
+from salaad.sources import open_source
+from salaad.variants import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "nano"
 METHODS = ("full_rank", "salaad")
+KAPPAS = (0.2, 0.4, 0.6, 0.8)
+PROMPT = "The function returns"
 
 
 def main() -> None:
-    """Train both runs, then compare them."""
+    """Train both runs, sweep the sizes, compress to half, compare, generate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the steps: under 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the steps: a few minutes")
     parser.add_argument("--output", type=Path, help="folder of the two runs; runs/demo or runs/demo-quick")
-    parser.add_argument("--record", action="store_true", help="keep table, picture and figures under results/nano")
+    parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/nano")
     options = parser.parse_args()
     output = options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")
     steps = 250 if options.quick else 2000
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
     print("Reading the documentation on this machine and training a tokenizer on it (once).", flush=True)
     config, _ = read_command_line(["--config", "nano.yaml"])
     python_docs.tokenizer(python_docs.corpus(), config.model.vocab_size)
     print(f"Training {steps} steps twice, vanilla and with SALAAD, one core each, into {output}.", flush=True)
     train_side_by_side(output, steps)
+    training_figure({"vanilla": output / "full_rank", "SALAAD": output / "salaad"}, output / "training.png")
 
-    table = comparison_table(output / "full_rank", output / "salaad")
-    print(f"\n{table}")
-    picture = output / "training.png"
-    training_figure({"vanilla": output / "full_rank", "SALAAD": output / "salaad"}, picture)
-    print(f"\nLoss, structure and reconstruction error over time: {picture}")
+    print("Cutting both to three sizes at four κ each, the vanilla model by way of robust PCA.", flush=True)
+    rows = deploy(output, config)
+    table = deployment_table(rows)
+    print(f"\n{table}\n")
+    half = rows[-1]
+    print(write_text(output, half["kappa"]))
+    pictures = ("training.png", "sweep.png", "elastic.png")
+    print(f"\nPictures: {', '.join(str(output / name) for name in pictures)}")
     if options.record:
         for method in METHODS:
             save_result(output / method, RESULTS / f"{method}.json", "bash scripts/demo.sh --record")
         (RESULTS / "demo.md").write_text(table + "\n")
-        shutil.copyfile(picture, RESULTS / "training.png")
+        for name in (*pictures, "sweep.json"):
+            shutil.copyfile(output / name, RESULTS / name)
+
+
+def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
+    """Sweep both models over sizes and κ, draw the pictures, and return the rows of the one table."""
+    deployments = {
+        "SALAAD": Deployment(open_source(output / "salaad")),
+        "vanilla + RPCA": Deployment(open_source(output / "full_rank"), post_hoc=config.salaad),
+    }
+    # Two thirds and half of what can be compressed, and half of the whole model.
+    fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
+    budgets = [fixed + 2 * (dense - fixed) // 3, fixed + (dense - fixed) // 2, dense // 2]
+    evaluations = {
+        label: VariantEvaluation(deployment, config.data, tokens=10**7, dtype="float32", batch=32)
+        for label, deployment in deployments.items()
+    }
+    rows = sweep.measure(evaluations, budgets, KAPPAS)
+    sweep_figure(rows["SALAAD"], output / "sweep.png")
+    elastic_figure(rows, output / "elastic.png")
+    keep_rows([{"label": label, **row} for label, mine in rows.items() for row in mine], output / "sweep.json")
+    vanilla, salaad = ({row["variant"]: row for row in mine} for mine in (rows["vanilla + RPCA"], rows["SALAAD"]))
+    return [
+        shown("X (vanilla)", vanilla["X"], deployments["vanilla + RPCA"]),
+        *(shown("vanilla + RPCA", row, deployments["vanilla + RPCA"]) for row in sweep.best(rows["vanilla + RPCA"])),
+        shown("X (SALAAD)", salaad["X"], deployments["SALAAD"]),
+        shown("L + S", salaad["L+S"], deployments["SALAAD"]),
+        *(shown("L̃ + S̃", row, deployments["SALAAD"]) for row in sweep.best(rows["SALAAD"])),
+    ]
+
+
+def shown(label: str, row: Mapping[str, Any], deployment: Deployment) -> dict[str, Any]:
+    """A row of the table: what was measured, and the bytes of the weights on disk."""
+    parts = deployment.cut(Variant(row["variant"], row["budget"], row["kappa"]))
+    blocks = sum(disk_bytes(slr, element=4) for slr in parts.values())
+    return {**row, "label": label, "bytes": 4 * deployment.fixed + blocks if parts else 4 * deployment.dense}
+
+
+def write_text(output: Path, kappa: float) -> str:
+    """Compress the SALAAD run to half its parameters, open the folder as any user would, and let it write a line."""
+    folder = output / f"half-{kappa:g}"
+    said = ""
+    if not folder.exists():
+        said = compress(
+            CompressOptions(checkpoint=str(output / "salaad"), output=str(folder), budget="0.5", kappa=kappa)
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    text = tokenizer.decode(model.generate(**prompt, max_new_tokens=30, repetition_penalty=1.3)[0])
+    return f"{said}\n\nHalf the model writes: {' '.join(text.split())}"
 
 
 def train_side_by_side(output: Path, steps: int) -> None:
