@@ -8,6 +8,7 @@ from pathlib import Path
 
 from salaad.figures import frontier_figure
 from salaad.files import read_json
+from salaad.report import accuracy_table
 from salaad.tables import markdown_table, millions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,15 @@ def main() -> None:
     frontier = f"{frontier_table(points)}\n\n{learning_rate_table()}"
     (NANO / "frontier.md").write_text(frontier + "\n")
     frontier_figure(points, NANO / "frontier.png")
-    fill_readme({"nano": (NANO / "demo.md").read_text().strip(), "frontier": frontier, "bench": overhead_table()})
+    fill_readme(
+        {
+            "nano": (NANO / "demo.md").read_text().strip(),
+            "frontier": frontier,
+            "bench": overhead_table(),
+            "inference": inference_table(),
+            "lm-eval": harness_table(),
+        }
+    )
 
 
 def search_points() -> list[dict]:
@@ -89,12 +98,12 @@ def vanilla_runs() -> list[tuple[float, float]]:
 def overhead_table() -> str:
     """What scripts/bench_training.py recorded: SALAAD beside vanilla, on every machine measured."""
     rows = []
-    for path in sorted((ROOT / "results" / "bench").glob("*.json")):
+    for path in sorted((ROOT / "results" / "bench").glob("training-*.json")):
         result = read_json(path)
         vanilla, salaad = result["full_rank"], result["salaad"]
         rows.append(
             (
-                path.stem,
+                path.stem.removeprefix("training-"),
                 result["machine"],
                 f"{result['config']['train']['batch']} × {result['config']['data']['sequence_length']}",
                 f"{result['config']['salaad']['every']}",
@@ -106,6 +115,41 @@ def overhead_table() -> str:
         )
     header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
     return markdown_table(header, rows)
+
+
+def inference_table() -> str:
+    """What scripts/bench_inference.py recorded: factored speed over dense speed, and memory."""
+    rows = []
+    for path in sorted((ROOT / "results" / "bench").glob("inference-*.json")):
+        result = read_json(path)
+        ratios = {
+            work: ", ".join(f"{row['ratio']:.2f}" for row in result["rows"] if row["work"] == work)
+            for work in ("prefill", "decode")
+        }
+        dense, factored = result["memory"]["dense"], result["memory"]["factored"]
+        rows.append(
+            (
+                path.stem.removeprefix("inference-"),
+                f"{millions(factored['parameters'])} of {millions(dense['parameters'])}",
+                f"{result['density']:g}",
+                result["dtype"],
+                result["batches"],
+                ratios["prefill"],
+                ratios["decode"],
+                f"{factored['weights'] / dense['weights']:.2f}",
+                f"{factored['peak'] / dense['peak']:.2f}",
+            )
+        )
+    header = ("shapes", "parameters", "density", "dtype", "batches", "prefill ×", "decode ×", "weights ×", "peak ×")
+    machine = f"\n\nFactored over dense; {result['machine']}, random weights." if rows else ""
+    return markdown_table(header, rows) + machine
+
+
+def harness_table() -> str:
+    """Zero-shot scores of the demo's models, from results/nano/lm-eval.json."""
+    path = NANO / "lm-eval.json"
+    rows = sorted(read_json(path)["rows"], key=lambda row: row["task"]) if path.exists() else []
+    return accuracy_table(rows) if rows else "(not measured yet)"
 
 
 def fill_readme(sections: dict[str, str]) -> None:

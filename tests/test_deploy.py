@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,16 @@ def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_the_lines_of_the_readme_open_the_model_and_it_writes(runs, tmp_path, monkeypatch):
+    [_, code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "salaad-194m")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec(code, namespace)
+    model, tokenizer = namespace["model"], AutoTokenizer.from_pretrained("salaad-194m")
+    assert model.generate(**tokenizer("the rank", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4).shape[1] > 4
 
 
 def test_rpca_of_a_vanilla_model_adds_up_to_it(runs, tmp_path):

@@ -8,7 +8,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_ten_lines_run_on_gpt2(capsys):
-    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    [code, _] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     namespace: dict = {}
     exec(code, namespace)
     salaad = namespace["salaad"]
