@@ -13,9 +13,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from compress import compress
 from salaad import python_docs, sweep
 from salaad.cli import read_command_line
+from salaad.compression import compress
 from salaad.config import RunConfig
 from salaad.deployment import Deployment
 from salaad.errors import UserError, run_command
