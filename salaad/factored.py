@@ -121,24 +121,28 @@ class SlrLinear(_SlrWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; autocast has no sparse product and is left out."""
-        with torch.autocast(x.device.type, enabled=False):
-            rows = x.reshape(-1, self.in_features).to(self.U.dtype)
-            if not len(self.S_values):
-                y = F.linear(F.linear(rows, self.V), self.U, self.bias)
-            elif self._is_cheaper_whole(len(rows)):
-                y = F.linear(rows, self.weight, self.bias)
-            else:
-                y = self._in_parts(rows)
-                y = y if self.bias is None else y + self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x.to(self.U.dtype))
+        rows = x.reshape(-1, self.in_features)
+        if not len(self.S_values):
+            y = F.linear(F.linear(rows, self.V), self.U, self.bias)
+        elif self._is_cheaper_whole(len(rows)):
+            y = F.linear(rows, self.weight, self.bias)
+        else:
+            y = self._in_parts(rows)
+            y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
         # Sparse products want features in rows. The result is brought back at once: attention is slow on other layouts.
         columns = rows.mT.contiguous()
         y = self.U @ (self.V @ columns)
-        # torch has no sparse product of short floats on the CPU: there S computes in float32.
-        dtype = torch.float32 if rows.device.type == "cpu" and rows.dtype.itemsize < 4 else rows.dtype
-        return torch.addmm(y.to(dtype), self._S(dtype), columns.to(dtype)).to(rows.dtype).mT.contiguous()
+        if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # torch has no sparse product of these there
+            y = torch.addmm(y.float(), self._S(torch.float32), columns.float()).to(rows.dtype)
+        else:
+            y = torch.addmm(y, self._S(rows.dtype), columns)
+        return y.mT.contiguous()
 
     def _is_cheaper_whole(self, rows: int) -> bool:
         """Whether so many rows pay for making U·V + S first: with a dense S its sparse product costs more than X's."""

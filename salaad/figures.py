@@ -115,7 +115,8 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     whole = next(row for row in rows if row["variant"] == "L+S")
     label = f"L + S, {millions(whole['parameters'])}"
     panel.axhline(whole["perplexity"], color="0.3", linewidth=1, linestyle="--", label=label)
-    panel.set(xlabel="κ: part of the removed parameters that L gives", ylabel="validation perplexity", yscale="log")
+    _from_best_to_fourfold(panel, [row["perplexity"] for row in rows])
+    panel.set(xlabel="κ: part of the removed parameters that L gives", ylabel="validation perplexity")
     _finish(figure, panel, path)
 
 
@@ -132,18 +133,18 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
         curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*best(mine), whole["L+S"]))
         panel.plot(*zip(*curve, strict=True), marker="o", color=f"C{i}", label=f"{label}, cut at κ*")
         X = whole["X"]
-        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=1, linestyle="--")
-        panel.annotate(
-            f"X, {millions(X['parameters'])}",
-            (1, X["perplexity"]),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color=f"C{i}",
-            fontsize=8,
-        )
-    panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
+        reference = f"its X, {millions(X['parameters'])}"
+        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=1, linestyle="--", label=reference)
+    _from_best_to_fourfold(panel, [row["perplexity"] for mine in rows.values() for row in mine])
+    panel.set(xlabel="parameters, millions", ylabel="validation perplexity")
     _finish(figure, panel, path)
+
+
+def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
+    """Leave out what is far beyond use, where one bad cell would flatten all others."""
+    low = min(values)
+    panel.set_yscale("log")
+    panel.set_ylim(0.97 * low, min(4 * low, 1.05 * max(values)))
 
 
 def _finish(figure: Figure, panel: Axes, path: Path) -> None:
