@@ -1,4 +1,4 @@
-"""What a checkpoint is worth at every size: perplexity, the κ sweep, zero-shot accuracy."""
+"""What a checkpoint is worth at every size: perplexity, the κ sweep, zero-shot accuracy, and its structure."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, logging
+from tqdm import tqdm
+from transformers import logging
 
 from salaad import harness, sweep
 from salaad.cli import read_options
@@ -15,13 +16,17 @@ from salaad.deployment import Deployment, deployed
 from salaad.errors import run_command
 from salaad.evaluation import VariantEvaluation
 from salaad.figures import elastic_figure, sweep_figure
+from salaad.files import require_writable
 from salaad.models import load_model
-from salaad.options import EvaluationOptions, LmEvalOptions, PerplexityOptions, SweepOptions
-from salaad.report import accuracy_table, keep_rows, perplexity_table
+from salaad.options import LmEvalOptions, OutputOptions, PerplexityOptions, RpcaOptions, SweepOptions
+from salaad.report import accuracy_table, keep_rows, perplexity_table, structure_table
+from salaad.roles import find_blocks
+from salaad.rpca import model_statistics
 from salaad.sources import Source, open_source
+from salaad.tokenizer import load_tokenizer
 from salaad.variants import parse_budgets, parse_count, parse_kappas, parse_variants
 
-COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions}
+COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 
 
 def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
@@ -31,32 +36,35 @@ def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
     names = options.variants or ("X,L+S" if source.surrogate else "X")
     variants = parse_variants(names, deployment.dense)
     deployment.check(variants)
+    path = result_file(source, options, "perplexity")
     evaluation = evaluation_of(deployment, options, data)
     rows = [evaluation(variant) for variant in variants]
-    show(perplexity_table(rows), rows, output_of(source, options), "perplexity")
+    show(perplexity_table(rows), rows, path)
 
 
 def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
     """The grid of budgets × κ, κ* per budget, the elastic curve; beside them those of vanilla + RPCA, if asked for."""
     source = open_source(Path(options.checkpoint))
     deployments = {"SALAAD": Deployment(source)}
+    budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
+    kappas = parse_kappas(options.kappas)
+    deployments["SALAAD"].check(sweep.grid(budgets, kappas))
     if options.vanilla is not None:
         blocks = SalaadConfig(**source.run["salaad"])
         deployments["vanilla + RPCA"] = Deployment(open_source(Path(options.vanilla)), post_hoc=blocks)
-    budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
-    kappas = parse_kappas(options.kappas)
     for deployment in deployments.values():
         deployment.check(sweep.grid(budgets, kappas))
+    path = result_file(source, options, "sweep")
     rows = sweep.measure(
         {label: evaluation_of(deployment, options, data) for label, deployment in deployments.items()}, budgets, kappas
     )
-    output = output_of(source, options)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
     flat = [{"label": label, **row} for label, mine in rows.items() for row in mine]
-    show("\n\n".join([*tables, sweep.elastic_table(rows)]), flat, output, "sweep")
-    sweep_figure(rows["SALAAD"], output / "sweep.png")
-    elastic_figure(rows, output / "elastic.png")
-    print(f"pictures: {output / 'sweep.png'}, {output / 'elastic.png'}")
+    show("\n\n".join([*tables, sweep.elastic_table(rows)]), flat, path)
+    pictures = [path.with_name(name) for name in ("sweep.png", "elastic.png")]
+    sweep_figure(rows["SALAAD"], pictures[0])
+    elastic_figure(rows, pictures[1])
+    print(f"pictures: {pictures[0]}, {pictures[1]}")
 
 
 def lm_eval(options: LmEvalOptions) -> None:
@@ -68,19 +76,39 @@ def lm_eval(options: LmEvalOptions) -> None:
     variants = parse_variants(options.variants, deployment.dense)
     deployment.check(variants)
     harness.check_tasks(tasks, task_data)
+    path = result_file(source, options, "lm-eval")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(source.model, getattr(torch, options.dtype), device)
-    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    tokenizer = load_tokenizer(str(source.model))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
     rows: list[dict[str, Any]] = []
     for variant in variants:
         with deployed(model, deployment.cut(variant)):
             scores = harness.evaluate_tasks(
-                model, tokenizer, tasks, task_data=task_data, limit=options.limit, batch_size=size
+                model,
+                tokenizer,
+                tasks,
+                task_data=task_data,
+                limit=options.limit,
+                batch_size=size,
+                max_length=options.max_length,
             )
-        about = {"model": source.name, "variant": variant.name, "dtype": options.dtype, "limit": options.limit}
+        about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": options.dtype}
+        about |= {"limit": options.limit, "max_length": options.max_length}
         rows += [{**about, **asdict(score), "harness": harness.harness_version()} for score in scores]
-    show(accuracy_table(rows), rows, output_of(source, options), "lm-eval")
+    show(accuracy_table(rows), rows, path)
+
+
+def rpca_statistics(options: RpcaOptions) -> None:
+    """Rank and density that robust PCA finds in the weights, beside those it finds in noise of the same shape."""
+    source = open_source(Path(options.checkpoint))
+    path = result_file(source, options, "rpca")
+    model = load_model(source.model, torch.float32)
+    blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))
+    statistics = model_statistics(blocks, growth=options.growth)
+    found = list(tqdm(statistics, total=len(blocks), desc="robust PCA", unit="matrix", leave=False, disable=None))
+    about = {"model": source.name, "digest": source.digest[:16], "growth": options.growth}
+    show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
 
 
 def evaluation_of(
@@ -91,15 +119,17 @@ def evaluation_of(
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=options.dtype, batch=options.batch)
 
 
-def output_of(source: Source, options: EvaluationOptions) -> Path:
-    """The folder for tables and pictures."""
-    return Path(options.output) if options.output else source.output
+def result_file(source: Source, options: OutputOptions, name: str) -> Path:
+    """The JSON file of a table, which can be written to: found out before anything is measured."""
+    path = (Path(options.output) if options.output else source.output) / f"{name}.json"
+    require_writable(path)
+    return path
 
 
-def show(table: str, rows: Sequence[dict[str, Any]], output: Path, name: str) -> None:
+def show(table: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Print the table and keep its rows, beside those that were there, as JSON."""
     print(table)
-    print(f"\nrows: {keep_rows(rows, output / f'{name}.json')}")
+    print(f"\nrows: {keep_rows(rows, path)}")
 
 
 def main() -> None:
@@ -107,10 +137,10 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     command, options, data = read_options("evaluate.py", __doc__, COMMANDS, with_data=("perplexity", "sweep"))
-    if command == "lm-eval":
-        lm_eval(options)
-    else:
+    if data is not None:
         {"perplexity": perplexity, "sweep": sweep_kappa}[command](options, data)
+    else:
+        {"lm-eval": lm_eval, "rpca": rpca_statistics}[command](options)
 
 
 if __name__ == "__main__":

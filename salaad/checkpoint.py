@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -125,18 +126,27 @@ def load_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
         surrogates[name].load_state_dict(state)
 
 
-def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Block → the tensors of `Surrogate.state_dict`, for the named blocks or for all.
+def read_index(folder: Path) -> dict[str, dict[str, Any]]:
+    """Block → file, shape, ρ, rank and entries, of the surrogates in `folder`.
 
     Raises:
-        UserError: the folder has no index, is of another format, or lacks a block.
+        UserError: there is no index, or it is of another format.
     """
     index = read_json(folder / "index.json")
     if index.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {index.get('format')}, this version reads {FORMAT}; use the version that wrote it"
         )
-    blocks = index["blocks"]
+    return index["blocks"]
+
+
+def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, dict[str, Tensor]]:
+    """Block → the tensors of `Surrogate.state_dict`, for the named blocks or for all.
+
+    Raises:
+        UserError: the folder has no index, is of another format, or lacks a block.
+    """
+    blocks = read_index(folder)
     states: dict[str, dict[str, Tensor]] = {}
     for name in blocks if names is None else names:
         if name not in blocks:

@@ -136,7 +136,8 @@ def _trained_with(arguments: list[str]) -> dict[str, Any]:
         return {}
     data = open_source(Path(checkpoint)).run.get("data", {})
     other = any(argument.startswith("--data.source") for argument in arguments)
-    kept = ("sequence_length", "packing") if other else tuple(data)
+    # The tokenizer lies with the model; where it once came from may be gone.
+    kept = ("sequence_length", "packing") if other else [key for key in data if key != "tokenizer"]
     return {f"data.{key}": data[key] for key in kept if key in data}
 
 

@@ -3,17 +3,17 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
 
 from salaad.config import SalaadConfig
 from salaad.deployment import Deployment
-from salaad.factored import factor, slr_modules
+from salaad.factored import factor, resident_bytes, slr_modules
 from salaad.files import new_folder, require_new, write_checksums, write_json
-from salaad.models import load_model
+from salaad.models import count_parameters, load_model
 from salaad.options import CompressOptions
 from salaad.run import provenance
 from salaad.sources import RECORD, Source, open_source
 from salaad.tables import markdown_table, megabytes, millions
+from salaad.tokenizer import load_tokenizer
 from salaad.variants import Variant, parse_budget
 
 
@@ -24,8 +24,10 @@ def compress(options: CompressOptions) -> str:
     source = open_source(Path(options.checkpoint))
     deployment = Deployment(source, blocks_to_split(source, options) if options.rpca else None)
     budget = None if options.budget is None else parse_budget(options.budget, deployment.dense)
-    variant = Variant("L+S" if budget is None else f"{options.budget}@{options.kappa:g}", budget, options.kappa)
+    kappa = 0.5 if options.kappa is None else options.kappa
+    variant = Variant("L+S") if budget is None else Variant(f"{options.budget}@{kappa:g}", budget, kappa)
     deployment.check([variant])
+    tokenizer = load_tokenizer(str(source.model))
 
     parts = deployment.cut(variant)
     model = load_model(source.model, getattr(torch, options.dtype))
@@ -38,13 +40,15 @@ def compress(options: CompressOptions) -> str:
 
     with new_folder(output) as folder:
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source.model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         sizes = {
             "parameters": (deployment.dense, deployment.parameters(parts)),
+            "numbers_stored": (deployment.dense, count_parameters(model)),
             "bytes_on_disk": (dense_bytes, sum(path.stat().st_size for path in folder.glob("*.safetensors"))),
             "bytes_in_memory": (dense_bytes, resident_bytes(model)),
         }
-        about = {"from": source.name, "digest": source.digest, "parts": deployment.kind, "variant": variant.name}
+        about = {"from": source.name, "digest": source.digest, "parts": deployment.kind}
+        about |= {"variant": variant.name, "budget": variant.budget, "kappa": variant.kappa}
         stored = {"dtype": options.dtype, "blocks": len(parts), "factored_blocks": len(slr_modules(model))}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
@@ -68,16 +72,11 @@ def blocks_to_split(source: Source, options: CompressOptions) -> SalaadConfig:
     return SalaadConfig(**source.run["salaad"])
 
 
-def resident_bytes(model: PreTrainedModel) -> int:
-    """Memory of the loaded weights, index structures included."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-
-
 def size_table(name: str, sizes: dict[str, tuple[int, int]]) -> str:
     """Parameters, bytes on disk and in memory of X and of the folder made, as Markdown."""
     columns = [
         (show(before), show(after), f"{after / before:.3f}")
-        for show, (before, after) in zip((millions, megabytes, megabytes), sizes.values(), strict=True)
+        for show, (before, after) in zip((millions, millions, megabytes, megabytes), sizes.values(), strict=True)
     ]
     rows = list(zip(("X, dense", name, "ratio"), *columns, strict=True))
-    return markdown_table(("model", "parameters", "weights on disk", "weights in memory"), rows)
+    return markdown_table(("model", "parameters", "numbers stored", "weights on disk", "weights in memory"), rows)

@@ -13,10 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from salaad import hpa
-from salaad.checkpoint import read_surrogates
+from salaad.checkpoint import read_index, read_surrogates
 from salaad.config import ModelConfig, SalaadConfig
 from salaad.errors import UserError
-from salaad.files import read_json
 from salaad.models import count_parameters, describe_model, load_model, outline
 from salaad.prox import effective_rank, soft_threshold
 from salaad.roles import find_blocks
@@ -35,24 +34,30 @@ class Deployment:
         source: the model.
         post_hoc: take L + S from robust PCA of X, over the blocks this configuration selects, instead of from training.
 
-    `dense`, `fixed` and `vocab_size` are the model's parameters, those of them that are never compressed, and its
-    vocabulary; `kind` names where L + S come from.
+    `dense` are the model's parameters, `fixed` those of them that are never compressed, `vocab_size` and `positions`
+    its vocabulary and longest row; `kind` names where L + S come from.
+
+    Raises:
+        UserError: robust PCA is asked of a model whose weights are stored in parts.
     """
 
     def __init__(self, source: Source, post_hoc: SalaadConfig | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
         model = outline(describe_model(ModelConfig(path=str(source.model)), 0))
         self.dense, self.vocab_size = count_parameters(model), model.config.vocab_size
+        self.positions = getattr(model.config, "max_position_embeddings", None)
+        if post_hoc is not None and getattr(model.config, "quantization_config", None):
+            raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
         if post_hoc is None and source.surrogate is None:
             names: list[str] = []
         elif post_hoc is None:
-            names = list(read_json(source.surrogate / "index.json")["blocks"])
+            names = list(read_index(source.surrogate))
         else:
             names = list(find_blocks(model, post_hoc))
         self._names = names
         self.fixed = self.dense - sum(model.get_submodule(name).weight.numel() for name in names)
-        blocks = sha256("\n".join(names).encode()).hexdigest()[:8]
-        self.kind = "trained" if post_hoc is None else f"rpca-{blocks}"
+        how = f"{post_hoc.gamma} {post_hoc.energy} {names}" if post_hoc else ""
+        self.kind = f"rpca-{sha256(how.encode()).hexdigest()[:8]}" if post_hoc else "trained"
         self._parts: Parts | None = None
 
     def check(self, variants: list[Variant]) -> None:
@@ -91,7 +96,7 @@ class Deployment:
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
     def _trained(self) -> Iterator[tuple[str, Slr]]:
-        index = read_json(self.source.surrogate / "index.json")["blocks"]
+        index = read_index(self.source.surrogate)
         for name in self._names:
             state = read_surrogates(self.source.surrogate, (name,))[name]
             S = soft_threshold(state["residual"], state["thresholds"][2])
@@ -99,8 +104,9 @@ class Deployment:
 
     def _robust_pca(self) -> Iterator[tuple[str, Slr]]:
         model = load_model(self.source.model, torch.float32)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for name in self._names:
-            L, S = rpca(model.get_submodule(name).weight)
+            L, S = (part.cpu() for part in rpca(model.get_submodule(name).weight.to(device)))
             rank = effective_rank(torch.linalg.svdvals(L), self.post_hoc.gamma, self.post_hoc.energy)
             yield name, Slr.from_parts(L, S, rank)
 

@@ -21,6 +21,9 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        _leave(130)
     except Exception:
         traceback.print_exc()
         _leave(1)

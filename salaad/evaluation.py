@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from transformers import PreTrainedModel
 from salaad.config import DataConfig
 from salaad.data import Text, fingerprint, open_text, validation_batches
 from salaad.deployment import Deployment, deployed
-from salaad.metrics import read_lines
+from salaad.documents import is_remote
+from salaad.errors import UserError
+from salaad.files import digest_of
 from salaad.models import SummedLoss, load_model
 from salaad.perplexity import evaluate
 from salaad.variants import Variant
@@ -35,14 +39,25 @@ class VariantEvaluation:
         self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
         source = deployment.source
         self.data = replace(data, tokenizer=data.tokenizer or str(source.model))
+        if deployment.positions is not None and data.sequence_length > deployment.positions:
+            raise UserError(
+                f"data.sequence_length is {data.sequence_length}, but {source.name} has {deployment.positions} "
+                f"positions; give --data.sequence_length {deployment.positions} or less"
+            )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.path = source.cache / "perplexity.jsonl"
-        self.kept = {json.dumps(row["of"]): row for row in read_lines(self.path)}
+        self.kept = {json.dumps(row["of"]): row for row in _whole_lines(self.path)}
 
     @cached_property
     def text(self) -> Text:
         """The validation text and the model's own tokenizer."""
         return open_text(self.data, vocab_size=self.deployment.vocab_size, training=False)
+
+    @cached_property
+    def text_digest(self) -> str:
+        """Changes with the text: of local files a digest of their contents, of the hub's their names."""
+        files = self.text.validation_files
+        return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -55,8 +70,8 @@ class VariantEvaluation:
         of = {
             "parts": deployment.kind if variant.name != "X" else None,
             "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa],
-            "text": fingerprint(self.text.validation_files),
-            "rows": [self.data.sequence_length, self.data.packing, self.tokens],
+            "text": self.text_digest,
+            "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
             "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.model) else None,
             "dtype": self.dtype,
         }
@@ -72,12 +87,15 @@ class VariantEvaluation:
                 "parameters": deployment.parameters(parts),
             }
             self.kept[key] = {"of": of, **row}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.kept[key]) + "\n")
+            with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write("\n" + json.dumps(self.kept[key]))
         measured = {name: value for name, value in self.kept[key].items() if name != "of"}
         return {
             "model": deployment.source.name,
+            "digest": deployment.source.digest[:16],
+            "text": f"{self.data.source} {self.text_digest[:8]}",
             "variant": variant.name,
             "budget": variant.budget,
             "kappa": variant.kappa,
@@ -88,3 +106,12 @@ class VariantEvaluation:
     def _batches(self, name: str) -> Iterable[dict[str, Tensor]]:
         batches = list(validation_batches(self.text, self.data, rows=self.batch, max_tokens=self.tokens))
         return tqdm(batches, desc=name, unit="batch", leave=False, disable=None)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, without any that a killed process left unfinished."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows

@@ -5,6 +5,7 @@ which names the blocks stored in parts, with their ranks and entries. transforme
 registry, in which importing this module enters the class below.
 """
 
+import re
 import warnings
 from typing import Any
 
@@ -208,6 +209,8 @@ class SlrQuantizer(HfQuantizer):
             raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        guards = {rf"^{re.escape(name)}\.weight$" for name in self.quantization_config.blocks}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
         for name, (rank, nnz) in self.quantization_config.blocks.items():
             model.set_submodule(name, _outline(model.get_submodule(name), rank, nnz))
         return model
@@ -223,6 +226,8 @@ class SlrQuantizer(HfQuantizer):
         for name, module in slr_modules(model).items():
             del state[f"{name}.S_starts"], state[f"{name}.S_columns"]
             state[f"{name}.S_packed"] = module.packed()
+            # Without our quantizer transformers would fill the weight it misses with noise; at this one it stops.
+            state[f"{name}.weight"] = torch.empty(0)
         return state, {}
 
     def is_serializable(self) -> bool:
@@ -281,6 +286,11 @@ def _layer(module: nn.Module, slr: Slr) -> _SlrWeight:
 def _resident_bytes(slr: Slr, element: int) -> int:
     """Memory of a block in parts, its row starts and columns included."""
     return slr.parameters * element + 4 * (slr.nnz + max(slr.shape) + 1)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, row starts and columns included."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def disk_bytes(slr: Slr, element: int) -> int:

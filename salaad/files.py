@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def require_new(folder: Path) -> None:
     """Raise a UserError if `folder` is there already."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
+
+
+def require_writable(path: Path) -> None:
+    """Make the folder of the JSON file `path`, and raise a UserError if it or what is in the file cannot be used."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
+    if path.exists():
+        read_json(path)
 
 
 @contextmanager
@@ -65,8 +76,8 @@ def write_checksums(folder: Path) -> None:
         )
 
 
-def verify(folder: Path, *parts: str) -> str:
-    """Compare the files of the named subfolders (or all files) of `folder` with its checksums.json.
+def verify(folder: Path, *patterns: str) -> str:
+    """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
     Returns:
         One digest for all of them, the key of whatever is derived from them.
@@ -74,8 +85,11 @@ def verify(folder: Path, *parts: str) -> str:
     Raises:
         UserError: the list is missing, or a file is missing or not what was written.
     """
+    if not (folder / CHECKSUMS).is_file():
+        raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
     listed = read_json(folder / CHECKSUMS)
-    names = [name for name in listed if not parts or Path(name).parts[0] in parts] if isinstance(listed, dict) else []
+    patterns = patterns or ("*",)
+    names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
     if not names:
         raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
     with ThreadPoolExecutor() as pool:

@@ -97,6 +97,7 @@ def evaluate_tasks(
     task_data: Path | None = None,
     limit: int | None = None,
     batch_size: int | str = "auto",
+    max_length: int | None = None,
 ) -> list[TaskScore]:
     """Zero-shot scores of a causal LM, computed on its device: a row for each task or group asked for.
 
@@ -107,6 +108,7 @@ def evaluate_tasks(
         task_data: folder with local copies of their data, laid out as above; None for the hub.
         limit: the first so many rows of each task, and of each subject of a group; None for all.
         batch_size: rows at once; "auto" is as many as fit on a GPU, and 8 on a CPU.
+        max_length: tokens of a row, of which a longer prompt loses its beginning; None for those of the model's config.
 
     Raises:
         UserError: as `check_tasks`; `limit` below 1; no data from the hub; a choice too long for the model.
@@ -119,7 +121,8 @@ def evaluate_tasks(
         from lm_eval import evaluate
 
         try:
-            found = evaluate(_language_model(model, tokenizer, batch_size), chosen, limit=limit, log_samples=False)
+            wrapped = _language_model(model, tokenizer, batch_size, max_length)
+            found = evaluate(wrapped, chosen, limit=limit, log_samples=False)
         finally:
             model.train(training)
     return [_score(name, found["results"][name], found["versions"][name]) for name in dict.fromkeys(tasks)]
@@ -229,7 +232,9 @@ def _read(folder: Path, name: str, split: str) -> pyarrow.Table:
     return table.select(columns)
 
 
-def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | str) -> Any:
+def _language_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, max_length: int | None
+) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     class Model(HFLM):
@@ -239,16 +244,18 @@ def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
             for (_, choice), _, tokens in requests:
                 if not 0 < len(tokens) <= self.max_length:
-                    what = f"the choice {choice[:40]!r} has {len(tokens)} tokens, but the model takes 1"
-                    raise UserError(f"{what} to {self.max_length}; leave its task out, or give a model of longer rows")
+                    what = (
+                        f"the choice {choice[:40]!r} has {len(tokens)} tokens, but a row takes 1 to {self.max_length}"
+                    )
+                    raise UserError(f"{what}; give --max-length {len(tokens)}, or leave its task out")
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
     # The harness takes for a choice what follows as many tokens as its prompt alone has: no end token may count (T5).
     ends = tokenizer("a").input_ids[-1] == tokenizer.eos_token_id
     # Its search for the largest batch ends with an error on a GPU; a CPU without memory ends the process.
     batch_size = 8 if batch_size == "auto" and model.device.type == "cpu" else batch_size
-    # Given here, for the harness ignores a batch size given with a model. In bfloat16 a sum of -136.3 would be -136.
-    options = {"batch_size": batch_size, "softmax_dtype": "float32", "add_bos_token": False if ends else None}
+    # Given here, for the harness ignores a batch size given with a model.
+    options = {"batch_size": batch_size, "max_length": max_length, "add_bos_token": False if ends else None}
     return Model(pretrained=model, tokenizer=tokenizer, **options)
 
 

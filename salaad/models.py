@@ -35,7 +35,11 @@ def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfi
         )
     if not (Path(config.path) / "config.json").is_file():
         raise UserError(f"model.path {config.path} holds no config.json; give the folder of a Hugging Face causal LM")
-    return AutoConfig.from_pretrained(config.path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(config.path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{config.path}/config.json cannot be read ({why}); give the folder of a causal LM") from None
 
 
 def build_model(
@@ -63,14 +67,19 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = N
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, by name
         )
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
     for what, names in report.items():
         if names:
-            first = next(iter(names))
+            first = min(name if isinstance(name, str) else name[0] for name in names)
             raise UserError(
                 f"{folder} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole folder"
             )

@@ -4,22 +4,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 from salaad.checks import at_least, check, one_or_more
+from salaad.harness import DEFAULT_TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
+class OutputOptions:
     """What all evaluations share.
 
     Args:
         checkpoint: a run, one of its checkpoints, or any Hugging Face causal-LM folder.
-        dtype: dtype of weights and activations.
         output: folder for tables and pictures; RUN/evaluation, or evaluation/NAME for a Hugging Face folder, when none
             is given.
     """
 
     checkpoint: str
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(OutputOptions):
+    """What all evaluations that run the model share.
+
+    Args:
+        dtype: dtype of weights and activations.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +39,7 @@ class PerplexityOptions(EvaluationOptions):
     Args:
         variants: what to evaluate, separated by commas: X, L+S, or BUDGET@KAPPA such as 194M@0.6 (HPA); a budget is a
             parameter count of the whole model or a fraction of the dense one. Without it X, and L+S where there is one.
-        tokens: validation tokens to read at the most, such as 10M.
+        tokens: validation tokens after which to stop reading, such as 10M.
         batch: rows taken through the model at once.
     """
 
@@ -49,7 +59,7 @@ class SweepOptions(EvaluationOptions):
         budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
         kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
         vanilla: a run trained with method full_rank, whose robust PCA is cut to the same budgets beside it.
-        tokens: validation tokens to read per cell at the most, such as 1M.
+        tokens: validation tokens after which to stop reading, such as 1M.
         batch: rows taken through the model at once.
     """
 
@@ -73,19 +83,42 @@ class LmEvalOptions(EvaluationOptions):
         task_data: folder with local copies of the tasks' data, for machines without a hub.
         limit: rows per task at the most; all when none is given.
         batch_size: rows at once, or auto.
+        max_length: tokens of a row, of which a longer prompt loses its beginning; those of the model without it.
     """
 
     variants: str = "X"
-    tasks: str = "mmlu,arc_challenge,copa,hellaswag,boolq,piqa"
+    tasks: str = ",".join(DEFAULT_TASKS)
     task_data: str | None = None
     limit: int | None = None
     batch_size: str = "auto"
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None:
             at_least(self, 1, "limit")
+        if self.max_length is not None:
+            at_least(self, 1, "max_length")
         size = self.batch_size
-        check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch_size is {size}; give auto or 1 or more")
+        check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch_size is {size}; give auto, or 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcaOptions(OutputOptions):
+    """What robust PCA finds in the weights, beside what it finds in noise.
+
+    Args:
+        roles: which weights: q k v o gate up down embedding lm_head, or re:PATTERN; all projections without it.
+        embedding: take the embedding too.
+        growth: factor by which the method's penalty grows; 1.1 is slower and finds sparser S than 1.5.
+    """
+
+    roles: tuple[str, ...] | str = ()
+    embedding: bool = False
+    growth: float = 1.5
+
+    def __post_init__(self) -> None:
+        one_or_more(self, "roles")
+        check(1 < self.growth < 10, f"--growth is {self.growth}, outside (1, 10); give 1.5, or 1.1 to be thorough")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +129,7 @@ class CompressOptions:
         checkpoint: a run or one of its checkpoints; with --rpca any Hugging Face causal-LM folder.
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
-        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1.
+        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; half without it.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
         dtype: dtype of the stored weights.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
@@ -107,7 +140,7 @@ class CompressOptions:
     checkpoint: str
     output: str
     budget: str | None = None
-    kappa: float = 0.5
+    kappa: float | None = None
     format: Literal["factored", "dense"] = "factored"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rpca: bool = False
@@ -116,5 +149,7 @@ class CompressOptions:
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
-        check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
+        if self.kappa is not None:
+            check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
+            check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
         check(self.rpca or not (self.roles or self.embedding), "--roles and --embedding need --rpca; add it")

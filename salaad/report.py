@@ -9,6 +9,7 @@ import yaml
 
 from salaad.files import read_json, write_json
 from salaad.metrics import PHASES, read_lines
+from salaad.rpca import RpcaRow, Spread, summarise
 from salaad.run import provenance
 from salaad.tables import markdown_table, megabytes, millions
 
@@ -97,7 +98,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     trained = next((row["parameters"] for row in rows if row["variant"] == "L+S"), None)
     whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
     said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
-    return f"{rows[0]['model']}\n\n{table}{said}"
+    return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{said}"
 
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -120,6 +121,20 @@ def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
     first = rows[0]
     table = markdown_table(("task", "variant", "acc, %", "acc_norm, %", "rows", "version"), lines)
     return f"{first['model']}, zero-shot, {first['dtype']}, lm-evaluation-harness {first['harness']}\n\n{table}"
+
+
+def structure_table(rows: Sequence[RpcaRow]) -> str:
+    """Mean ± deviation of what robust PCA found, by matrix type and by depth, each beside that of Gaussian noise."""
+
+    def line(group: object, spread: Mapping[str, Spread]) -> tuple[str, ...]:
+        cells = (spread[key] for key in ("rank_ratio", "control_rank_ratio", "density", "control_density"))
+        shown = [f"{cell.mean:.3f} ± {cell.deviation:.3f}" for cell in cells]
+        return str(group), f"{spread['density'].matrices}", *shown
+
+    groups = {kind: spread for by in ("kind", "depth") for kind, spread in summarise(rows, by).items()}
+    lines = [line(f"layer {group}" if isinstance(group, int) else group or "–", s) for group, s in groups.items()]
+    header = ("matrices", "number", "rank ratio", "of noise", "density of S", "of noise")
+    return markdown_table(header, [*lines, line("all", summarise(rows)[None])])
 
 
 def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:

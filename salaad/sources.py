@@ -1,5 +1,6 @@
 """Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it."""
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Source:
     output: Path
 
 
+@functools.cache
 def open_source(folder: Path) -> Source:
     """Find out what `folder` is and compare its files with their checksums, where it has any.
 
@@ -46,39 +48,51 @@ def open_source(folder: Path) -> Source:
     if (folder / "checkpoints" / "latest").is_file():
         folder = Checkpoints(folder / "checkpoints").latest()
     if (folder / "model" / "config.json").is_file():
-        digest = verify(folder, "model", "surrogate")
-        surrogate = folder / "surrogate"
-        home = folder.resolve().parent.parent
-        return Source(
-            name=f"{home.name}/{folder.name}",
-            model=folder / "model",
-            surrogate=surrogate if (surrogate / "index.json").is_file() else None,
-            run=read_json(folder / "state" / "trainer.json")["config"],
-            parameters=None,
-            digest=digest,
-            cache=home / "cache" / digest[:16],
-            output=home / "evaluation",
-        )
+        return _checkpoint(folder)
     if (folder / "config.json").is_file():
-        digest = (
-            verify(folder)
-            if (folder / CHECKSUMS).is_file()
-            else digest_of(sorted(filter(Path.is_file, folder.iterdir())))
-        )
-        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
-        root = Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
-        name = folder.resolve().name
-        return Source(
-            name=name,
-            model=folder,
-            surrogate=None,
-            run=record.get("run", {}),
-            parameters=record["parameters"][1] if record else None,
-            digest=digest,
-            cache=root / digest[:16],
-            output=Path("evaluation") / name,
-        )
+        return _model_folder(folder)
     raise UserError(
         f"--checkpoint {folder} is no run, no checkpoint and no Hugging Face folder; give one such as "
         "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"
     )
+
+
+def _checkpoint(folder: Path) -> Source:
+    digest = verify(folder, "model/*", "surrogate/*")
+    surrogate = folder / "surrogate"
+    own = folder.resolve()
+    inside = own.parent.name == "checkpoints"  # and not copied out of its run
+    run = own.parent.parent
+    return Source(
+        name=f"{run.name}/{own.name}" if inside else own.name,
+        model=folder / "model",
+        surrogate=surrogate if (surrogate / "index.json").is_file() else None,
+        run=read_json(folder / "state" / "trainer.json").get("config", {}),
+        parameters=None,
+        digest=digest,
+        cache=run / "cache" / digest[:16] if inside else _caches() / digest[:16],
+        output=run / "evaluation" if inside else Path("evaluation") / own.name,
+    )
+
+
+def _model_folder(folder: Path) -> Source:
+    if (folder / CHECKSUMS).is_file():
+        digest = verify(folder, "*.safetensors")
+    else:
+        digest = digest_of(sorted(filter(Path.is_file, folder.iterdir())))
+    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    name = folder.resolve().name
+    return Source(
+        name=name,
+        model=folder,
+        surrogate=None,
+        run=record.get("run", {}),
+        parameters=record["parameters"][1] if record else None,
+        digest=digest,
+        cache=_caches() / digest[:16],
+        output=Path("evaluation") / name,
+    )
+
+
+def _caches() -> Path:
+    return Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from salaad.errors import UserError
 
+_MOST_KAPPAS = 1000
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -89,6 +90,8 @@ def parse_kappas(text: str) -> list[float]:
     step = _number(parts[2], f"step {parts[2]!r}", "a number above 0")
     if step <= 0 or last < first:
         raise UserError(f"kappas {text!r} hold nothing; give FIRST:LAST:STEP that rises, such as 0:1:0.1")
+    if (last - first) / step > _MOST_KAPPAS:
+        raise UserError(f"kappas {text!r} are more than {_MOST_KAPPAS}; give a larger step, such as 0.1")
     return [min(round(first + i * step, 10), last) for i in range(int((last - first) / step + 1e-9) + 1)]
 
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
 from salaad.errors import UserError, run_command
-from salaad.factored import factor
+from salaad.factored import factor, resident_bytes
 from salaad.files import write_json
 from salaad.models import count_parameters, describe_model
 from salaad.roles import find_blocks
@@ -104,11 +104,6 @@ def _kilobytes(field: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
-def resident(model: PreTrainedModel) -> int:
-    """Bytes of the weights and their index structures."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
 @torch.inference_mode()
 def main() -> None:
     """Measure, print a table, write JSON."""
@@ -132,7 +127,7 @@ def main() -> None:
         for work, amount in ((prefill, options.length), (decode, options.tokens))
         for batch in map(int, options.batches.split(","))
     ]
-    sizes = {label: (count_parameters(model), resident(model)) for label, model in models.items()}
+    sizes = {label: (count_parameters(model), resident_bytes(model)) for label, model in models.items()}
     del models
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         jobs = [(options.threads, options.length, *shape, factored) for factored in (False, True)]

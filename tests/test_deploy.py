@@ -20,6 +20,11 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path_factory.mktemp("caches")))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
     """A folder with a toy run of each method; the embedding is among the blocks."""
@@ -285,6 +290,74 @@ def test_a_broken_checkpoint_is_named_and_nothing_is_left_behind(runs, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 
+def evaluated(runs: Path, output: Path, *arguments: object) -> dict[str, float]:
+    """Perplexity by variant of the SALAAD run."""
+    ok(
+        "evaluate.py",
+        "perplexity",
+        "--checkpoint",
+        runs / "salaad",
+        "--dtype",
+        "float32",
+        "--output",
+        output,
+        *arguments,
+    )
+    return {row["variant"]: row["perplexity"] for row in rows_of(output, "perplexity")}
+
+
+def test_other_text_of_the_same_name_and_size_is_not_taken_for_the_first(runs, tmp_path, text_files):
+    text = tmp_path / "text.jsonl"
+    found = []
+    for turn in range(2):
+        lines = Path(text_files["validation"][0]).read_text().splitlines(keepends=True)
+        text.write_text("".join(lines[:20] if turn == 0 else [line.replace("rank", "loss") for line in lines[:20]]))
+        source = ("--data.source", "files", "--data.validation_files", text)
+        found.append(evaluated(runs, tmp_path / str(turn), "--variants", "X", *source)["X"])
+    assert found[0] != found[1]
+    assert len(rows_of(tmp_path / "0", "perplexity")) == 1
+
+
+def test_an_unfinished_line_in_the_cache_costs_nothing_but_that_cell(runs, tmp_path):
+    before = evaluated(runs, tmp_path / "a", "--variants", "X,0.8@0.5")
+    cells = next((runs / "salaad" / "cache").glob("*/perplexity.jsonl"))
+    cells.write_text(cells.read_text()[:-20])
+    assert evaluated(runs, tmp_path / "b", "--variants", "X,0.8@0.5") == before
+
+
+def test_a_checkpoint_copied_out_of_its_run_is_evaluated_and_leaves_its_neighbours_alone(runs, tmp_path, monkeypatch):
+    copy = tmp_path / "alone" / "step"
+    shutil.copytree(last_checkpoint(runs / "salaad"), copy)
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path / "caches"))
+    table = ok("evaluate.py", "perplexity", "--checkpoint", copy, "--output", tmp_path / "out")
+    assert "L+S" in table
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "caches", "out"]
+    assert [path.name for path in copy.parent.iterdir()] == ["step"]
+
+
+def test_without_our_import_the_folder_does_not_open_as_noise(runs, tmp_path):
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "made")
+    code = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); print('opened')"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "made"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "opened" not in done.stdout
+
+
+def test_rpca_statistics_stand_beside_those_of_noise(runs, tmp_path):
+    table = ok("evaluate.py", "rpca", "--checkpoint", runs / "full_rank", "--output", tmp_path)
+    rows = rows_of(tmp_path, "rpca")
+    assert len(rows) == 14
+    assert all(row["control_density"] > 0 for row in rows)
+    mean = sum(row["rank_ratio"] for row in rows) / len(rows)
+    assert f"{mean:.3f} ±" in table.strip().splitlines()[-3]
+
+
+def compressed(runs: Path, tmp_path: Path) -> Path:
+    """A factored folder of the SALAAD run."""
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "factored")
+    return tmp_path / "factored"
+
+
 def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
     salaad_run, vanilla = runs / "salaad", runs / "full_rank"
     made = tmp_path / "made"
@@ -305,6 +378,10 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
     assert "is no run, no checkpoint" in refused("compress.py", "--checkpoint", empty, "--output", made)
     assert "holds no L and S" in refused("compress.py", "--checkpoint", vanilla, "--output", made)
     assert not made.exists()
+    assert "stored in parts already" in refused(
+        "compress.py", "--checkpoint", compressed(runs, tmp_path), "--rpca", "--output", made
+    )
+    assert "give a --budget too" in compress("--kappa", 0.5)
 
     def evaluate(*arguments: object) -> str:
         return refused("evaluate.py", *arguments)
@@ -313,6 +390,11 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
     assert "variant '7B' is unknown" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "7B")
     assert "holds no L and S" in evaluate("perplexity", "--checkpoint", vanilla, "--variants", "L+S")
     assert "is no number" in evaluate("perplexity", "--checkpoint", salaad_run, "--tokens", "many")
+    a_file = tmp_path / "file"
+    a_file.write_text("")
+    assert "cannot be made" in evaluate("perplexity", "--checkpoint", salaad_run, "--output", a_file)
+    assert "positions" in evaluate("perplexity", "--checkpoint", salaad_run, "--data.sequence_length", 64)
+    assert "holds no L and S" in evaluate("sweep", "--checkpoint", vanilla, "--budgets", "0.9")
     assert "below the floor" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "1K")
     assert "outside [0, 1]" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "0.9", "--kappas", "0:2:1")
     assert "piqa" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqua")

@@ -106,31 +106,34 @@ def test_a_missing_file_is_named(damage, name, folder):
 
 
 def test_only_the_parts_asked_for_are_compared(folder):
-    model, both = verify(folder, "model"), verify(folder, "model", "state")
+    model, both = verify(folder, "model/*"), verify(folder, "model/*", "state/*")
     alter_a_byte(folder / "state" / "trainer.json")
     (folder / "README").unlink()
-    assert verify(folder, "model") == model
-    assert "trainer.json" in refused(folder, "state")
-    assert "trainer.json" in refused(folder, "model", "state")
+    assert verify(folder, "model/*") == model
+    assert "trainer.json" in refused(folder, "state/*")
+    assert "trainer.json" in refused(folder, "model/*", "state/*")
     refused(folder)
     (folder / "state" / "trainer.json").write_bytes(CONTENTS["state/trainer.json"])
-    assert verify(folder, "model", "state") == both
+    assert verify(folder, "model/*", "state/*") == both
     assert "README" in refused(folder)
 
 
 def test_parts_have_digests_of_their_own(folder):
     assert (
-        len({verify(folder), verify(folder, "model"), verify(folder, "state"), verify(folder, "model", "state")}) == 4
+        len(
+            {verify(folder), verify(folder, "model/*"), verify(folder, "state/*"), verify(folder, "model/*", "state/*")}
+        )
+        == 4
     )
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_the_digest_changes_with_every_file_and_comes_back_with_it(name, folder):
-    before = {part: verify(folder, *part) for part in ((), ("model",), ("state",))}
+    before = {part: verify(folder, *part) for part in ((), ("model/*",), ("state/*",))}
     append(folder / name)
     write_checksums(folder)
     for part, digest in before.items():
-        changed = not part or name.startswith(part[0])
+        changed = not part or name.startswith(part[0][:-1])
         assert (verify(folder, *part) != digest) == changed
     (folder / name).write_bytes(CONTENTS[name])
     write_checksums(folder)
@@ -175,7 +178,13 @@ def test_the_digest_depends_on_nothing_but_names_and_contents(folder, monkeypatc
     assert verify(folder) == before
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, lambda path: path.write_bytes(b"\xff\x00")])
+def test_a_folder_without_a_list_is_of_an_older_version(folder):
+    (folder / "checksums.json").unlink()
+    with pytest.raises(UserError, match="has no checksums.json, so an older version wrote it; use that one"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("damage", [truncate, lambda path: path.write_bytes(b"\xff\x00")])
 def test_a_folder_without_a_readable_list_is_refused(damage, folder):
     (folder / "checksums.json").write_text('{"README": "0"')
     damage(folder / "checksums.json")

@@ -300,7 +300,7 @@ def test_a_limit_below_one_is_refused(model, tokenizer, made):
 
 def test_a_choice_too_long_for_the_model_is_named(tmp_path, made, model, tokenizer):
     folder = copy(made, tmp_path, "piqa", lambda rows: [row | {"sol1": "low rank " * LENGTH} for row in rows])
-    with pytest.raises(UserError, match=f"' low rank .* tokens, but the model takes 1 to {LENGTH}; leave"):
+    with pytest.raises(UserError, match=f"' low rank .* tokens, but a row takes 1 to {LENGTH}; give --max"):
         evaluate_tasks(model, tokenizer, ["piqa"], task_data=folder)
 
 
