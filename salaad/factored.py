@@ -41,7 +41,7 @@ class _SlrWeight(nn.Module):
 
     def __init__(self, n: int, m: int, rank: int, nnz: int) -> None:
         super().__init__()
-        self.shape = (n, m)
+        self.shape, self.rank, self.nnz = (n, m), rank, nnz
         self.U = nn.Parameter(torch.empty(n, rank), requires_grad=False)
         self.V = nn.Parameter(torch.empty(rank, m), requires_grad=False)
         self.S_values = nn.Parameter(torch.empty(nnz), requires_grad=False)
@@ -61,7 +61,7 @@ class _SlrWeight(nn.Module):
         """Turn the packed places of a loaded file into row starts and columns; nothing to do where they are."""
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
-            positions = torch.from_numpy(elias_fano.decode(packed.cpu().numpy(), len(self.S_values), n * m))
+            positions = torch.from_numpy(elias_fano.decode(packed.cpu().numpy(), self.nnz, n * m))
             self._set_positions(positions.to(packed.device))
 
     def packed(self) -> Tensor:
@@ -91,7 +91,7 @@ class _SlrWeight(nn.Module):
         return (self.U @ self.V).add_(self._S(self.U.dtype))
 
     def extra_repr(self) -> str:
-        return f"{self.shape[0]}×{self.shape[1]}, rank={self.U.shape[1]}, nnz={len(self.S_values)}"
+        return f"{self.shape[0]}×{self.shape[1]}, rank={self.rank}, nnz={self.nnz}"
 
 
 class SlrLinear(_SlrWeight):
@@ -126,7 +126,7 @@ class SlrLinear(_SlrWeight):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         rows = x.reshape(-1, self.in_features)
-        if not len(self.S_values):
+        if not self.nnz:
             y = F.linear(F.linear(rows, self.V), self.U, self.bias)
         elif self._is_cheaper_whole(len(rows)):
             y = F.linear(rows, self.weight, self.bias)
@@ -148,9 +148,8 @@ class SlrLinear(_SlrWeight):
     def _is_cheaper_whole(self, rows: int) -> bool:
         """Whether so many rows pay for making U·V + S first: with a dense S its sparse product costs more than X's."""
         n, m = self.shape
-        rank, nnz = self.U.shape[1], len(self.S_values)
-        saved = _LOW_RANK_COST * rank * (n + m) + _SPARSE_COST * nnz - n * m
-        return rows * saved > _LOW_RANK_COST * rank * n * m
+        saved = _LOW_RANK_COST * self.rank * (n + m) + _SPARSE_COST * self.nnz - n * m
+        return rows * saved > _LOW_RANK_COST * self.rank * n * m
 
 
 class SlrEmbedding(_SlrWeight):
@@ -260,7 +259,7 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
             model.set_submodule(name, _layer(module, slr).train(module.training))
     stored = slr_modules(model)
     if stored:
-        entry = SlrConfig({name: [module.U.shape[1], len(module.S_values)] for name, module in stored.items()})
+        entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()})
         model.hf_quantizer = SlrQuantizer(entry)
         model.is_quantized, model.quantization_method = True, METHOD
         model.hf_quantizer.postprocess_model(model)

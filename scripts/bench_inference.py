@@ -1,11 +1,12 @@
 """Inference with a model at half its parameters, dense and factored side by side: prefill, decoding, memory.
 
-    python scripts/bench_inference.py --config nano.yaml --threads 2 --output results/bench/inference-nano.json
-    python scripts/bench_inference.py --config 350m.yaml --batches 1,8
+    python scripts/bench_inference.py --checkpoint runs/demo/salaad --kappa 0.6 --threads 2
+    python scripts/bench_inference.py --config 350m.yaml --batches 1,8 --output results/bench/inference-350m.json
 
-The weights are random: only shapes, ranks and densities matter for speed. Every block gets the same density, and the
-rank that brings the whole model to the share of its parameters asked for. The two models take turns, so that a machine
-whose speed drifts slows both; medians are reported. Peak memory is that of a process which holds one model alone.
+Of a checkpoint HPA makes the factored model. Without one the weights are random, since only shapes, ranks and densities
+matter for speed: every block gets the same density, and the rank that brings the whole model to the share of its
+parameters asked for. The two models take turns, so that a machine whose speed drifts slows both; medians are reported.
+Peak memory is what a fresh process adds that opens the one folder or the other and reads a prompt.
 """
 
 import argparse
@@ -13,30 +14,41 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, logging
 
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
+from salaad.deployment import Deployment
 from salaad.errors import UserError, run_command
-from salaad.factored import factor, resident_bytes
+from salaad.factored import factor, resident_bytes, slr_modules
 from salaad.files import write_json
-from salaad.models import count_parameters, describe_model
+from salaad.models import count_parameters, describe_model, load_model
 from salaad.roles import find_blocks
 from salaad.run import provenance
 from salaad.slr import Slr
+from salaad.sources import open_source
 from salaad.tables import markdown_table, megabytes, millions
+from salaad.variants import Variant
 
 
-def build(config: RunConfig, share: float, density: float, dtype: torch.dtype, factored: bool) -> PreTrainedModel:
-    """A model of random weights, whole or with its blocks in parts."""
+def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+    """X of a trained checkpoint, and its L + S cut by HPA to a share of X's parameters."""
+    deployment = Deployment(open_source(run))
+    dense, model = (load_model(deployment.source.model, dtype) for _ in range(2))
+    parts = deployment.cut(Variant("", round(share * deployment.dense), kappa))
+    return {"dense": dense, "factored": factor(model, parts)}
+
+
+def random_models(config: RunConfig, share: float, density: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
+    """Two models of random weights, one whole, one with its blocks in parts."""
     torch.manual_seed(0)
     description = describe_model(config.model, 2048)
-    model = LlamaForCausalLM(description).to(dtype).eval().requires_grad_(False)
-    if not factored:
-        return model
+    dense, model = (LlamaForCausalLM(description).to(dtype).eval().requires_grad_(False) for _ in range(2))
     blocks = {name: X.shape for name, X in find_blocks(model, config.salaad).items()}
     inside = sum(n * m for n, m in blocks.values())
     kept = (share * count_parameters(model) - (count_parameters(model) - inside)) / inside
@@ -50,7 +62,7 @@ def build(config: RunConfig, share: float, density: float, dtype: torch.dtype, f
         positions = (torch.rand(n, m) < density).flatten().nonzero().squeeze(1)
         values = torch.randn(len(positions)) * 0.02
         parts[name] = Slr((n, m), torch.randn(n, rank) * 0.02, torch.randn(rank, m), positions.int(), values)
-    return factor(model, parts)
+    return {"dense": dense, "factored": factor(model, parts)}
 
 
 def prefill(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
@@ -88,12 +100,11 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
 
 @torch.inference_mode()
 def peak_memory(arguments: tuple) -> int:
-    """Bytes a fresh process holds at its peak when it builds one model and reads a prompt."""
-    threads, length, *shape = arguments
+    """Bytes that this process, a fresh one, needs at its peak to open a folder and read a prompt."""
+    threads, length, folder = arguments
     torch.set_num_threads(threads)
     start = _kilobytes("VmRSS")
-    model = build(*shape)
-    prefill(model, 1, length)()
+    prefill(AutoModelForCausalLM.from_pretrained(folder), 1, length)()
     return 1024 * (_kilobytes("VmHWM") - start)
 
 
@@ -109,6 +120,8 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", type=float, default=0.5, help="parameters of the factored model over the dense ones")
+    parser.add_argument("--checkpoint", type=Path, help="a run trained with SALAAD; random weights without it")
+    parser.add_argument("--kappa", type=float, default=0.5, help="with --checkpoint: the split of HPA")
     parser.add_argument("--density", type=float, default=0.05, help="density of S in every block")
     parser.add_argument("--batches", default="1,4,16", help="batch sizes, separated by commas")
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
@@ -118,20 +131,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, rest = parser.parse_known_args()
-    config, _ = read_command_line(rest)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
-    shape = (config, options.share, options.density, getattr(torch, options.dtype))
-    models = {"dense": build(*shape, False), "factored": build(*shape, True)}
+    dtype = getattr(torch, options.dtype)
+    if options.checkpoint:
+        models = cut_checkpoint(options.checkpoint, options.share, options.kappa, dtype)
+    else:
+        models = random_models(read_command_line(rest)[0], options.share, options.density, dtype)
     rows = [
         compare(models, work, batch, amount, options.rounds)
         for work, amount in ((prefill, options.length), (decode, options.tokens))
         for batch in map(int, options.batches.split(","))
     ]
     sizes = {label: (count_parameters(model), resident_bytes(model)) for label, model in models.items()}
-    del models
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        jobs = [(options.threads, options.length, *shape, factored) for factored in (False, True)]
-        peaks = dict(zip(sizes, pool.map(peak_memory, jobs, chunksize=1), strict=True))
+    nnz = sum(module.nnz for module in slr_modules(models["factored"]).values())
+    density = nnz / sum(prod(module.shape) for module in slr_modules(models["factored"]).values())
+    with TemporaryDirectory() as folder:
+        for label, model in models.items():
+            model.save_pretrained(f"{folder}/{label}")
+        description = models["dense"].config.to_diff_dict()
+        del models, model
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            jobs = [(options.threads, options.length, f"{folder}/{label}") for label in sizes]
+            peaks = dict(zip(sizes, pool.map(peak_memory, jobs, chunksize=1), strict=True))
     table = [
         (row["work"], row["batch"], f"{row['dense']:,.0f}", f"{row['factored']:,.0f}", f"{row['ratio']:.2f}")
         for row in rows
@@ -142,8 +165,8 @@ def main() -> None:
               f"{megabytes(peaks[label])}")  # fmt: skip
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        setting = {key: value for key, value in vars(options).items() if key != "output"}
-        about = {"model": config.to_dict()["model"], **setting, **provenance()}
+        setting = {key: str(value) for key, value in vars(options).items() if key not in ("output", "density")}
+        about = {"model": description, **setting, "density": density, **provenance()}
         memory = {label: {"parameters": p, "weights": w, "peak": peaks[label]} for label, (p, w) in sizes.items()}
         write_json({**about, "rows": rows, "memory": memory}, options.output)
 

@@ -4,11 +4,13 @@ python scripts/update_results.py
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from salaad.figures import frontier_figure
 from salaad.files import read_json
-from salaad.report import accuracy_table
+from salaad.report import accuracy_table, structure_table
+from salaad.rpca import RpcaRow
 from salaad.tables import markdown_table, millions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +23,7 @@ def main() -> None:
     frontier = f"{frontier_table(points)}\n\n{learning_rate_table()}"
     (NANO / "frontier.md").write_text(frontier + "\n")
     frontier_figure(points, NANO / "frontier.png")
+    (NANO / "rpca.md").write_text(structure_tables() + "\n")
     fill_readme(
         {
             "nano": (NANO / "demo.md").read_text().strip(),
@@ -131,7 +134,7 @@ def inference_table() -> str:
             (
                 path.stem.removeprefix("inference-"),
                 f"{millions(factored['parameters'])} of {millions(dense['parameters'])}",
-                f"{result['density']:g}",
+                f"{result['density']:.2f}",
                 result["dtype"],
                 result["batches"],
                 ratios["prefill"],
@@ -141,7 +144,7 @@ def inference_table() -> str:
             )
         )
     header = ("shapes", "parameters", "density", "dtype", "batches", "prefill ×", "decode ×", "weights ×", "peak ×")
-    machine = f"\n\nFactored over dense; {result['machine']}, random weights." if rows else ""
+    machine = f"\n\nFactored over dense; {result['machine']}; nano trained and cut, the others random." if rows else ""
     return markdown_table(header, rows) + machine
 
 
@@ -150,6 +153,17 @@ def harness_table() -> str:
     path = NANO / "lm-eval.json"
     rows = sorted(read_json(path)["rows"], key=lambda row: row["task"]) if path.exists() else []
     return accuracy_table(rows) if rows else "(not measured yet)"
+
+
+def structure_tables() -> str:
+    """What robust PCA finds in the demo's two models, from results/nano/rpca.json."""
+    rows = read_json(NANO / "rpca.json")["rows"]
+    names = [f.name for f in fields(RpcaRow)]
+    tables = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [RpcaRow(**{name: row[name] for name in names}) for row in rows if row["model"] == model]
+        tables.append(f"{model}\n\n{structure_table(mine)}")
+    return "\n\n".join(tables)
 
 
 def fill_readme(sections: dict[str, str]) -> None:
