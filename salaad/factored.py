@@ -28,8 +28,9 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 METHOD = "salaad"
 FORMAT = 1
 
-# Time of a multiplication in U·V and in S, in units of one in a dense product (measured on two CPUs, 128 to 2736 wide).
-_LOW_RANK_COST, _SPARSE_COST = 1.2, 7
+# Time of a multiplication in U·V and in S, and of turning a number of x or y around for S, in units of a multiplication
+# in a dense product (measured on a CPU, 128 to 2736 wide).
+_LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
 
 
 class _SlrWeight(nn.Module):
@@ -148,8 +149,8 @@ class SlrLinear(_SlrWeight):
     def _is_cheaper_whole(self, rows: int) -> bool:
         """Whether so many rows pay for making U·V + S first: with a dense S its sparse product costs more than X's."""
         n, m = self.shape
-        saved = _LOW_RANK_COST * self.rank * (n + m) + _SPARSE_COST * self.nnz - n * m
-        return rows * saved > _LOW_RANK_COST * self.rank * n * m
+        parts = (_LOW_RANK_COST * self.rank + _TURNING_COST) * (n + m) + _SPARSE_COST * self.nnz
+        return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
 
 
 class SlrEmbedding(_SlrWeight):

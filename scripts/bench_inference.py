@@ -47,8 +47,7 @@ def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) ->
 def random_models(config: RunConfig, share: float, density: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """Two models of random weights, one whole, one with its blocks in parts."""
     torch.manual_seed(0)
-    description = describe_model(config.model, 2048)
-    dense, model = (LlamaForCausalLM(description).to(dtype).eval().requires_grad_(False) for _ in range(2))
+    dense, model = (LlamaForCausalLM(describe_model(config.model, 2048)).to(dtype).eval() for _ in range(2))
     blocks = {name: X.shape for name, X in find_blocks(model, config.salaad).items()}
     inside = sum(n * m for n, m in blocks.values())
     kept = (share * count_parameters(model) - (count_parameters(model) - inside)) / inside
