@@ -243,6 +243,37 @@ def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_f
         assert (found["acc"], found["acc_norm"]) == (by_hand[0] / 6, by_hand[1] / 6)
 
 
+def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_bfloat16(runs, tmp_path):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    words = ("rank", "sparse", "train", "model", "step", "weight", "loss", "token")
+    task_rows = [
+        {"goal": f"to {word} a {words[i - 1]}", "sol1": f"the {word} and a row", "sol2": "the loss is", "label": i % 2}
+        for i, word in enumerate(words)
+    ]
+    data = tmp_path / "piqa.validation.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in task_rows))
+    made = tmp_path / "dense"
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", made, "--format", "dense")
+    ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", "--tasks", "piqa",
+       "--task-data", tmp_path, "--output", tmp_path)  # fmt: skip
+    [ours] = rows_of(tmp_path, "lm-eval")
+    folder = Path(lm_eval.__file__).parent / "tasks" / "piqa"
+    local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"validation": str(data)}}}
+    known = TaskManager(include_defaults=False, include_path=str(folder)).task_index["piqa"].cfg
+    task = {**known, **local, "dataset_name": None, "training_split": None, "test_split": None}
+    model = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(made),
+        tokenizer=AutoTokenizer.from_pretrained(made),
+        batch_size=8,
+    )
+    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)["results"]["piqa"]
+    assert model.model.dtype == torch.bfloat16
+    assert (ours["acc"], ours["acc_norm"]) == (found["acc,none"], found["acc_norm,none"])
+
+
 def broken_copy(runs: Path, tmp_path: Path, change) -> Path:
     """A copy of the SALAAD run in which `change` was made to the checkpoint."""
     copy = tmp_path / "broken"
