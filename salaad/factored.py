@@ -212,6 +212,12 @@ class SlrQuantizer(HfQuantizer):
         guards = {rf"^{re.escape(name)}\.weight$" for name in self.quantization_config.blocks}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
         for name, (rank, nnz) in self.quantization_config.blocks.items():
+            if not hasattr(
+                model, "lm_head"
+            ):  # AutoModel: the model without its head, which names its blocks from itself
+                name = name.removeprefix(f"{model.base_model_prefix}.")
+                if name == "lm_head":
+                    continue
             model.set_submodule(name, _outline(model.get_submodule(name), rank, nnz))
         return model
 
