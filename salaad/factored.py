@@ -212,11 +212,9 @@ class SlrQuantizer(HfQuantizer):
         guards = {rf"^{re.escape(name)}\.weight$" for name in self.quantization_config.blocks}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
         for name, (rank, nnz) in self.quantization_config.blocks.items():
-            if not hasattr(
-                model, "lm_head"
-            ):  # AutoModel: the model without its head, which names its blocks from itself
+            if model.base_model is model:  # AutoModel: no head, and names that begin inside the base model
                 name = name.removeprefix(f"{model.base_model_prefix}.")
-                if name == "lm_head":
+                if not hasattr(model, name.partition(".")[0]):
                     continue
             model.set_submodule(name, _outline(model.get_submodule(name), rank, nnz))
         return model

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -734,3 +735,11 @@ def test_a_folder_that_lacks_one_of_its_files_is_refused_in_a_sentence(one, tmp_
     with pytest.raises(UserError, match=r"cannot be opened .*; give a whole") as caught:
         load_model(tmp_path, torch.float32)
     assert "\n" not in str(caught.value)
+
+
+def test_the_model_without_its_head_opens_too(one):
+    ids = torch.randint(0, one.model.config.vocab_size, (2, 7))
+    base = AutoModel.from_pretrained(one.folder)
+    assert slr_modules(base)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, one.model.base_model(ids).last_hidden_state)
