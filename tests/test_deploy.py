@@ -1,7 +1,9 @@
 """From a trained checkpoint to models of other sizes, with the commands a user types."""
 
+import contextlib
+import importlib
+import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +17,8 @@ from training import ROOT, last_checkpoint, run_training, toy_arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
+from salaad.errors import UserError
+from salaad.sources import open_source
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -35,25 +39,39 @@ def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
     return folder
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, program, *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def run(program: str, *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and error of a program, called in this process: starting one takes six seconds."""
+    open_source.cache_clear()
+    out, err, code = io.StringIO(), "", 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [program, *map(str, arguments)])
+        try:
+            importlib.import_module(program.removesuffix(".py")).main()
+        except UserError as error:
+            code, err = 2, f"error: {error}"
+    return code, out.getvalue(), err
 
 
 def ok(program: str, *arguments: object) -> str:
-    done = run(program, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, out, err = run(program, *arguments)
+    assert code == 0, err
+    return out
 
 
 def refused(program: str, *arguments: object) -> str:
-    done = run(program, *arguments)
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
+    code, out, err = run(program, *arguments)
+    assert (code, out) == (2, "")
+    assert "\n" not in err
+    return err
+
+
+def test_a_program_says_its_sentence_on_standard_error_and_exits_with_2(tmp_path):
+    for program in (["compress.py", "--output", tmp_path / "made"], ["evaluate.py", "perplexity"]):
+        command = [sys.executable, *map(str, program), "--checkpoint", str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: --checkpoint ")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def rows_of(folder: Path, name: str) -> list[dict]:
