@@ -179,6 +179,10 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         plain = re.search(r"Option '([\w.]+)' is not accepted|[Uu]nrecognized arguments: --([\w.-]+)", message)
         key = (plain[1] or plain[2]) if plain else None
     if key is None:
+        missing = re.search(r"arguments are required: (.*)", message)
+        if missing:
+            names = ", ".join(f"--{name.strip()}" for name in missing[1].split(","))
+            return f"{names} is not given; add it, see {parser.prog} --help"
         wrong = re.search(r'Parser key "([\w.]+)": (.*)', message)
         if wrong:
             return f"{wrong[1]}: {wrong[2].rstrip('.')}; see {parser.prog} --help for what it takes"

@@ -98,6 +98,7 @@ class LmEvalOptions(EvaluationOptions):
             at_least(self, 1, "limit")
         if self.max_length is not None:
             at_least(self, 1, "max_length")
+        check(all(name.strip() for name in self.tasks.split(",")), f"--tasks {self.tasks!r} names nothing; give names")
         size = self.batch_size
         check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch_size is {size}; give auto, or 1 or more")
 

@@ -416,6 +416,7 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
 
     assert "is below the floor of" in compress("--budget", "1K")
     assert "outside [0, 1]" in compress("--kappa", 1.5)
+    assert "--checkpoint is not given; add it" in refused("compress.py", "--output", made)
     assert "did you mean kappa?" in compress("--kapa", 1)
     assert "format" in compress("--format", "gguf")
     assert "need --rpca" in compress("--embedding")
@@ -447,5 +448,6 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
     assert "below the floor" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "1K")
     assert "outside [0, 1]" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "0.9", "--kappas", "0:2:1")
     assert "piqa" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqua")
+    assert "names nothing" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa,,copa")
     missing = evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa", "--task-data", empty)
     assert "piqa.validation.jsonl" in missing
