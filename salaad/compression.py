@@ -24,8 +24,7 @@ def compress(options: CompressOptions) -> str:
     source = open_source(Path(options.checkpoint))
     deployment = Deployment(source, blocks_to_split(source, options) if options.rpca else None)
     budget = None if options.budget is None else parse_budget(options.budget, deployment.dense)
-    kappa = 0.5 if options.kappa is None else options.kappa
-    variant = Variant("L+S") if budget is None else Variant(f"{options.budget}@{kappa:g}", budget, kappa)
+    variant = variant_of(options, budget)
     deployment.check([variant])
     tokenizer = load_tokenizer(str(source.model))
 
@@ -48,7 +47,7 @@ def compress(options: CompressOptions) -> str:
             "bytes_in_memory": (dense_bytes, resident_bytes(model)),
         }
         about = {"from": source.name, "digest": source.digest, "parts": deployment.kind}
-        about |= {"variant": variant.name, "budget": variant.budget, "kappa": variant.kappa}
+        about |= {"variant": variant.name, "budget": variant.budget, "kappa": deployment.kappa(parts)}
         stored = {"dtype": options.dtype, "blocks": len(parts), "factored_blocks": len(slr_modules(model))}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
@@ -63,6 +62,16 @@ def compress(options: CompressOptions) -> str:
             + (" after `import salaad`." if options.format == "factored" else "."),
         ]
     )
+
+
+def variant_of(options: CompressOptions, budget: int | None) -> Variant:
+    """What the options ask for; κ is a half unless told otherwise."""
+    if budget is None:
+        return Variant("L+S")
+    if options.allocation == "energy":
+        return Variant(f"{options.budget}@energy", budget)
+    kappa = 0.5 if options.kappa is None else options.kappa
+    return Variant(f"{options.budget}@{kappa:g}", budget, kappa)
 
 
 def blocks_to_split(source: Source, options: CompressOptions) -> SalaadConfig:

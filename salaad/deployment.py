@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from salaad import hpa
 from salaad.checkpoint import read_index, read_surrogates
 from salaad.config import ModelConfig, SalaadConfig
+from salaad.energy import allocate_by_energy, implied_kappa
 from salaad.errors import UserError
 from salaad.models import count_parameters, describe_model, load_model, outline
 from salaad.prox import effective_rank, soft_threshold
@@ -79,15 +80,25 @@ class Deployment:
         return self._parts
 
     def cut(self, variant: Variant) -> Parts:
-        """L + S cut by HPA to the variant's budget; all of it for `L+S`, nothing for `X`."""
+        """L + S cut to the variant's budget, by HPA or by energy; all of it for `L+S`, nothing for `X`."""
         if variant.name == "X":
             return {}
         parts = self.parts()
         if variant.budget is None:
             return parts
-        blocks = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
-        kept = hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
+        blocks = _sizes(parts)
+        if variant.kappa is not None:
+            kept = hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
+        else:
+            spectra = {name: (*slr.shape, slr.sigma, slr.values.abs()) for name, slr in parts.items()}
+            remove = hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget)
+            kept = allocate_by_energy(spectra, remove=remove)
         return {name: slr.cut(*kept[name]) for name, slr in parts.items()}
+
+    def kappa(self, parts: Mapping[str, Slr]) -> float | None:
+        """κ of a cut: the part of what it lacks of L + S that its low-rank side gave; None of X and of L + S."""
+        kept = {name: (slr.rank, slr.nnz) for name, slr in parts.items()}
+        return implied_kappa(_sizes(self.parts()), kept) if parts else None
 
     def parameters(self, parts: Mapping[str, Slr]) -> int:
         """Parameters of the model with these parts in place of its blocks; of X for none."""
@@ -109,6 +120,10 @@ class Deployment:
             L, S = (part.cpu() for part in rpca(model.get_submodule(name).weight.to(device)))
             rank = effective_rank(torch.linalg.svdvals(L), self.post_hoc.gamma, self.post_hoc.energy)
             yield name, Slr.from_parts(L, S, rank)
+
+
+def _sizes(parts: Mapping[str, Slr]) -> hpa.Blocks:
+    return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
 
 
 def _cached(path: Path, names: list[str], make: Callable[[], Iterator[tuple[str, Slr]]]) -> Parts:

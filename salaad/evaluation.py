@@ -85,6 +85,7 @@ class VariantEvaluation:
                 "loss": result.loss,
                 "tokens": result.tokens,
                 "parameters": deployment.parameters(parts),
+                "implied_kappa": deployment.kappa(parts),
             }
             self.kept[key] = {"of": of, **row}
             with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more

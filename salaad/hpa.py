@@ -114,13 +114,21 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
     Raises:
         UserError: the budget is below what is never compressed, or κ is out of range.
     """
+    return allocate(blocks, remove=to_remove(blocks, fixed=fixed, budget=budget), kappa=kappa)
+
+
+def to_remove(blocks: Blocks, *, fixed: int, budget: int) -> int:
+    """C: parameters the blocks have to lose so that the whole has at most `budget`; `fixed` are never compressed.
+
+    Raises:
+        UserError: the budget is below what is never compressed.
+    """
     if budget < fixed:
         raise UserError(
             f"budget {format_count(budget, up=False)} is below the floor of {format_count(fixed)} (the parts that are "
             f"never compressed); give {format_count(fixed)} or more"
         )
-    trained = fixed + parameters(blocks)
-    return allocate(blocks, remove=max(0, trained - budget), kappa=kappa)
+    return max(0, fixed + parameters(blocks) - budget)
 
 
 def parameters(blocks: Blocks, kept: Kept | None = None) -> int:

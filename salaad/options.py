@@ -37,8 +37,9 @@ class PerplexityOptions(EvaluationOptions):
     """Perplexity of X, L + S and L + S cut to budgets, over validation text.
 
     Args:
-        variants: what to evaluate, separated by commas: X, L+S, or BUDGET@KAPPA such as 194M@0.6 (HPA); a budget is a
-            parameter count of the whole model or a fraction of the dense one. Without it X, and L+S where there is one.
+        variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA) or BUDGET@energy
+            (one threshold for the whole model); a budget is a parameter count of the whole model or a fraction of the
+            dense one. Without it X, and L+S where there is one.
         tokens: validation tokens after which to stop reading, such as 10M.
         batch: rows taken through the model at once.
     """
@@ -131,6 +132,8 @@ class CompressOptions:
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
         kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; half without it.
+        allocation: hpa takes the same fractions of every block; energy keeps what has most energy per parameter, by
+            one threshold for the whole model.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
         dtype: dtype of the stored weights.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
@@ -142,6 +145,7 @@ class CompressOptions:
     output: str
     budget: str | None = None
     kappa: float | None = None
+    allocation: Literal["hpa", "energy"] = "hpa"
     format: Literal["factored", "dense"] = "factored"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rpca: bool = False
@@ -153,4 +157,5 @@ class CompressOptions:
         if self.kappa is not None:
             check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
             check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
+            check(self.allocation == "hpa", f"--kappa is {self.kappa}, but energy finds its own; leave it out")
         check(self.rpca or not (self.roles or self.embedding), "--roles and --embedding need --rpca; add it")

@@ -88,7 +88,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
             row["variant"],
             f"{row['perplexity']:.2f}",
             millions(row["parameters"]),
-            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
+            _kappa(row),
             f"{row['tokens']:,}",
             row["dtype"],
         )
@@ -99,6 +99,13 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
     said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
     return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{said}"
+
+
+def _kappa(row: Mapping[str, Any]) -> str:
+    """κ as it was asked for, or as an allocation by energy implies it."""
+    if row["kappa"] is not None or row["budget"] is None or row["implied_kappa"] is None:
+        return "–" if row["kappa"] is None else f"{row['kappa']:g}"
+    return f"({row['implied_kappa']:.2f})"
 
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -139,7 +146,8 @@ def structure_table(rows: Sequence[RpcaRow]) -> str:
 
 def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Write rows of a table into a JSON file with where they come from; other rows that are there already stay."""
-    measured = ("perplexity", "loss", "parameters", "tokens", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    measured = ("perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
 
     def identity(row: Mapping[str, Any]) -> str:
         return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)

@@ -46,6 +46,11 @@ class Slr:
         return self.U.shape[1]
 
     @property
+    def sigma(self) -> Tensor:
+        """The singular values of U·V (r), the largest first."""
+        return torch.linalg.vector_norm(self.U, dim=0) * torch.linalg.vector_norm(self.V, dim=1)
+
+    @property
     def nnz(self) -> int:
         """Entries of S."""
         return len(self.values)

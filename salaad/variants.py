@@ -15,7 +15,7 @@ class Variant:
     Args:
         name: as the user wrote it.
         budget: parameters of the whole model, or None for X and L+S.
-        kappa: κ, the part of what is removed that the low-rank side gives.
+        kappa: κ, the part of what is removed that the low-rank side gives; a budget without it goes by energy.
     """
 
     name: str
@@ -38,10 +38,12 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
         budget, at, kappa = name.partition("@")
         if name in ("X", "L+S"):
             variants.append(Variant(name))
+        elif kappa == "energy":
+            variants.append(Variant(name, parse_budget(budget, dense)))
         elif at:
             variants.append(Variant(name, parse_budget(budget, dense), parse_kappa(kappa)))
         else:
-            raise UserError(f"variant {name!r} is unknown; give X, L+S or BUDGET@KAPPA such as 194M@0.6")
+            raise UserError(f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, or 194M@energy")
     return variants
 
 

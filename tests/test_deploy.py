@@ -182,6 +182,21 @@ def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_o
     assert json.loads((tmp_path / "factored" / "config.json").read_text())["architectures"] == config["architectures"]
 
 
+def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_commands(runs, tmp_path):
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--allocation", "energy", "--output",
+       tmp_path / "made", "--dtype", "float32")  # fmt: skip
+    record = json.loads((tmp_path / "made" / "compression.json").read_text())
+    dense, kept = record["parameters"]
+    assert 0 <= round(0.7 * dense) - kept < 544  # the largest block's n + m: one unit
+    for checkpoint, variant in ((runs / "salaad", "0.7@energy"), (tmp_path / "made", "X")):
+        ok("evaluate.py", "perplexity", "--checkpoint", checkpoint, "--variants", variant, "--dtype", "float32",
+           "--output", tmp_path)  # fmt: skip
+    through_variant, through_folder = rows_of(tmp_path, "perplexity")
+    assert through_variant["perplexity"] == pytest.approx(through_folder["perplexity"], rel=1e-5)
+    assert through_variant["parameters"] == through_folder["parameters"] == kept
+    assert through_variant["implied_kappa"] == record["kappa"]
+
+
 def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
     said = ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "100M", "--output", tmp_path / "a")
     assert "at or above L + S" in said
@@ -431,6 +446,7 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
     assert "stored in parts already" in refused(
         "compress.py", "--checkpoint", compressed(runs, tmp_path), "--rpca", "--output", made
     )
+    assert "energy finds its own" in compress("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5)
     assert "give a --budget too" in compress("--kappa", 0.5)
 
     def evaluate(*arguments: object) -> str:

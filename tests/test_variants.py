@@ -51,7 +51,9 @@ def test_spaces_around_names_are_not_part_of_them_and_order_stays():
 def test_an_unknown_variant_is_one_sentence_naming_all_forms(name):
     with pytest.raises(UserError) as error:
         parse_variants(f"X,{name}", DENSE)
-    assert str(error.value) == f"variant {name!r} is unknown; give X, L+S or BUDGET@KAPPA such as 194M@0.6"
+    assert (
+        str(error.value) == f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, or 194M@energy"
+    )
 
 
 @pytest.mark.parametrize(
