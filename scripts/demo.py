@@ -106,12 +106,12 @@ def shown(label: str, row: Mapping[str, Any], deployment: Deployment) -> dict[st
 
 def write_text(output: Path, kappa: float) -> str:
     """Compress the SALAAD run to half its parameters, open the folder as any user would, and let it write a line."""
-    folder = output / f"half-{kappa:g}"
+    run = output / "salaad"
+    folder = output / f"half-{kappa:g}-{open_source(run).digest[:8]}"
     said = ""
     if not folder.exists():
-        said = compress(
-            CompressOptions(checkpoint=str(output / "salaad"), output=str(folder), budget="0.5", kappa=kappa)
-        )
+        options = CompressOptions(checkpoint=str(run), output=str(folder), budget="0.5", kappa=kappa, dtype="float32")
+        said = compress(options)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")
