@@ -29,6 +29,7 @@ def main() -> None:
             "nano": (NANO / "demo.md").read_text().strip(),
             "frontier": frontier,
             "bench": overhead_table(),
+            "allocation": allocation_table(),
             "inference": inference_table(),
             "lm-eval": harness_table(),
         }
@@ -164,6 +165,24 @@ def structure_tables() -> str:
         mine = [RpcaRow(**{name: row[name] for name in names}) for row in rows if row["model"] == model]
         tables.append(f"{model}\n\n{structure_table(mine)}")
     return "\n\n".join(tables)
+
+
+def allocation_table() -> str:
+    """HPA at the better of the measured κ beside one threshold on energy, per model and budget."""
+    rows = read_json(NANO / "allocation" / "perplexity.json")["rows"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        X = next(row["perplexity"] for row in mine if row["variant"] == "X")
+        for budget in dict.fromkeys(row["budget"] for row in mine if row["budget"]):
+            cells = [row for row in mine if row["budget"] == budget]
+            hpa = min((row for row in cells if row["kappa"] is not None), key=lambda row: row["perplexity"])
+            energy = next(row for row in cells if row["kappa"] is None)
+            shown = [f"{row['perplexity']:.2f} ({row['perplexity'] / X - 1:+.1%})" for row in (hpa, energy)]
+            lines.append(
+                (model.partition("/")[0], f"{X:.2f}", millions(budget), *shown, f"{energy['implied_kappa']:.2f}")
+            )
+    return markdown_table(("run", "X", "budget", "HPA, best κ", "energy", "its κ"), lines)
 
 
 def fill_readme(sections: dict[str, str]) -> None:
