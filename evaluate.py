@@ -18,7 +18,7 @@ from salaad.evaluation import VariantEvaluation
 from salaad.figures import elastic_figure, sweep_figure
 from salaad.files import require_writable
 from salaad.models import load_model
-from salaad.options import LmEvalOptions, OutputOptions, PerplexityOptions, RpcaOptions, SweepOptions
+from salaad.options import LmEvalOptions, OutputOptions, PerplexityOptions, RpcaOptions, SweepOptions, TextOptions
 from salaad.report import accuracy_table, keep_rows, perplexity_table, structure_table
 from salaad.roles import find_blocks
 from salaad.rpca import model_statistics
@@ -111,9 +111,7 @@ def rpca_statistics(options: RpcaOptions) -> None:
     show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
 
 
-def evaluation_of(
-    deployment: Deployment, options: PerplexityOptions | SweepOptions, data: DataConfig
-) -> VariantEvaluation:
+def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
     """Perplexities of one model with the options of this command."""
     tokens = parse_count(options.tokens)
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=options.dtype, batch=options.batch)

@@ -30,7 +30,7 @@ class VariantEvaluation:
     Args:
         deployment: the model and its L + S.
         data: where the validation text is.
-        tokens: validation tokens to read at the most.
+        tokens: validation tokens after which to stop reading.
         dtype: name of the dtype of weights and activations.
         batch: rows taken through the model at once.
     """

@@ -40,8 +40,8 @@ def require_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
-    if path.exists():
-        read_json(path)
+    if path.exists() and "rows" not in (read_json(path) or ()):
+        raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
 
 
 @contextmanager

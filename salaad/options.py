@@ -33,18 +33,14 @@ class EvaluationOptions(OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityOptions(EvaluationOptions):
-    """Perplexity of X, L + S and L + S cut to budgets, over validation text.
+class TextOptions(EvaluationOptions):
+    """What the evaluations that read validation text share.
 
     Args:
-        variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA) or BUDGET@energy
-            (one threshold for the whole model); a budget is a parameter count of the whole model or a fraction of the
-            dense one. Without it X, and L+S where there is one.
         tokens: validation tokens after which to stop reading, such as 10M.
         batch: rows taken through the model at once.
     """
 
-    variants: str | None = None
     tokens: str = "10M"
     batch: int = 32
 
@@ -53,25 +49,31 @@ class PerplexityOptions(EvaluationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(EvaluationOptions):
+class PerplexityOptions(TextOptions):
+    """Perplexity of X, L + S and L + S cut to budgets, over validation text.
+
+    Args:
+        variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA) or BUDGET@energy
+            (one threshold for the whole model); a budget is a parameter count of the whole model or a fraction of the
+            dense one. Without it X, and L+S where there is one.
+    """
+
+    variants: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(TextOptions):
     """The HPA grid of budgets × κ, its best κ per budget, and the elastic curve.
 
     Args:
         budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
         kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
         vanilla: a run trained with method full_rank, whose robust PCA is cut to the same budgets beside it.
-        tokens: validation tokens after which to stop reading, such as 1M.
-        batch: rows taken through the model at once.
     """
 
     budgets: str
     kappas: str = "0:1:0.1"
     vanilla: str | None = None
-    tokens: str = "10M"
-    batch: int = 32
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class LmEvalOptions(EvaluationOptions):
     """Zero-shot accuracies by the installed lm-evaluation-harness.
 
     Args:
-        variants: what to evaluate, separated by commas: X, L+S, or BUDGET@KAPPA such as 194M@0.6.
+        variants: what to evaluate, separated by commas: X, L+S, 194M@0.6 or 194M@energy.
         tasks: names of the harness's tasks, separated by commas.
         task_data: folder with local copies of the tasks' data, for machines without a hub.
         limit: rows per task at the most; all when none is given.

@@ -130,6 +130,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, rest = parser.parse_known_args()
+    for name in ("length", "tokens", "rounds", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    for name in ("share", "density", "kappa"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise UserError(f"--{name} is {getattr(options, name)}, outside [0, 1]; give a fraction")
+    if not all(part.isdigit() and int(part) for part in options.batches.split(",")):
+        raise UserError(f"--batches is {options.batches!r}, which are no numbers above 0; give some such as 1,4,16")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)

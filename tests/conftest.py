@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 # Read when transformers is imported: looking for a hub takes most of a minute to fail.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,3 +55,21 @@ def text_files(tmp_path_factory) -> dict[str, list[str]]:
         path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
         files[split].append(str(path))
     return files
+
+
+@pytest.fixture
+def own_caches(tmp_path_factory, monkeypatch) -> None:
+    """What is derived from folders outside a run stays with the test."""
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path_factory.mktemp("caches")))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
+    """A folder with a toy run of each method; the embedding is among the blocks."""
+    from training import run_training, toy_arguments  # the trainer, seconds that other tests need not wait for
+
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("salaad", "full_rank"):
+        arguments = toy_arguments(text_files, tiny_tokenizer_dir, method=method, salaad__embedding="true")
+        run_training(arguments, folder / method)
+    return folder

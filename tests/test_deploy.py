@@ -1,8 +1,5 @@
 """From a trained checkpoint to models of other sizes, with the commands a user types."""
 
-import contextlib
-import importlib
-import io
 import json
 import re
 import shutil
@@ -12,70 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from deploying import ok, rows_of
 from safetensors.torch import load_file, save_file
-from training import ROOT, last_checkpoint, run_training, toy_arguments
+from training import ROOT, last_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
-from salaad.errors import UserError
-from salaad.sources import open_source
+from salaad.files import write_checksums
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-
-
-@pytest.fixture(autouse=True)
-def own_caches(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path_factory.mktemp("caches")))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
-    """A folder with a toy run of each method; the embedding is among the blocks."""
-    folder = tmp_path_factory.mktemp("runs")
-    for method in ("salaad", "full_rank"):
-        arguments = toy_arguments(text_files, tiny_tokenizer_dir, method=method, salaad__embedding="true")
-        run_training(arguments, folder / method)
-    return folder
-
-
-def run(program: str, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and error of a program, called in this process: starting one takes six seconds."""
-    open_source.cache_clear()
-    out, err, code = io.StringIO(), "", 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(sys, "argv", [program, *map(str, arguments)])
-        try:
-            importlib.import_module(program.removesuffix(".py")).main()
-        except UserError as error:
-            code, err = 2, f"error: {error}"
-    return code, out.getvalue(), err
-
-
-def ok(program: str, *arguments: object) -> str:
-    code, out, err = run(program, *arguments)
-    assert code == 0, err
-    return out
-
-
-def refused(program: str, *arguments: object) -> str:
-    code, out, err = run(program, *arguments)
-    assert (code, out) == (2, "")
-    assert "\n" not in err
-    return err
-
-
-def test_a_program_says_its_sentence_on_standard_error_and_exits_with_2(tmp_path):
-    for program in (["compress.py", "--output", tmp_path / "made"], ["evaluate.py", "perplexity"]):
-        command = [sys.executable, *map(str, program), "--checkpoint", str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: --checkpoint ")
-        assert len(done.stderr.splitlines()) == 1
-
-
-def rows_of(folder: Path, name: str) -> list[dict]:
-    return json.loads((folder / f"{name}.json").read_text())["rows"]
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 def dense_parts(run_folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
@@ -307,53 +251,6 @@ def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_b
     assert (ours["acc"], ours["acc_norm"]) == (found["acc,none"], found["acc_norm,none"])
 
 
-def broken_copy(runs: Path, tmp_path: Path, change) -> Path:
-    """A copy of the SALAAD run in which `change` was made to the checkpoint."""
-    copy = tmp_path / "broken"
-    shutil.copytree(runs / "salaad", copy, ignore=shutil.ignore_patterns("cache"))
-    change(last_checkpoint(copy))
-    return copy
-
-
-def shard_of(checkpoint: Path) -> Path:
-    return next((checkpoint / "surrogate").glob("*.safetensors"))
-
-
-def truncate(checkpoint: Path) -> None:
-    shard = shard_of(checkpoint)
-    shard.write_bytes(shard.read_bytes()[:-100])
-
-
-def alter(checkpoint: Path) -> None:
-    tensors = load_file(shard_of(checkpoint))
-    key = next(iter(tensors))
-    save_file({**tensors, key: tensors[key] + 1}, shard_of(checkpoint))
-
-
-def older_format(checkpoint: Path) -> None:
-    from salaad.files import write_checksums
-
-    path = checkpoint / "surrogate" / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 0}))
-    write_checksums(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (truncate, ("shard-00000-of-00001.safetensors is not as it was written", "give a whole copy")),
-        (alter, ("shard-00000-of-00001.safetensors is not as it was written", "give a whole copy")),
-        (lambda checkpoint: shard_of(checkpoint).unlink(), ("safetensors is missing", "give a whole copy")),
-        (older_format, ("has format 0, this version reads", "use the version that wrote it")),
-    ],
-)
-def test_a_broken_checkpoint_is_named_and_nothing_is_left_behind(runs, tmp_path, change, words):
-    copy = broken_copy(runs, tmp_path, change)
-    sentence = refused("compress.py", "--checkpoint", copy, "--output", tmp_path / "made")
-    assert all(word in sentence for word in words), sentence
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
-
-
 def evaluated(runs: Path, output: Path, *arguments: object) -> dict[str, float]:
     """Perplexity by variant of the SALAAD run."""
     ok(
@@ -416,54 +313,22 @@ def test_rpca_statistics_stand_beside_those_of_noise(runs, tmp_path):
     assert f"{mean:.3f} ±" in table.strip().splitlines()[-3]
 
 
-def compressed(runs: Path, tmp_path: Path) -> Path:
-    """A factored folder of the SALAAD run."""
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "factored")
-    return tmp_path / "factored"
-
-
-def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
-    salaad_run, vanilla = runs / "salaad", runs / "full_rank"
-    made = tmp_path / "made"
-
-    def compress(*arguments: object) -> str:
-        return refused("compress.py", "--checkpoint", salaad_run, "--output", made, *arguments)
-
-    assert "is below the floor of" in compress("--budget", "1K")
-    assert "outside [0, 1]" in compress("--kappa", 1.5)
-    assert "--checkpoint is not given; add it" in refused("compress.py", "--output", made)
-    assert "did you mean kappa?" in compress("--kapa", 1)
-    assert "format" in compress("--format", "gguf")
-    assert "need --rpca" in compress("--embedding")
-    made.mkdir()
-    assert "exists, and nothing is overwritten" in compress()
-    made.rmdir()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "is no run, no checkpoint" in refused("compress.py", "--checkpoint", empty, "--output", made)
-    assert "holds no L and S" in refused("compress.py", "--checkpoint", vanilla, "--output", made)
-    assert not made.exists()
-    assert "stored in parts already" in refused(
-        "compress.py", "--checkpoint", compressed(runs, tmp_path), "--rpca", "--output", made
-    )
-    assert "energy finds its own" in compress("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5)
-    assert "give a --budget too" in compress("--kappa", 0.5)
-
-    def evaluate(*arguments: object) -> str:
-        return refused("evaluate.py", *arguments)
-
-    assert "give one of perplexity, sweep, lm-eval" in evaluate("perplexty", "--checkpoint", salaad_run)
-    assert "variant '7B' is unknown" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "7B")
-    assert "holds no L and S" in evaluate("perplexity", "--checkpoint", vanilla, "--variants", "L+S")
-    assert "is no number" in evaluate("perplexity", "--checkpoint", salaad_run, "--tokens", "many")
-    a_file = tmp_path / "file"
-    a_file.write_text("")
-    assert "cannot be made" in evaluate("perplexity", "--checkpoint", salaad_run, "--output", a_file)
-    assert "positions" in evaluate("perplexity", "--checkpoint", salaad_run, "--data.sequence_length", 64)
-    assert "holds no L and S" in evaluate("sweep", "--checkpoint", vanilla, "--budgets", "0.9")
-    assert "below the floor" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "1K")
-    assert "outside [0, 1]" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "0.9", "--kappas", "0:2:1")
-    assert "piqa" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqua")
-    assert "names nothing" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa,,copa")
-    missing = evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa", "--task-data", empty)
-    assert "piqa.validation.jsonl" in missing
+def test_a_checkpoint_of_two_processes_gives_the_model_of_one(runs, tmp_path):
+    """The same surrogates, spread over two shards as two ranks write them."""
+    copy = tmp_path / "two"
+    shutil.copytree(runs / "salaad", copy, ignore=shutil.ignore_patterns("cache", "evaluation"))
+    checkpoint = last_checkpoint(copy)
+    index = json.loads((checkpoint / "surrogate" / "index.json").read_text())
+    tensors = load_file(checkpoint / "surrogate" / "shard-00000-of-00001.safetensors")
+    for rank in range(2):
+        shard = f"shard-0000{rank}-of-00002.safetensors"
+        names = list(index["blocks"])[rank::2]
+        save_file({k: v for k, v in tensors.items() if k.rpartition("/")[0] in names}, checkpoint / "surrogate" / shard)
+        for name in names:
+            index["blocks"][name]["file"] = shard
+    (checkpoint / "surrogate" / "shard-00000-of-00001.safetensors").unlink()
+    (checkpoint / "surrogate" / "index.json").write_text(json.dumps(index))
+    write_checksums(checkpoint)
+    for run_folder, made in ((runs / "salaad", "a"), (copy, "b")):
+        ok("compress.py", "--checkpoint", run_folder, "--budget", "0.8", "--output", tmp_path / made)
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()

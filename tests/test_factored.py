@@ -1,7 +1,6 @@
 """Models of U·V + S against dense matrices in float64, dense models, and files that safetensors alone reads."""
 
 import copy
-import importlib.util
 import json
 import math
 import os
@@ -539,7 +538,6 @@ def test_a_pipeline_writes_what_the_dense_model_writes(one, tiny_tokenizer_dir, 
     assert texts[0][0].startswith("the") and len(texts[0][0]) > 6
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 def test_the_harness_scores_it_as_plain_torch_does(one, tiny_tokenizer_dir):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
