@@ -1,4 +1,4 @@
-"""A model of the size you name, out of one checkpoint, without training: HPA, then a folder that opens anywhere."""
+"""A model of the size you name, or of every size, out of one checkpoint, without training, as a folder that opens."""
 
 from transformers import logging
 
@@ -9,11 +9,11 @@ from salaad.options import CompressOptions
 
 
 def main() -> None:
-    """Checkpoint × (budget, κ) → folder, and its sizes in Markdown."""
+    """Checkpoint × budget → folder, and its sizes in Markdown."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    _, options, _ = read_options("compress.py", __doc__, {"": CompressOptions})
-    print(compress(options))
+    _, options, data = read_options("compress.py", __doc__, {"": CompressOptions}, with_data=("",))
+    print(compress(options, data))
 
 
 if __name__ == "__main__":

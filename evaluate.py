@@ -12,7 +12,8 @@ from transformers import logging
 from salaad import harness, sweep
 from salaad.cli import read_options
 from salaad.config import DataConfig, SalaadConfig
-from salaad.deployment import Deployment, deployed
+from salaad.decomposition import PostHoc
+from salaad.deployment import Deployment, ElasticDeployment, open_deployment
 from salaad.errors import run_command
 from salaad.evaluation import VariantEvaluation
 from salaad.figures import elastic_figure, sweep_figure
@@ -30,37 +31,44 @@ COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": L
 
 
 def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
-    """X, L + S and any number of HPA cuts, as the paper's Table 1 has them."""
+    """X, L + S and any number of cuts, as the paper's Table 1 has them."""
     source = open_source(Path(options.checkpoint))
-    deployment = Deployment(source)
+    deployment = open_deployment(source)
     names = options.variants or ("X,L+S" if source.surrogate else "X")
-    variants = parse_variants(names, deployment.dense)
+    calibrated = options.calibrate > 0
+    variants = [v.fitted(options.refine, calibrated) for v in parse_variants(names, deployment.dense)]
     deployment.check(variants)
     path = result_file(source, options, "perplexity")
+    if any(variant.calibrated for variant in variants):
+        deployment.calibrate(data, options.calibrate)
     evaluation = evaluation_of(deployment, options, data)
     rows = [evaluation(variant) for variant in variants]
     show(perplexity_table(rows), rows, path)
 
 
 def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
-    """The grid of budgets × κ, κ* per budget, the elastic curve; beside them those of vanilla + RPCA, if asked for."""
+    """The grid of budgets × κ, κ* per budget, and the elastic curve of every way to cut; beside them vanilla's."""
     source = open_source(Path(options.checkpoint))
     deployments = {"SALAAD": Deployment(source)}
     budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
-    kappas = parse_kappas(options.kappas)
-    deployments["SALAAD"].check(sweep.grid(budgets, kappas))
+    grid = sweep.grid(budgets, parse_kappas(options.kappas))
+    variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
+    deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
-        blocks = SalaadConfig(**source.run["salaad"])
-        deployments["vanilla + RPCA"] = Deployment(open_source(Path(options.vanilla)), post_hoc=blocks)
+        for method in options.rivals:
+            split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
+            deployments[f"vanilla + {split.label}"] = Deployment(open_source(Path(options.vanilla)), split)
     for deployment in deployments.values():
-        deployment.check(sweep.grid(budgets, kappas))
+        deployment.check(variants)
     path = result_file(source, options, "sweep")
-    rows = sweep.measure(
-        {label: evaluation_of(deployment, options, data) for label, deployment in deployments.items()}, budgets, kappas
-    )
+    if options.calibrate:
+        for deployment in deployments.values():
+            deployment.calibrate(data, options.calibrate)
+    evaluations = {label: evaluation_of(deployment, options, data) for label, deployment in deployments.items()}
+    rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
     flat = [{"label": label, **row} for label, mine in rows.items() for row in mine]
-    show("\n\n".join([*tables, sweep.elastic_table(rows)]), flat, path)
+    show("\n\n".join([*tables, sweep.elastic_table(rows), sweep.ways_table(rows)]), flat, path)
     pictures = [path.with_name(name) for name in ("sweep.png", "elastic.png")]
     sweep_figure(rows["SALAAD"], pictures[0])
     elastic_figure(rows, pictures[1])
@@ -72,20 +80,18 @@ def lm_eval(options: LmEvalOptions) -> None:
     tasks = [name.strip() for name in options.tasks.split(",")]
     task_data = Path(options.task_data) if options.task_data else None
     source = open_source(Path(options.checkpoint))
-    deployment = Deployment(source)
-    variants = parse_variants(options.variants, deployment.dense)
+    deployment = open_deployment(source)
+    variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
     deployment.check(variants)
     harness.check_tasks(tasks, task_data)
     path = result_file(source, options, "lm-eval")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(source.model, getattr(torch, options.dtype), device)
     tokenizer = load_tokenizer(str(source.model))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
     rows: list[dict[str, Any]] = []
     for variant in variants:
-        with deployed(model, deployment.cut(variant)):
+        with deployment.opened(variant, getattr(torch, options.dtype)) as opened:
             scores = harness.evaluate_tasks(
-                model,
+                opened.model,
                 tokenizer,
                 tasks,
                 task_data=task_data,
@@ -94,7 +100,7 @@ def lm_eval(options: LmEvalOptions) -> None:
                 max_length=options.max_length,
             )
         about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": options.dtype}
-        about |= {"limit": options.limit, "max_length": options.max_length}
+        about |= {"refine": variant.refine, "limit": options.limit, "max_length": options.max_length}
         rows += [{**about, **asdict(score), "harness": harness.harness_version()} for score in scores]
     show(accuracy_table(rows), rows, path)
 
@@ -111,7 +117,9 @@ def rpca_statistics(options: RpcaOptions) -> None:
     show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
 
 
-def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
+def evaluation_of(
+    deployment: Deployment | ElasticDeployment, options: TextOptions, data: DataConfig
+) -> VariantEvaluation:
     """Perplexities of one model with the options of this command."""
     tokens = parse_count(options.tokens)
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=options.dtype, batch=options.batch)

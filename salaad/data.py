@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
@@ -240,6 +240,29 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
         rows.append(row)
         tokens += len(row)
     text.validation_counts = {name: getattr(stream.cursor, name) for name in COUNTS}
+    return rows
+
+
+def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> list[np.ndarray]:
+    """So many rows of the training text, from all over it, none twice; the same for the same seed.
+
+    Raises:
+        UserError: the text cannot be read or is shorter.
+    """
+    plan = replace(_plan(text, config, text.train_files, min(config.streams, count), seed), epochs=1)
+    encoder = Encoder(text.tokenizer)
+    streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
+    rows: list[np.ndarray] = []
+    while streams and len(rows) < count:
+        given = [(stream, stream.next_row()) for stream in streams[: count - len(rows)]]
+        rows += [row for _, row in given if row is not None]
+        ended = {id(stream) for stream, row in given if row is None}
+        streams = [stream for stream in streams if id(stream) not in ended]
+    if len(rows) < count:
+        raise UserError(
+            f"the training text holds {len(rows)} sequences of {config.sequence_length} tokens, {count} are asked for; "
+            f"give {len(rows)} or fewer, or more text"
+        )
     return rows
 
 

@@ -1,31 +1,41 @@
-"""One checkpoint, any size: its L + S in order, cut to a budget, put into a model."""
+"""One checkpoint, any size: its L + S in order, cut to a budget, refined, put into a model."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from functools import cached_property, partial
 from hashlib import sha256
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from salaad import hpa
-from salaad.checkpoint import read_index, read_surrogates
-from salaad.config import ModelConfig, SalaadConfig
-from salaad.energy import allocate_by_energy, implied_kappa
+from salaad.calibration import CalibrationText, output_weights
+from salaad.checkpoint import read_index
+from salaad.config import DataConfig, ModelConfig
+from salaad.decomposition import PostHoc
+from salaad.elastic import METHOD as ELASTIC
+from salaad.elastic import ElasticConfig, ElasticFile
+from salaad.energy import Line, Spectra, implied_kappa
 from salaad.errors import UserError
-from salaad.models import count_parameters, describe_model, load_model, outline
-from salaad.prox import effective_rank, soft_threshold
+from salaad.models import SummedLoss, count_parameters, describe_model, load_model, outline
+from salaad.parts import Parts, cached_parts, post_hoc_parts, trained_parts
+from salaad.refinement import refine
 from salaad.roles import find_blocks
-from salaad.rpca import rpca
 from salaad.slr import Slr
 from salaad.sources import Source
 from salaad.variants import Variant
 
-Parts = dict[str, Slr]
+
+class Opened(NamedTuple):
+    """A variant in a model: the model, its parameters by the paper's count, and κ of what was removed."""
+
+    model: PreTrainedModel
+    parameters: int
+    kappa: float | None
 
 
 class Deployment:
@@ -33,37 +43,43 @@ class Deployment:
 
     Args:
         source: the model.
-        post_hoc: take L + S from robust PCA of X, over the blocks this configuration selects, instead of from training.
+        post_hoc: split X after the fact instead of taking L + S from training.
 
     `dense` are the model's parameters, `fixed` those of them that are never compressed, `vocab_size` and `positions`
     its vocabulary and longest row; `kind` names where L + S come from.
 
     Raises:
-        UserError: robust PCA is asked of a model whose weights are stored in parts.
+        UserError: a split is asked of a model whose weights are stored in parts.
     """
 
-    def __init__(self, source: Source, post_hoc: SalaadConfig | None = None) -> None:
+    def __init__(self, source: Source, post_hoc: PostHoc | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
+        self.calibration: CalibrationText | None = None
         model = outline(describe_model(ModelConfig(path=str(source.model)), 0))
         self.dense, self.vocab_size = count_parameters(model), model.config.vocab_size
         self.positions = getattr(model.config, "max_position_embeddings", None)
         if post_hoc is not None and getattr(model.config, "quantization_config", None):
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
-        if post_hoc is None and source.surrogate is None:
-            names: list[str] = []
-        elif post_hoc is None:
-            names = list(read_index(source.surrogate))
+        if post_hoc is not None:
+            names = list(find_blocks(model, post_hoc.blocks))
         else:
-            names = list(find_blocks(model, post_hoc))
+            names = [] if source.surrogate is None else list(read_index(source.surrogate))
         self._names = names
         self.fixed = self.dense - sum(model.get_submodule(name).weight.numel() for name in names)
-        how = f"{post_hoc.gamma} {post_hoc.energy} {names}" if post_hoc else ""
-        self.kind = f"rpca-{sha256(how.encode()).hexdigest()[:8]}" if post_hoc else "trained"
-        self._parts: Parts | None = None
+        self.kind = "trained"
+        if post_hoc is not None:
+            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
+            self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
+        self._models: dict[torch.dtype, PreTrainedModel] = {}
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had, before anything is computed."""
         for variant in variants:
+            if variant.stored:
+                raise UserError(
+                    f"{self.source.name} was not written with --elastic, so it keeps no order of its own to cut "
+                    f"{variant.name} by; give {variant.name}@energy, or {variant.name}@0.6 for HPA"
+                )
             if variant.name != "X" and not self._names:
                 raise UserError(
                     f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; give a checkpoint "
@@ -72,33 +88,78 @@ class Deployment:
             if variant.budget is not None and variant.budget < self.fixed:
                 hpa.fit({}, fixed=self.fixed, budget=variant.budget, kappa=0)
 
+    @cached_property
     def parts(self) -> Parts:
-        """L + S of every block as trained (or as robust PCA finds it), computed once and kept in the source's cache."""
-        if self._parts is None:
-            make = self._trained if self.post_hoc is None else self._robust_pca
-            self._parts = _cached(self.source.cache / f"{self.kind}.safetensors", self._names, make)
-        return self._parts
+        """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
+        if self.post_hoc is None:
+            make = partial(trained_parts, self.source.surrogate, self._names)
+        else:
+            make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, _device())
+        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._names, make)
+
+    @cached_property
+    def whole(self) -> int:
+        """Parameters of L + S with all else."""
+        return self.parameters(self.parts)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """What the loss feels of each output of a block, from the calibration text."""
+        device = _device()
+        model = load_model(self.source.model, torch.float32, device)
+        return output_weights(SummedLoss(model), self._names, self.calibration.batches(), device)
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Name the text that calibrated variants read: it is opened here, and read when the first is cut."""
+        self.calibration = CalibrationText(own_text(self, data), self.vocab_size, sequences)
+        self.calibration.check()
 
     def cut(self, variant: Variant) -> Parts:
-        """L + S cut to the variant's budget, by HPA or by energy; all of it for `L+S`, nothing for `X`."""
+        """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
         if variant.name == "X":
             return {}
-        parts = self.parts()
         if variant.budget is None:
-            return parts
-        blocks = _sizes(parts)
-        if variant.kappa is not None:
-            kept = hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
-        else:
-            spectra = {name: (*slr.shape, slr.sigma, slr.values.abs()) for name, slr in parts.items()}
-            remove = hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget)
-            kept = allocate_by_energy(spectra, remove=remove)
-        return {name: slr.cut(*kept[name]) for name, slr in parts.items()}
+            return self.parts
+        parts = self._weighted(variant)
+        kept = self._kept(variant, parts)
+        cut = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
+        if variant.refine and self.parameters(cut) < self.whole:
+            bar = tqdm(cut.items(), desc="refining", unit="block", leave=False, disable=None)
+            cut = {name: self._refined(variant, name, slr) for name, slr in bar}
+        return self._unweighted(variant, cut)
+
+    def elastic(self, variant: Variant | None) -> tuple[Parts, Line]:
+        """All units in one order of worth, of which every size is a beginning, and their line.
+
+        Without a variant these are the units of L + S. With one, which has a budget and a refinement, the first are
+        those of the refined cut, and behind them stand units that bring it up to the size of L + S again: whatever
+        rank and entries the cut has not, fitted in the same way to what it lacks.
+        """
+        if variant is None or not variant.refine:
+            parts = self._weighted(variant)
+            return self._unweighted(variant, parts), Line.of(_spectra(parts))
+        whole = self._weighted(variant)
+        kept = self._kept(variant, whole)
+        first, second = {}, {}
+        for name, slr in tqdm(whole.items(), desc="refining", unit="block", leave=False, disable=None):
+            first[name] = self._refined(variant, name, slr.cut(*kept[name]))
+            lacking = self._target(variant, name) - first[name].dense()
+            second[name] = refine(
+                lacking.to(_device()),
+                rank=slr.rank - first[name].rank,
+                nnz=slr.nnz - first[name].nnz,
+                iterations=variant.refine,
+                taken=(first[name].sparse() != 0).to(_device()),
+            ).to("cpu")
+        counts = [Line.of(_spectra(parts)) for parts in (first, second)]
+        line = Line(counts[0].costs, torch.cat([line.counts for line in counts]))
+        joined = {name: Slr.joined(first[name], second[name]) for name in whole}
+        return self._unweighted(variant, joined), line
 
     def kappa(self, parts: Mapping[str, Slr]) -> float | None:
         """κ of a cut: the part of what it lacks of L + S that its low-rank side gave; None of X and of L + S."""
         kept = {name: (slr.rank, slr.nnz) for name, slr in parts.items()}
-        return implied_kappa(_sizes(self.parts()), kept) if parts else None
+        return implied_kappa(_sizes(self.parts), kept) if parts else None
 
     def parameters(self, parts: Mapping[str, Slr]) -> int:
         """Parameters of the model with these parts in place of its blocks; of X for none."""
@@ -106,41 +167,76 @@ class Deployment:
             return self.source.parameters or self.dense
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
-    def _trained(self) -> Iterator[tuple[str, Slr]]:
-        index = read_index(self.source.surrogate)
-        for name in self._names:
-            state = read_surrogates(self.source.surrogate, (name,))[name]
-            S = soft_threshold(state["residual"], state["thresholds"][2])
-            yield name, Slr.from_parts(state["low_rank"], S, index[name]["rank"])
+    @contextmanager
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[Opened]:
+        """Within this context the model with the variant's L + S in its blocks, dense, on the best device there is."""
+        if dtype not in self._models:
+            self._models[dtype] = load_model(self.source.model, dtype, _device())
+        model, parts = self._models[dtype], self.cut(variant)
+        with deployed(model, parts):
+            yield Opened(model, self.parameters(parts), self.kappa(parts))
 
-    def _robust_pca(self) -> Iterator[tuple[str, Slr]]:
+    def _weighted(self, variant: Variant | None) -> Parts:
+        """L + S in order of size, as the loss feels it for a calibrated variant."""
+        if variant is None or not variant.calibrated:
+            return self.parts
+        weights = self.weights
+        return {
+            name: slr.scaled(weights[name]).resorted() if name in weights else slr for name, slr in self.parts.items()
+        }
+
+    def _unweighted(self, variant: Variant | None, parts: Parts) -> Parts:
+        if variant is None or not variant.calibrated:
+            return parts
+        weights = self.weights
+        return {name: slr.scaled(1 / weights[name]) if name in weights else slr for name, slr in parts.items()}
+
+    def _kept(self, variant: Variant, parts: Parts) -> hpa.Kept:
+        blocks = _sizes(parts)
+        if variant.kappa is not None:
+            return hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
+        line = Line.of(_spectra(parts))
+        return line.keep(line.parameters - hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget))
+
+    def _target(self, variant: Variant, name: str) -> Tensor:
+        """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
+        T = self._dense_weights[name] if self.post_hoc is not None else self.parts[name].dense()
+        return T * self.weights[name] if variant.calibrated and name in self.weights else T
+
+    def _refined(self, variant: Variant, name: str, slr: Slr) -> Slr:
+        T, S = (part.to(_device()) for part in (self._target(variant, name), slr.sparse()))
+        return refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
+
+    @cached_property
+    def _dense_weights(self) -> dict[str, Tensor]:
         model = load_model(self.source.model, torch.float32)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        for name in self._names:
-            L, S = (part.cpu() for part in rpca(model.get_submodule(name).weight.to(device)))
-            rank = effective_rank(torch.linalg.svdvals(L), self.post_hoc.gamma, self.post_hoc.energy)
-            yield name, Slr.from_parts(L, S, rank)
+        return {name: model.get_submodule(name).weight for name in self._names}
+
+
+def own_text(deployment: "Deployment | ElasticDeployment", data: DataConfig) -> DataConfig:
+    """The text as this model reads it: with its own tokenizer unless another is named, in rows it has positions for.
+
+    Raises:
+        UserError: rows are longer than that.
+    """
+    if deployment.positions is not None and data.sequence_length > deployment.positions:
+        raise UserError(
+            f"data.sequence_length is {data.sequence_length}, but {deployment.source.name} has {deployment.positions} "
+            f"positions; give --data.sequence_length {deployment.positions} or less"
+        )
+    return replace(data, tokenizer=data.tokenizer or str(deployment.source.model))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _spectra(parts: Mapping[str, Slr]) -> Spectra:
+    return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
 
 
 def _sizes(parts: Mapping[str, Slr]) -> hpa.Blocks:
     return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
-
-
-def _cached(path: Path, names: list[str], make: Callable[[], Iterator[tuple[str, Slr]]]) -> Parts:
-    """The parts in the file at `path`, or those that `make` yields, which are then kept there."""
-    if path.is_file():
-        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
-            read = {name: {key: file.get_tensor(f"{name}/{key}") for key in Slr.TENSORS} for name in names}
-            return {name: Slr.from_tensors(tensors) for name, tensors in read.items()}
-    what = "splitting blocks into L + S"
-    parts = dict(tqdm(make(), total=len(names), desc=what, unit="block", leave=False, disable=None))
-    tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
-    with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        save_file(tensors, temporary)
-        temporary.replace(path)
-    return parts
 
 
 @contextmanager
@@ -156,3 +252,62 @@ def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]
     finally:
         for name, X in weights.items():
             X.copy_(originals[name])
+
+
+class ElasticDeployment:
+    """The same of an elastic folder: every size is a beginning of what it stores, so nothing is computed.
+
+    Args:
+        source: the folder.
+    """
+
+    kind = "elastic"
+    calibration = None
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        config = describe_model(ModelConfig(path=str(source.model)), 0)
+        self.vocab_size = config.vocab_size
+        self.positions = getattr(config, "max_position_embeddings", None)
+        self.entry = ElasticConfig(**config.quantization_config)
+        self.dense, self.fixed = self.entry.dense, self.entry.fixed
+
+    @cached_property
+    def line(self) -> Line:
+        """The line the folder keeps."""
+        with ElasticFile.opened(sorted(self.source.model.glob("*.safetensors"))) as file:
+            return self.entry.line(file.line())
+
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had, before anything is computed."""
+        for variant in variants:
+            if variant.budget is not None and not variant.stored:
+                size = variant.name.partition("@")[0]
+                raise UserError(
+                    f"{self.source.name} keeps its units in one order, so {variant.name} cannot be cut from it; give "
+                    f"{size} alone, or the checkpoint it was made of"
+                )
+            if variant.refine or variant.calibrated:
+                raise UserError(
+                    f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
+                    "--refine and --calibrate out, or give the checkpoint it was made of"
+                )
+            self.entry.keep(self.line, variant.budget)
+
+    @contextmanager
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[Opened]:
+        """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
+        model = load_model(self.source.model, dtype, _device(), variant.budget)
+        kept = self.entry.keep(self.line, variant.budget)
+        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
+        yield Opened(model, self.fixed + hpa.parameters(blocks, kept), kappa)
+
+
+def open_deployment(source: Source, post_hoc: PostHoc | None = None) -> Deployment | ElasticDeployment:
+    """Whatever lies in a folder, ready to be cut."""
+    config = describe_model(ModelConfig(path=str(source.model)), 0)
+    entry = getattr(config, "quantization_config", None) or {}
+    if entry.get("quant_method") == ELASTIC and post_hoc is None:
+        return ElasticDeployment(source)
+    return Deployment(source, post_hoc)

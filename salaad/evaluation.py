@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from salaad.config import DataConfig
 from salaad.data import Text, fingerprint, open_text, validation_batches
-from salaad.deployment import Deployment, deployed
+from salaad.deployment import Deployment, ElasticDeployment, own_text
 from salaad.documents import is_remote
-from salaad.errors import UserError
 from salaad.files import digest_of
-from salaad.models import SummedLoss, load_model
+from salaad.models import SummedLoss
 from salaad.perplexity import evaluate
 from salaad.variants import Variant
 
@@ -35,17 +32,12 @@ class VariantEvaluation:
         batch: rows taken through the model at once.
     """
 
-    def __init__(self, deployment: Deployment, data: DataConfig, *, tokens: int, dtype: str, batch: int) -> None:
+    def __init__(
+        self, deployment: Deployment | ElasticDeployment, data: DataConfig, *, tokens: int, dtype: str, batch: int
+    ) -> None:
         self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
-        source = deployment.source
-        self.data = replace(data, tokenizer=data.tokenizer or str(source.model))
-        if deployment.positions is not None and data.sequence_length > deployment.positions:
-            raise UserError(
-                f"data.sequence_length is {data.sequence_length}, but {source.name} has {deployment.positions} "
-                f"positions; give --data.sequence_length {deployment.positions} or less"
-            )
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.path = source.cache / "perplexity.jsonl"
+        self.data = own_text(deployment, data)
+        self.path = deployment.source.cache / "perplexity.jsonl"
         self.kept = {json.dumps(row["of"]): row for row in _whole_lines(self.path)}
 
     @cached_property
@@ -59,17 +51,13 @@ class VariantEvaluation:
         files = self.text.validation_files
         return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """X, in the dtype asked for."""
-        return load_model(self.deployment.source.model, getattr(torch, self.dtype), self.device)
-
     def __call__(self, variant: Variant) -> dict[str, Any]:
         """Perplexity, parameters and what they are of; one pass over the text unless it is known already."""
         deployment = self.deployment
         of = {
             "parts": deployment.kind if variant.name != "X" else None,
-            "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa],
+            "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa, variant.refine],
+            "calibration": deployment.calibration.digest if variant.calibrated else None,
             "text": self.text_digest,
             "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
             "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.model) else None,
@@ -77,15 +65,14 @@ class VariantEvaluation:
         }
         key = json.dumps(of)
         if key not in self.kept:
-            parts = deployment.cut(variant)
-            with deployed(self.model, parts):
-                result = evaluate(SummedLoss(self.model), self._batches(variant.name), self.device)
+            with deployment.opened(variant, getattr(torch, self.dtype)) as (model, parameters, kappa):
+                result = evaluate(SummedLoss(model), self._batches(variant.name), model.device)
             row = {
                 "perplexity": result.perplexity,
                 "loss": result.loss,
                 "tokens": result.tokens,
-                "parameters": deployment.parameters(parts),
-                "implied_kappa": deployment.kappa(parts),
+                "parameters": parameters,
+                "implied_kappa": kappa,
             }
             self.kept[key] = {"of": of, **row}
             with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
@@ -100,6 +87,8 @@ class VariantEvaluation:
             "variant": variant.name,
             "budget": variant.budget,
             "kappa": variant.kappa,
+            "refine": variant.refine,
+            "calibrate": deployment.calibration.sequences if variant.calibrated else 0,
             **measured,
             "dtype": self.dtype,
         }

@@ -7,7 +7,8 @@ registry, in which importing this module enters the class below.
 
 import re
 import warnings
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 
 METHOD = "salaad"
 FORMAT = 1
+T = TypeVar("T")
 
 # Time of a multiplication in U·V and in S, and of turning a number of x or y around for S, in units of a multiplication
 # in a dense product (measured on a CPU, 128 to 2736 wide).
@@ -49,7 +51,7 @@ class _SlrWeight(nn.Module):
         packed = torch.empty(elias_fano.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
 
-    def _fill(self, slr: Slr) -> None:
+    def fill(self, slr: Slr) -> None:
         """Take over the numbers of `slr`, in its dtype and on its device."""
         positions, order = slr.positions.long().sort()
         self.U, self.V, self.S_values = (
@@ -116,7 +118,7 @@ class SlrLinear(_SlrWeight):
         """The layer whose weight (out×in) is `slr`, in its dtype."""
         n, m = slr.shape
         layer = cls(m, n, slr.rank, slr.nnz, bias is not None)
-        layer._fill(slr)
+        layer.fill(slr)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
         return layer
@@ -171,7 +173,7 @@ class SlrEmbedding(_SlrWeight):
     def from_slr(cls, slr: Slr) -> "SlrEmbedding":
         """The embedding whose table (vocabulary×width) is `slr`, in its dtype."""
         layer = cls(*slr.shape, slr.rank, slr.nnz)
-        layer._fill(slr)
+        layer.fill(slr)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -209,14 +211,9 @@ class SlrQuantizer(HfQuantizer):
             raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        guards = {rf"^{re.escape(name)}\.weight$" for name in self.quantization_config.blocks}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
-        for name, (rank, nnz) in self.quantization_config.blocks.items():
-            if model.base_model is model:  # AutoModel: no head, and names that begin inside the base model
-                name = name.removeprefix(f"{model.base_model_prefix}.")
-                if not hasattr(model, name.partition(".")[0]):
-                    continue
-            model.set_submodule(name, _outline(model.get_submodule(name), rank, nnz))
+        ignore_guards(model, self.quantization_config.blocks)
+        for name, (rank, nnz) in names_inside(model, self.quantization_config.blocks).items():
+            model.set_submodule(name, outline_of(model.get_submodule(name), rank, nnz))
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -244,6 +241,20 @@ class SlrQuantizer(HfQuantizer):
         return False
 
 
+def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
+    """Let the loader pass over what stands where the named blocks' dense weights would be."""
+    guards = {rf"^{re.escape(name)}\.weight$" for name in blocks}
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
+
+
+def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
+    """The blocks under their names in this model: AutoModel has no head, and its names begin inside the base model."""
+    if model.base_model is not model:
+        return dict(blocks)
+    inside = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in blocks.items()}
+    return {name: value for name, value in inside.items() if hasattr(model, name.partition(".")[0])}
+
+
 def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
     """Replace the named blocks of a dense model by their parts, in place, wherever those take less memory.
 
@@ -253,25 +264,35 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
 
     A tied weight stays dense, since the module it is tied to reads it as a whole.
     """
-    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    tied = tied_modules(model)
     for name, slr in blocks.items():
         module = model.get_submodule(name)
         X = module.weight
-        slr = Slr(slr.shape, slr.U.to(X), slr.V.to(X), slr.positions.to(X.device), slr.values.to(X))
-        if name in tied or _resident_bytes(slr, X.element_size()) >= X.numel() * X.element_size():
+        slr = slr.to(X.device, X.dtype)
+        if name in tied or is_smaller_dense(slr, X.element_size()):
             X.data.copy_(slr.dense())
         else:
             model.set_submodule(name, _layer(module, slr).train(module.training))
+    mark_factored(model)
+    return model
+
+
+def tied_modules(model: PreTrainedModel) -> set[str]:
+    """Names of the modules that share a weight with another."""
+    return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+
+
+def mark_factored(model: PreTrainedModel) -> None:
+    """Tell transformers, and `save_pretrained` by it, which blocks are stored in parts."""
     stored = slr_modules(model)
     if stored:
         entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()})
         model.hf_quantizer = SlrQuantizer(entry)
         model.is_quantized, model.quantization_method = True, METHOD
         model.hf_quantizer.postprocess_model(model)
-    return model
 
 
-def _outline(module: nn.Module, rank: int, nnz: int) -> _SlrWeight:
+def outline_of(module: nn.Module, rank: int, nnz: int) -> _SlrWeight:
     """The layer that stands for `module`, without its numbers."""
     if isinstance(module, nn.Embedding):
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz)
@@ -292,6 +313,18 @@ def _resident_bytes(slr: Slr, element: int) -> int:
     return slr.parameters * element + 4 * (slr.nnz + max(slr.shape) + 1)
 
 
+def is_smaller_dense(slr: Slr, element: int) -> bool:
+    """Whether a block takes no less memory in parts than dense, with numbers of `element` bytes."""
+    n, m = slr.shape
+    return _resident_bytes(slr, element) >= n * m * element
+
+
+def memory_bytes(slr: Slr, element: int) -> int:
+    """Memory of a block in the form `factor` gives it, with numbers of `element` bytes."""
+    n, m = slr.shape
+    return min(_resident_bytes(slr, element), n * m * element)
+
+
 def resident_bytes(model: nn.Module) -> int:
     """Memory of a model's weights, row starts and columns included."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -300,7 +333,7 @@ def resident_bytes(model: nn.Module) -> int:
 def disk_bytes(slr: Slr, element: int) -> int:
     """Bytes of a block in a file, in the form `factor` gives it, with numbers of `element` bytes."""
     n, m = slr.shape
-    if _resident_bytes(slr, element) >= n * m * element:
+    if is_smaller_dense(slr, element):
         return n * m * element
     return slr.parameters * element + elias_fano.encoded_size(slr.nnz, n * m)
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from salaad.metrics import read_lines
-from salaad.sweep import best, stable_band
+from salaad.sweep import best, stable_band, ways
 from salaad.tables import millions
 
 
@@ -105,7 +105,7 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     figure, panel = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     for i, winner in enumerate(best(rows)):
-        cells = sorted((row["kappa"], row["perplexity"]) for row in rows if row["budget"] == winner["budget"])
+        cells = sorted((row["kappa"], row["perplexity"]) for row in _hpa(rows, winner["budget"]))
         panel.plot(
             *zip(*cells, strict=True), marker="o", markersize=3.5, color=f"C{i}", label=millions(winner["budget"])
         )
@@ -115,29 +115,38 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     whole = next(row for row in rows if row["variant"] == "L+S")
     label = f"L + S, {millions(whole['parameters'])}"
     panel.axhline(whole["perplexity"], color="0.3", linewidth=1, linestyle="--", label=label)
-    _from_best_to_fourfold(panel, [row["perplexity"] for row in rows])
+    _from_best_to_fourfold(panel, [row["perplexity"] for row in rows if row["kappa"] is not None])
     panel.set(xlabel="κ: part of the removed parameters that L gives", ylabel="validation perplexity")
     _finish(figure, panel, path)
 
 
+_STYLES = ("-", "--", "-.", ":")
+
+
 def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Perplexity over parameters at κ*, one curve per model, and each model's X as a dashed line.
+    """Perplexity over parameters: a color per model with its X as a thin line, a line style per way to cut.
 
     Args:
         rows: label → cells of one model.
         path: the PNG to write.
     """
-    figure, panel = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure, panel = plt.subplots(figsize=(9, 5), layout="constrained")
     for i, (label, mine) in enumerate(rows.items()):
         whole = {row["variant"]: row for row in mine if row["budget"] is None}
-        curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*best(mine), whole["L+S"]))
-        panel.plot(*zip(*curve, strict=True), marker="o", color=f"C{i}", label=f"{label}, cut at κ*")
+        for style, (way, cells) in zip(_STYLES, ways(mine).items(), strict=False):
+            curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*cells, whole["L+S"]))
+            line = {"color": f"C{i}", "linestyle": style, "marker": "o", "markersize": 3.5}
+            panel.plot(*zip(*curve, strict=True), **line, label=f"{label}, {way}")
         X = whole["X"]
         reference = f"its X, {millions(X['parameters'])}"
-        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=1, linestyle="--", label=reference)
+        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=0.7, alpha=0.6, label=reference)
     _from_best_to_fourfold(panel, [row["perplexity"] for mine in rows.values() for row in mine])
     panel.set(xlabel="parameters, millions", ylabel="validation perplexity")
     _finish(figure, panel, path)
+
+
+def _hpa(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["budget"] == budget and row["kappa"] is not None]
 
 
 def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:

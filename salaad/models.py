@@ -59,8 +59,10 @@ def outline(description: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(description)
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """A causal LM from its folder, for inference.
+def load_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None
+) -> PreTrainedModel:
+    """A causal LM from its folder, for inference; with a budget, an elastic folder's model of that size.
 
     Raises:
         UserError: a file is missing, broken or does not fit config.json.
@@ -73,6 +75,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = N
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, by name
+            **({} if budget is None else {"budget": budget}),
         )
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         why = " ".join(str(error).split())[:200]

@@ -85,7 +85,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Perplexity and parameters of every variant, as in the paper's Table 1."""
     lines = [
         (
-            row["variant"],
+            row["variant"] + _fit(row),
             f"{row['perplexity']:.2f}",
             millions(row["parameters"]),
             _kappa(row),
@@ -99,6 +99,12 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
     said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
     return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{said}"
+
+
+def _fit(row: Mapping[str, Any]) -> str:
+    """What followed a cut."""
+    refined = f", refined {row['refine']}" if row["refine"] else ""
+    return refined + (f", calibrated {row['calibrate']}" if row["calibrate"] else "")
 
 
 def _kappa(row: Mapping[str, Any]) -> str:

@@ -33,12 +33,21 @@ class Slr:
     @classmethod
     def from_parts(cls, L: Tensor, S: Tensor, rank: int) -> "Slr":
         """Factor L (n×m) at `rank`, and gather the entries of S (n×m) that are not zero."""
-        flat = S.flatten()
-        positions = flat.nonzero().squeeze(1)
-        order = flat[positions].abs().sort(descending=True, stable=True).indices
-        positions = positions[order]
-        small = torch.int32 if flat.numel() < 2**31 else torch.int64
-        return cls(tuple(L.shape), *low_rank_factors(L, rank), positions.to(small), flat[positions])
+        return cls(tuple(L.shape), *low_rank_factors(L, rank), *_entries(S))
+
+    @classmethod
+    def from_factors(cls, Q: Tensor, V: Tensor, S: Tensor) -> "Slr":
+        """Turn Q·V, of which Q (n×r) has orthonormal columns, into singular terms, and gather the entries of S."""
+        W = torch.linalg.eigh(V @ V.mT)[1].flip(1)
+        return cls(tuple(S.shape), Q @ W, W.mT @ V, *_entries(S))
+
+    @classmethod
+    def joined(cls, first: "Slr", second: "Slr") -> "Slr":
+        """The units of `first`, then those of `second`, whose entries lie in other places."""
+        tensors = (
+            torch.cat([getattr(first, key), getattr(second, key)], dim=1 if key == "U" else 0) for key in cls.TENSORS
+        )
+        return cls(first.shape, *tensors)
 
     @property
     def rank(self) -> int:
@@ -69,6 +78,27 @@ class Slr:
         flat = (self.U @ self.V).flatten()
         return flat.index_add_(0, self.positions, self.values).view(self.shape)
 
+    def sparse(self) -> Tensor:
+        """S (n×m), dense."""
+        n, m = self.shape
+        return self.values.new_zeros(n * m).index_add_(0, self.positions, self.values).view(self.shape)
+
+    def scaled(self, weight: Tensor) -> "Slr":
+        """The parts of the matrix times `weight` (n×1 or 1×m), unit by unit in the same order."""
+        rows = weight.shape[1] == 1
+        values = self.values * weight.expand(self.shape).flatten()[self.positions]
+        U, V = (self.U * weight, self.V) if rows else (self.U, self.V * weight)
+        return Slr(self.shape, U, V, self.positions, values)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Slr":
+        """The same parts on a device, their numbers in `dtype`."""
+        U, V, values = (part.to(device, dtype or part.dtype) for part in (self.U, self.V, self.values))
+        return Slr(self.shape, U, V, self.positions.to(device), values)
+
+    def resorted(self) -> "Slr":
+        """The same matrix, with singular terms and entries in order of size again."""
+        return Slr.from_parts(self.U @ self.V, self.sparse(), self.rank)
+
     def transposed(self) -> "Slr":
         """The same of the transposed matrix."""
         n, m = self.shape
@@ -85,3 +115,17 @@ class Slr:
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Slr":
         """What `tensors` gave."""
         return cls((tensors["U"].shape[0], tensors["V"].shape[1]), **tensors)
+
+
+def _entries(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Row-major places of the entries of S that are not zero, the largest first, and the entries."""
+    flat = S.flatten()
+    positions = flat.nonzero().squeeze(1)
+    order = flat[positions].abs().sort(descending=True, stable=True).indices
+    positions = positions[order]
+    return positions.to(place_dtype(*S.shape)), flat[positions]
+
+
+def place_dtype(n: int, m: int) -> torch.dtype:
+    """The type that holds a place in an n×m matrix."""
+    return torch.int32 if n * m < 2**31 else torch.int64

@@ -77,7 +77,7 @@ def _checkpoint(folder: Path) -> Source:
 
 def _model_folder(folder: Path) -> Source:
     if (folder / CHECKSUMS).is_file():
-        digest = verify(folder, "*.safetensors")
+        digest = verify(folder, "*.safetensors", "config.json")
     else:
         digest = digest_of(sorted(filter(Path.is_file, folder.iterdir())))
     record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}

@@ -1,4 +1,7 @@
-"""The κ sweep and the elastic curve: which split is best at a budget, and what a size costs (paper, section 5)."""
+"""The κ sweep and the elastic curve: which split is best at a budget, and what a size costs (paper, section 5).
+
+Beside HPA stand the other ways to cut: by energy, then refined, then refined and calibrated.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,11 +23,14 @@ def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
     return [Variant("X"), Variant("L+S"), *cells]
 
 
-def measure(
-    evaluations: Mapping[str, VariantEvaluation], budgets: Sequence[int], kappas: Sequence[float]
-) -> dict[str, list[dict[str, Any]]]:
-    """Perplexity of X, L + S and every cell of the grid, for each of the named models; known cells cost nothing."""
-    variants = grid(budgets, kappas)
+def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False) -> list[Variant]:
+    """Every budget cut by energy, and again with so many alternations, and again calibrated, as far as asked for."""
+    fits = [(0, False), *([(refine, False)] if refine else []), *([(refine, True)] if calibrated else [])]
+    return [Variant(f"{format_count(budget)}@energy", budget).fitted(*fit) for fit in fits for budget in budgets]
+
+
+def measure(evaluations: Mapping[str, VariantEvaluation], variants: Sequence[Variant]) -> dict[str, list[dict]]:
+    """Perplexity of every variant for each of the named models; known cells cost nothing."""
     with tqdm(total=len(evaluations) * len(variants), desc="sweep", unit="cell", leave=False, disable=None) as bar:
         rows: dict[str, list[dict[str, Any]]] = {label: [] for label in evaluations}
         for label, evaluation in evaluations.items():
@@ -37,8 +43,33 @@ def measure(
 
 def best(rows: Sequence[Row]) -> list[Row]:
     """The cell of κ* for every budget of one model's rows, the largest budget first."""
-    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None}, reverse=True)
-    return [min((row for row in rows if row["budget"] == budget), key=_loss) for budget in budgets]
+    cells = [row for row in rows if row["kappa"] is not None]
+    budgets = sorted({row["budget"] for row in cells}, reverse=True)
+    return [min((row for row in cells if row["budget"] == budget), key=_loss) for budget in budgets]
+
+
+def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The cells of one model by the way they were cut, the largest budget first: HPA at κ*, and those by energy."""
+    found: dict[str, list[Row]] = {"HPA at κ*": best(rows)} if best(rows) else {}
+    cells = [row for row in rows if row["budget"] is not None and row["kappa"] is None]
+    for row in sorted(cells, key=lambda row: (bool(row["calibrate"]), row["refine"], -row["budget"])):
+        fit = (", refined" if row["refine"] else "") + (", calibrated" if row["calibrate"] else "")
+        found.setdefault(f"energy{fit}", []).append(row)
+    return found
+
+
+def ways_table(rows: Mapping[str, Sequence[Row]]) -> str:
+    """One line per model and budget, one column per way to cut; in brackets the perplexity relative to that of X."""
+    cut = {label: ways(mine) for label, mine in rows.items()}
+    names = list(dict.fromkeys(name for mine in cut.values() for name in mine))
+    lines = []
+    for label, mine in cut.items():
+        X = next(row["perplexity"] for row in rows[label] if row["variant"] == "X")
+        for budget in sorted({row["budget"] for cells in mine.values() for row in cells}, reverse=True):
+            cells = {name: row["perplexity"] for name, some in mine.items() for row in some if row["budget"] == budget}
+            shown = [f"{cells[name]:.2f} ({cells[name] / X - 1:+.1%})" if name in cells else "–" for name in names]
+            lines.append((label, f"{X:.2f}", millions(budget), *shown))
+    return markdown_table(("model", "X", "budget", *names), lines)
 
 
 def _loss(row: Row) -> tuple[bool, float]:
@@ -57,7 +88,9 @@ def grid_table(rows: Sequence[Row]) -> str:
     kappas = sorted({row["kappa"] for row in rows if row["kappa"] is not None})
     lines = []
     for winner in best(rows):
-        cells = {row["kappa"]: row["perplexity"] for row in rows if row["budget"] == winner["budget"]}
+        cells = {
+            r["kappa"]: r["perplexity"] for r in rows if r["budget"] == winner["budget"] and r["kappa"] is not None
+        }
         shown = [f"**{cells[k]:.2f}**" if k == winner["kappa"] else f"{cells[k]:.2f}" for k in kappas]
         lines.append((millions(winner["budget"]), *shown, f"{winner['kappa']:g}"))
     return markdown_table(("budget", *(f"κ = {kappa:g}" for kappa in kappas), "κ*"), lines)

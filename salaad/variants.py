@@ -1,6 +1,6 @@
-"""The models that one checkpoint holds: X as trained, L + S, and L + S cut to a budget."""
+"""The models that one checkpoint holds: X as trained, L + S, and L + S cut to a budget in one of several ways."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from salaad.errors import UserError
 
@@ -10,17 +10,27 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 @dataclass(frozen=True)
 class Variant:
-    """X, L+S, or a budget with its κ.
+    """X, L+S, or what a budget keeps of L+S.
 
     Args:
         name: as the user wrote it.
         budget: parameters of the whole model, or None for X and L+S.
         kappa: κ, the part of what is removed that the low-rank side gives; a budget without it goes by energy.
+        refine: alternations of the refinement that follows.
+        calibrated: whether worth and error are weighed by what the loss feels of them.
+        stored: the budget goes by the order an elastic folder keeps its units in.
     """
 
     name: str
     budget: int | None = None
     kappa: float | None = None
+    refine: int = 0
+    calibrated: bool = False
+    stored: bool = False
+
+    def fitted(self, refine: int, calibrated: bool) -> "Variant":
+        """The same size with these two; X and L+S, of which nothing is cut, as they are."""
+        return self if self.budget is None else replace(self, refine=refine, calibrated=calibrated)
 
 
 def parse_variants(text: str, dense: int) -> list[Variant]:
@@ -42,8 +52,13 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
             variants.append(Variant(name, parse_budget(budget, dense)))
         elif at:
             variants.append(Variant(name, parse_budget(budget, dense), parse_kappa(kappa)))
+        elif name[:1].isdigit():
+            variants.append(Variant(name, parse_budget(name, dense), stored=True))
         else:
-            raise UserError(f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, or 194M@energy")
+            raise UserError(
+                f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, or 194M of an "
+                "elastic folder"
+            )
     return variants
 
 

@@ -17,6 +17,7 @@ from salaad import python_docs, sweep
 from salaad.cli import read_command_line
 from salaad.compression import compress
 from salaad.config import RunConfig
+from salaad.decomposition import PostHoc
 from salaad.deployment import Deployment
 from salaad.errors import UserError, run_command
 from salaad.evaluation import VariantEvaluation
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "nano"
 METHODS = ("full_rank", "salaad")
 KAPPAS = (0.2, 0.4, 0.6, 0.8)
+REFINE = 20
 PROMPT = "The function returns"
 
 
@@ -54,12 +56,14 @@ def main() -> None:
     train_side_by_side(output, steps)
     training_figure({"vanilla": output / "full_rank", "SALAAD": output / "salaad"}, output / "training.png")
 
-    print("Cutting both to three sizes at four κ each, the vanilla model by way of robust PCA.", flush=True)
+    print(
+        "Cutting both to three sizes, by HPA at four κ and by energy; the vanilla model by way of robust PCA.",
+        flush=True,
+    )
     rows = deploy(output, config)
     table = deployment_table(rows)
     print(f"\n{table}\n")
-    half = rows[-1]
-    print(write_text(output, half["kappa"]))
+    print(write_text(output))
     pictures = ("training.png", "sweep.png", "elastic.png")
     print(f"\nPictures: {', '.join(str(output / name) for name in pictures)}")
     if options.record:
@@ -74,7 +78,7 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
     """Sweep both models over sizes and κ, draw the pictures, and return the rows of the one table."""
     deployments = {
         "SALAAD": Deployment(open_source(output / "salaad")),
-        "vanilla + RPCA": Deployment(open_source(output / "full_rank"), post_hoc=config.salaad),
+        "vanilla + RPCA": Deployment(open_source(output / "full_rank"), PostHoc(config.salaad)),
     }
     # Two thirds and half of what can be compressed, and half of the whole model.
     fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
@@ -83,35 +87,36 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
         label: VariantEvaluation(deployment, config.data, tokens=10**7, dtype="float32", batch=32)
         for label, deployment in deployments.items()
     }
-    rows = sweep.measure(evaluations, budgets, KAPPAS)
+    rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE)])
     sweep_figure(rows["SALAAD"], output / "sweep.png")
     elastic_figure(rows, output / "elastic.png")
     keep_rows([{"label": label, **row} for label, mine in rows.items() for row in mine], output / "sweep.json")
-    vanilla, salaad = ({row["variant"]: row for row in mine} for mine in (rows["vanilla + RPCA"], rows["SALAAD"]))
-    return [
-        shown("X (vanilla)", vanilla["X"], deployments["vanilla + RPCA"]),
-        *(shown("vanilla + RPCA", row, deployments["vanilla + RPCA"]) for row in sweep.best(rows["vanilla + RPCA"])),
-        shown("X (SALAAD)", salaad["X"], deployments["SALAAD"]),
-        shown("L + S", salaad["L+S"], deployments["SALAAD"]),
-        *(shown("L̃ + S̃", row, deployments["SALAAD"]) for row in sweep.best(rows["SALAAD"])),
-    ]
+    table = []
+    for label, name, cut in (("vanilla + RPCA", "vanilla", "vanilla + RPCA"), ("SALAAD", "SALAAD", "L̃ + S̃")):
+        whole = {row["variant"]: row for row in rows[label] if row["budget"] is None}
+        table.append(shown(f"X ({name})", whole["X"], deployments[label]))
+        if label == "SALAAD":
+            table.append(shown("L + S", whole["L+S"], deployments[label]))
+        for way in ("HPA at κ*", "energy, refined"):
+            table += [shown(f"{cut}, {way}", row, deployments[label]) for row in sweep.ways(rows[label])[way]]
+    return table
 
 
 def shown(label: str, row: Mapping[str, Any], deployment: Deployment) -> dict[str, Any]:
     """A row of the table: what was measured, and the bytes of the weights on disk."""
-    parts = deployment.cut(Variant(row["variant"], row["budget"], row["kappa"]))
+    parts = deployment.cut(Variant(row["variant"], row["budget"], row["kappa"], row["refine"]))
     blocks = sum(disk_bytes(slr, element=4) for slr in parts.values())
     return {**row, "label": label, "bytes": 4 * deployment.fixed + blocks if parts else 4 * deployment.dense}
 
 
-def write_text(output: Path, kappa: float) -> str:
+def write_text(output: Path) -> str:
     """Compress the SALAAD run to half its parameters, open the folder as any user would, and let it write a line."""
     run = output / "salaad"
-    folder = output / f"half-{kappa:g}-{open_source(run).digest[:8]}"
+    folder = output / f"half-{open_source(run).digest[:8]}"
     said = ""
     if not folder.exists():
-        options = CompressOptions(checkpoint=str(run), output=str(folder), budget="0.5", kappa=kappa, dtype="float32")
-        said = compress(options)
+        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}
+        said = compress(CompressOptions(checkpoint=str(run), output=str(folder), **how))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")

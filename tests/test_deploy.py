@@ -173,7 +173,9 @@ def test_a_sweep_finds_the_best_kappa_and_keeps_finished_cells(runs, tmp_path):
     arguments = ("evaluate.py", "sweep", "--checkpoint", runs / "salaad", "--vanilla", runs / "full_rank", "--budgets",
                  "0.9,0.7", "--kappas", "0:1:0.5", "--dtype", "float32", "--output", tmp_path)  # fmt: skip
     first = ok(*arguments)
-    rows = [row for row in rows_of(tmp_path, "sweep") if row["label"] == "SALAAD" and row["budget"] is not None]
+    cut = [row for row in rows_of(tmp_path, "sweep") if row["label"] == "SALAAD" and row["budget"] is not None]
+    assert sum(row["variant"].endswith("@energy") for row in cut) == 2
+    rows = [row for row in cut if row["kappa"] is not None]
     assert len(rows) == 6
     for budget in {row["budget"] for row in rows}:
         best = min((row for row in rows if row["budget"] == budget), key=lambda row: row["perplexity"])

@@ -112,7 +112,8 @@ def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
         return refused("evaluate.py", *arguments)
 
     assert "give one of perplexity, sweep, lm-eval" in evaluate("perplexty", "--checkpoint", salaad_run)
-    assert "variant '7B' is unknown" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "7B")
+    assert "variant 'B7' is unknown" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "B7")
+    assert "was not written with --elastic" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "7B")
     assert "holds no L and S" in evaluate("perplexity", "--checkpoint", vanilla, "--variants", "L+S")
     assert "is no number" in evaluate("perplexity", "--checkpoint", salaad_run, "--tokens", "many")
     a_file = tmp_path / "file"

@@ -1,5 +1,7 @@
 """The allocation by energy per parameter, against a greedy removal one unit at a time."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +31,12 @@ def kept_parameters(spectra: dict, kept: dict) -> int:
     return sum(kept[name][0] * (n + m) + kept[name][1] for name, (n, m, _, _) in spectra.items())
 
 
+def leading_bits(worth: float) -> float:
+    """The worth with all but its first five binary digits cut off."""
+    mantissa, exponent = math.frexp(worth)
+    return math.ldexp(math.floor(mantissa * 32), exponent)
+
+
 def one_at_a_time(spectra: dict, remove: int) -> dict:
     """Remove the unit of least worth, of equals the last, until enough is gone."""
     left = {name: [len(sigma), len(S)] for name, (_, _, sigma, S) in spectra.items()}
@@ -38,9 +46,9 @@ def one_at_a_time(spectra: dict, remove: int) -> dict:
         for place, (name, (n, m, sigma, S)) in enumerate(spectra.items()):
             rank, entries = left[name]
             if rank:
-                candidates.append((float(sigma[rank - 1]) ** 2 / (n + m), -2 * place, name, 0, n + m))
+                candidates.append((leading_bits(float(sigma[rank - 1]) ** 2 / (n + m)), -2 * place, name, 0, n + m))
             if entries:
-                candidates.append((float(S[entries - 1]) ** 2, -2 * place - 1, name, 1, 1))
+                candidates.append((leading_bits(float(S[entries - 1]) ** 2), -2 * place - 1, name, 1, 1))
         _, _, name, side, cost = min(candidates)
         left[name][side] -= 1
         gone += cost

@@ -65,8 +65,8 @@ def test_every_model_is_measured_at_every_variant_once_and_in_order():
 
         return measured
 
-    measured = measure({"a": evaluation("a"), "b": evaluation("b")}, [2, 1], [0.0, 1.0])
     variants = grid([2, 1], [0.0, 1.0])
+    measured = measure({"a": evaluation("a"), "b": evaluation("b")}, variants)
     assert asked == [(label, variant) for label in "ab" for variant in variants]
     assert {label: [cell["variant"] for cell in cells] for label, cells in measured.items()} == {
         label: [variant.name for variant in variants] for label in "ab"

@@ -43,16 +43,33 @@ def test_each_form_of_a_variant():
     ]
 
 
+def test_a_budget_alone_is_a_size_of_an_elastic_folder_and_energy_a_budget_without_kappa():
+    assert parse_variants("194M,0.5,194M@energy", DENSE) == [
+        Variant("194M", 194_000_000, stored=True),
+        Variant("0.5", 194_000_000, stored=True),
+        Variant("194M@energy", 194_000_000),
+    ]
+
+
+def test_what_is_cut_can_be_fitted_and_what_is_whole_stays():
+    assert [variant.fitted(20, True) for variant in parse_variants("X,L+S,0.5@energy", DENSE)] == [
+        Variant("X"),
+        Variant("L+S"),
+        Variant("0.5@energy", 194_000_000, None, 20, True),
+    ]
+
+
 def test_spaces_around_names_are_not_part_of_them_and_order_stays():
     assert [variant.name for variant in parse_variants(" L+S , X,\t194M@0.6 ", DENSE)] == ["L+S", "X", "194M@0.6"]
 
 
-@pytest.mark.parametrize("name", ["", "x", "L + S", "S+L", "194M", "0.5", "X;L+S", "nonsense"])
+@pytest.mark.parametrize("name", ["", "x", "L + S", "S+L", "M194", "-0.5", "X;L+S", "nonsense"])
 def test_an_unknown_variant_is_one_sentence_naming_all_forms(name):
     with pytest.raises(UserError) as error:
         parse_variants(f"X,{name}", DENSE)
-    assert (
-        str(error.value) == f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, or 194M@energy"
+    assert str(error.value) == (
+        f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, or 194M of an elastic "
+        "folder"
     )
 
 

@@ -1,0 +1,237 @@
+"""One folder, any size: units in one order of worth, of which every size reads the beginning.
+
+`AutoModelForCausalLM.from_pretrained(folder, budget="194M")` opens the size it names. In the file, beside what is never
+compressed, a block NAME has
+
+    elastic.NAME.U (r × n), .V (r × m)               its singular terms, a row each, the most worth first
+    elastic.NAME.S_values (nnz), .S_places (nnz × b)  the entries of S in order of worth, and their row-major places in
+                                                      b bytes each, the lowest first
+
+and `elastic.line` (levels × blocks × 2) counts the units of every block at each level of worth. A budget is a place on
+that line, and the place says how many rows of each tensor to read. Places in order of worth cannot be packed as closely
+as rising ones, so the folder is larger than one of a fixed size that holds the same.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from salaad.energy import Line
+from salaad.errors import UserError
+from salaad.factored import ignore_guards, is_smaller_dense, mark_factored, names_inside, outline_of, tied_modules
+from salaad.hpa import Kept, format_count, to_remove
+from salaad.slr import Slr, place_dtype
+from salaad.variants import parse_budget
+
+METHOD = "salaad-elastic"
+FORMAT = 1
+_ASKED = "_asked_budget"
+
+
+@register_quantization_config(METHOD)
+class ElasticConfig(QuantizationConfigMixin):
+    """The entry in config.json.
+
+    Args:
+        blocks: name → [n, m, rank, nnz] of all its units.
+        order: the names as the line counts them; transformers sorts the keys of what it writes.
+        fixed: parameters of what is never compressed.
+        dense: parameters of the dense model, of which a budget may be a fraction.
+        format: of the file.
+    """
+
+    def __init__(
+        self,
+        blocks: dict[str, list[int]] | None = None,
+        order: Sequence[str] = (),
+        fixed: int = 0,
+        dense: int = 0,
+        format: int = FORMAT,
+        **_: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.format = format
+        self.blocks = {name: (blocks or {})[name] for name in order}
+        self.order = list(order)
+        self.fixed, self.dense = fixed, dense
+
+    def line(self, counts: Tensor) -> Line:
+        """The line whose counts the file holds."""
+        return Line({name: n + m for name, (n, m, *_) in self.blocks.items()}, counts.long())
+
+    def keep(self, line: Line, budget: int | None) -> Kept:
+        """Name → (rank, entries) that a budget of the whole model keeps; all units without one.
+
+        Raises:
+            UserError: the budget is below what is never compressed, or above what the folder holds.
+        """
+        largest = self.fixed + line.parameters
+        if budget is None:
+            return line.keep(line.parameters)
+        to_remove({}, fixed=self.fixed, budget=budget)  # refuses what is below the floor
+        if budget > largest:
+            raise UserError(
+                f"budget {format_count(budget)} is above the {format_count(largest, up=False)} that the folder holds; "
+                f"give {format_count(largest, up=False)} or less"
+            )
+        return line.keep(budget - self.fixed)
+
+
+@register_quantizer(METHOD)
+class ElasticQuantizer(HfQuantizer):
+    """What transformers calls when it opens or saves such a folder."""
+
+    content: Mapping[str, Tensor]  # what a folder to be written holds of the blocks
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a folder of another format."""
+        found = self.quantization_config.format
+        if found != FORMAT:
+            raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **kwargs: Any
+    ) -> PreTrainedModel:
+        entry = self.quantization_config
+        inside = names_inside(model, {name: name for name in entry.blocks})
+        asked = model.config.__dict__.pop(_ASKED, None)
+        budget = None if asked is None else parse_budget(str(asked), entry.dense)
+        with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # transformers builds on no device
+            kept = entry.keep(entry.line(file.line()), budget)
+            self._parts = {own: file.units(name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()}
+        self._modules = {name: model.get_submodule(name) for name in self._parts}
+        tied = tied_modules(model)
+        for name, slr in self._parts.items():
+            if name not in tied:
+                model.set_submodule(name, outline_of(self._modules[name], slr.rank, slr.nnz))
+        ignore_guards(model, entry.blocks)
+        model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
+        missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._parts}
+        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *missing}
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for name, slr in self._parts.items():
+            outline, module = model.get_submodule(name), self._modules[name]
+            if outline is module:  # tied, so dense
+                module.weight.data.copy_(slr.dense())
+            elif is_smaller_dense(slr, slr.values.element_size()):
+                module.weight = nn.Parameter(slr.dense().to(outline.U), requires_grad=False)
+                if getattr(module, "bias", None) is not None:
+                    module.bias = outline.bias
+                model.set_submodule(name, module)
+            else:
+                slr = slr.to(outline.U.device, outline.U.dtype)
+                outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
+        del self._parts, self._modules
+        self.remove_quantization_config(model)
+        mark_factored(model)  # what is in memory has one size
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
+        """The tensors of what is never compressed, and the units."""
+        tied = tied_modules(model)
+        blocks = {model.get_submodule(name).weight.data_ptr() for name in self.quantization_config.blocks}
+        state = {key: tensor for key, tensor in model.state_dict().items() if tensor.data_ptr() not in blocks}
+        # Without our quantizer transformers would fill the weights it misses with noise; at one of these it stops.
+        guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in tied}
+        return {**state, **guards, **self.content}, {}
+
+    def is_serializable(self) -> bool:
+        """Yes: it is how these folders are written."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """No: U, V and S are for inference."""
+        return False
+
+
+class ElasticFile:
+    """The units in a folder's safetensors files, read as far as they are asked for."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+
+    @classmethod
+    @contextmanager
+    def opened(cls, files: Sequence[str | Path]) -> Iterator["ElasticFile"]:
+        """Open the files that hold them; nothing but their headers is read yet."""
+        slices = {}
+        with ExitStack() as stack:
+            for path in files:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                slices |= {key: file.get_slice(key) for key in file.keys() if key.startswith("elastic.")}  # noqa: SIM118
+            yield cls(slices)
+
+    def line(self) -> Tensor:
+        """Counts of the line (levels × blocks × 2)."""
+        return self._tensors["elastic.line"][:]
+
+    def units(self, name: str, shape: Sequence[int], rank: int, nnz: int) -> Slr:
+        """The first units of a block, in the dtype of the file."""
+        U, V = (self._tensors[f"elastic.{name}.{key}"][:rank] for key in "UV")
+        values, places = (self._tensors[f"elastic.{name}.{key}"][:nnz] for key in ("S_values", "S_places"))
+        return Slr(tuple(shape), U.mT.contiguous(), V, _from_bytes(places, shape), values)
+
+
+def save_elastic(model: PreTrainedModel, parts: Mapping[str, Slr], line: Line, fixed: int, folder: Path) -> None:
+    """Write the folder.
+
+    Args:
+        model: the dense model, whose dtype is that of the file; it is of no other use afterwards.
+        parts: every block's units in order of worth.
+        line: how they stand in one line.
+        fixed: parameters of what is never compressed.
+        folder: where to.
+    """
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    blocks = {name: [*slr.shape, slr.rank, slr.nnz] for name, slr in parts.items()}
+    entry = ElasticConfig(blocks, list(blocks), fixed, dense)
+    content = {"elastic.line": line.counts.int()}
+    for name, slr in parts.items():
+        slr = slr.to("cpu", model.dtype)
+        units = {"U": slr.U.mT, "V": slr.V, "S_values": slr.values, "S_places": _to_bytes(slr.positions, slr.shape)}
+        content |= {f"elastic.{name}.{key}": tensor.contiguous() for key, tensor in units.items()}
+    quantizer = ElasticQuantizer(entry)
+    quantizer.content = content
+    model.hf_quantizer, model.config.quantization_config = quantizer, entry
+    model.save_pretrained(folder)
+
+
+def _to_bytes(places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Places (nnz) as so few bytes each as hold n·m of them (nnz × b, uint8), the lowest first."""
+    n, m = shape
+    width = -(-max(1, (n * m - 1).bit_length()) // 8)
+    return ((places.long()[:, None] >> (8 * torch.arange(width))) & 255).to(torch.uint8)
+
+
+def _from_bytes(places: Tensor, shape: Sequence[int]) -> Tensor:
+    whole = (places.long() << (8 * torch.arange(places.shape[1]))).sum(1)
+    return whole.to(place_dtype(*shape))
+
+
+def _ask_for(config: PreTrainedConfig, budget: str | float) -> None:
+    entry = getattr(config, "quantization_config", None)
+    if not isinstance(entry, dict) or entry.get("quant_method") != METHOD:
+        raise UserError(
+            f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
+            "written with --elastic"
+        )
+    setattr(config, _ASKED, budget)
+
+
+# `from_pretrained` hands an argument it does not know to the configuration if that has an attribute of this name, and
+# otherwise to the model's class, which fails on it: so any configuration has this one, and refuses it if it is no use.
+PreTrainedConfig.budget = property(lambda config: getattr(config, _ASKED, None), _ask_for)
