@@ -7,10 +7,11 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from salaad.figures import frontier_figure
+from salaad.figures import elastic_figure, frontier_figure
 from salaad.files import read_json
 from salaad.report import accuracy_table, structure_table
 from salaad.rpca import RpcaRow
+from salaad.sweep import ways_table
 from salaad.tables import markdown_table, millions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,18 +19,22 @@ NANO = ROOT / "results" / "nano"
 
 
 def main() -> None:
-    """Frontier of the nano search, then the README's generated sections."""
+    """Tables and pictures under results/, then the README's generated sections."""
     points = search_points()
     frontier = f"{frontier_table(points)}\n\n{learning_rate_table()}"
     (NANO / "frontier.md").write_text(frontier + "\n")
     frontier_figure(points, NANO / "frontier.png")
     (NANO / "rpca.md").write_text(structure_tables() + "\n")
+    (NANO / "calibration" / "ideas.md").write_text(ideas_table() + "\n")
+    elastic = elastic_rows()
+    elastic_figure(elastic, NANO / "elastic" / "elastic.png")
     fill_readme(
         {
             "nano": (NANO / "demo.md").read_text().strip(),
             "frontier": frontier,
             "bench": overhead_table(),
-            "allocation": allocation_table(),
+            "elastic": ways_table(elastic),
+            "compression": compression_table(),
             "inference": inference_table(),
             "lm-eval": harness_table(),
         }
@@ -167,22 +172,35 @@ def structure_tables() -> str:
     return "\n\n".join(tables)
 
 
-def allocation_table() -> str:
-    """HPA at the better of two κ beside one threshold on energy, per model and budget."""
-    rows = read_json(NANO / "allocation" / "perplexity.json")["rows"]
+def elastic_rows() -> dict[str, list[dict]]:
+    """Every way to cut, by model: of the demo's two runs, vanilla split after the fact, and of a stronger run."""
+    demo = read_json(NANO / "elastic" / "demo" / "sweep.json")["rows"]
+    stronger = read_json(NANO / "elastic" / "stronger" / "sweep.json")["rows"]
+    labelled = [*demo, *({**row, "label": "SALAAD, stronger"} for row in stronger)]
+    order = ("SALAAD", "SALAAD, stronger", "vanilla + RPCA", "vanilla + GoDec")
+    return {label: [row for row in labelled if row["label"] == label] for label in order}
+
+
+def ideas_table() -> str:
+    """Every idea for --calibrate that was tried, from results/nano/calibration/ideas.json."""
+    rows = read_json(NANO / "calibration" / "ideas.json")["rows"]
+    columns = list(dict.fromkeys((row["model"], row["budget"]) for row in rows))
     lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model]
-        X = next(row["perplexity"] for row in mine if row["variant"] == "X")
-        for budget in dict.fromkeys(row["budget"] for row in mine if row["budget"]):
-            cells = [row for row in mine if row["budget"] == budget]
-            hpa = min((row for row in cells if row["kappa"] is not None), key=lambda row: row["perplexity"])
-            energy = next(row for row in cells if row["kappa"] is None)
-            shown = [f"{row['perplexity']:.2f} ({row['perplexity'] / X - 1:+.1%})" for row in (hpa, energy)]
-            lines.append(
-                (model.partition("/")[0], f"{X:.2f}", millions(budget), *shown, f"{energy['implied_kappa']:.2f}")
-            )
-    return markdown_table(("run", "X", "budget", "HPA, κ 0.4 or 0.6", "energy", "its κ"), lines)
+    for idea in dict.fromkeys(row["idea"] for row in rows):
+        found = {(row["model"], row["budget"]): row["perplexity"] for row in rows if row["idea"] == idea}
+        lines.append((idea, *(f"{found[column]:.2f}" for column in columns)))
+    header = ("errors weighed by", *(f"{model}, {millions(budget)}" for model, budget in columns))
+    return markdown_table(header, lines)
+
+
+def compression_table() -> str:
+    """What scripts/bench_compression.py recorded."""
+    rows = []
+    for path in sorted((ROOT / "results" / "bench").glob("compression-*.json")):
+        result = read_json(path)
+        times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]
+        rows.append((path.stem.removeprefix("compression-"), result["machine"], str(result["blocks"]), *times))
+    return markdown_table(("shapes", "machine", "blocks", "HPA", "energy", "refinement"), rows)
 
 
 def fill_readme(sections: dict[str, str]) -> None:

@@ -1,0 +1,92 @@
+"""What a compression of a model's shapes takes, step by step: HPA, one threshold on energy, refinement.
+
+    python scripts/bench_compression.py --config 350m.yaml --output results/bench/compression-350m.json
+
+Only shapes, ranks and densities matter for the time, so L + S are random: of a quarter of the full rank with falling
+singular values, and of density 0.1. Reading a checkpoint and writing a folder are not part of it.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from salaad import hpa
+from salaad.cli import read_command_line
+from salaad.energy import Line
+from salaad.errors import UserError, run_command
+from salaad.files import write_json
+from salaad.models import describe_model, outline
+from salaad.refinement import refine
+from salaad.roles import find_blocks
+from salaad.run import provenance
+from salaad.slr import Slr
+from salaad.tables import markdown_table
+
+RANK_RATIO, DENSITY = 0.25, 0.1
+
+
+def random_parts(n: int, m: int) -> Slr:
+    """L + S as a run with SALAAD leaves them, but random."""
+    rank, nnz = round(RANK_RATIO * min(n, m)), round(DENSITY * n * m)
+    sigma = torch.linspace(1, 0.05, rank) ** 2
+    U, V = torch.linalg.qr(torch.randn(n, rank))[0] * sigma, torch.linalg.qr(torch.randn(m, rank))[0].mT
+    values = torch.distributions.Laplace(0, float(sigma.square().mean().sqrt()) / (n * m) ** 0.25).sample((nnz,))
+    positions = torch.randperm(n * m)[:nnz].int()
+    return Slr((n, m), U.contiguous(), V.contiguous(), positions, values[values.abs().argsort(descending=True)])
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--share", type=float, default=0.5, help="part of the units' parameters to keep")
+    parser.add_argument("--refine", type=int, default=20, help="alternations at the most")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options, rest = parser.parse_known_args()
+    if not 0 < options.share < 1:
+        raise UserError(f"--share is {options.share}, outside (0, 1); give the part of the units to keep")
+    for name in ("refine", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = read_command_line(rest)[0]
+    model = outline(describe_model(config.model, config.data.sequence_length))
+    shapes = {name: tuple(X.shape) for name, X in find_blocks(model, config.salaad).items()}
+    parts = {
+        name: random_parts(*shape) for name, shape in tqdm(shapes.items(), desc="making", leave=False, disable=None)
+    }
+    seconds = {}
+
+    start = time.perf_counter()
+    blocks = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
+    hpa.allocate(blocks, remove=round((1 - options.share) * hpa.parameters(blocks)), kappa=0.5)
+    seconds["HPA"] = time.perf_counter() - start
+
+    start = time.perf_counter()
+    line = Line.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    kept = line.keep(round(options.share * line.parameters))
+    seconds["energy"] = time.perf_counter() - start
+
+    seconds["refinement"], errors = 0.0, []
+    for name, slr in tqdm(parts.items(), desc="refining", disable=None):
+        T, cut = slr.dense(), slr.cut(*kept[name])
+        start = time.perf_counter()
+        fitted = refine(T, rank=cut.rank, nnz=cut.nnz, iterations=options.refine, S=cut.sparse())
+        seconds["refinement"] += time.perf_counter() - start
+        errors.append([float(torch.linalg.vector_norm(T - kind.dense())) for kind in (cut, fitted)])
+    before, after = (sum(error[i] ** 2 for error in errors) ** 0.5 for i in range(2))
+    print(markdown_table(("step", "seconds"), [(step, f"{spent:.2f}") for step, spent in seconds.items()]))
+    print(f"\n{len(parts)} blocks; the error of all of them falls by {1 - after / before:.1%}")
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        setting = {"share": options.share, "refine": options.refine, "rank_ratio": RANK_RATIO, "density": DENSITY}
+        result = {"blocks": len(parts), "parameters": line.parameters, **setting, "seconds": seconds}
+        write_json({**result, "error": [before, after], "config": config.to_dict(), **provenance()}, options.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
