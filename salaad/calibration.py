@@ -6,7 +6,7 @@ The weight of row i of a block, whose output is y = X·x, is
 
 the output half of the empirical Fisher information (K-FAC), half way to uniform. Cutting and refinement then work on
 diag(w)·X, so that an error counts by what it does to the loss. Weights average to one in every block: how much blocks
-weigh among each other is left to their energy. An embedding, which has no input to multiply, keeps equal weights.
+weigh among each other is left to their energy. An embedding, which multiplies nothing, and the head keep equal weights.
 
 Of all that was tried (results/nano/calibration) this alone lowered the perplexity of both runs at every budget.
 """
@@ -74,10 +74,10 @@ class CalibrationText:
 def output_weights(
     loss: SummedLoss, blocks: Sequence[str], batches: Iterable[dict[str, Tensor]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Name → w of every block that multiplies (n×1; 1×n for a weight kept transposed), float32 on the CPU.
+    """Name → w of every block in the body that multiplies (n×1; 1×n for a weight kept transposed), float32 on the CPU.
 
     Args:
-        loss: of the model whose blocks they are, in float32.
+        loss: of the model whose blocks they are, in float32, its parameters frozen.
         blocks: module names.
         batches: `input_ids` and `labels` of the text.
         device: where the model is.

@@ -249,7 +249,7 @@ def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> li
     Raises:
         UserError: the text cannot be read or is shorter.
     """
-    plan = replace(_plan(text, config, text.train_files, min(config.streams, count), seed), epochs=1)
+    plan = replace(_plan(text, config, text.train_files, config.streams, seed), epochs=1)
     encoder = Encoder(text.tokenizer)
     streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
     rows: list[np.ndarray] = []

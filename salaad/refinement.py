@@ -25,7 +25,7 @@ def refine(
     Args:
         T: the matrix to come near to.
         rank: r of L.
-        nnz: k, entries of S; fewer where T − L has no more that are not zero.
+        nnz: k, entries of S; fewer where T − L has no more that are not zero and not taken.
         iterations: alternations at the most.
         S: the sparse part to begin with (n×m); zero if not given.
         taken: places S must leave zero (n×m, bool); none if not given.
@@ -53,6 +53,8 @@ def refine(
 def _largest(R: Tensor, count: int, taken: Tensor | None) -> Tensor:
     """R with all but its `count` largest entries outside `taken` set to zero."""
     flat = R.flatten()
-    sizes = flat.abs() if taken is None else torch.where(taken.flatten(), -1, flat.abs())
-    places = sizes.topk(count, sorted=False).indices
+    sizes, free = flat.abs(), flat.numel()
+    if taken is not None:
+        sizes, free = torch.where(taken.flatten(), -1, sizes), free - int(torch.count_nonzero(taken))
+    places = sizes.topk(min(count, free), sorted=False).indices
     return torch.zeros_like(flat).index_put((places,), flat[places]).view_as(R)

@@ -38,8 +38,11 @@ class Slr:
     @classmethod
     def from_factors(cls, Q: Tensor, V: Tensor, S: Tensor) -> "Slr":
         """Turn Q·V, of which Q (n×r) has orthonormal columns, into singular terms, and gather the entries of S."""
-        W = torch.linalg.eigh(V @ V.mT)[1].flip(1)
-        return cls(tuple(S.shape), Q @ W, W.mT @ V, *_entries(S))
+        W = torch.linalg.eigh(V @ V.mT)[1]
+        V = W.mT @ V
+        # By their lengths: the eigenvalues are squares, which have lost the order of small ones.
+        order = torch.linalg.vector_norm(V, dim=1).argsort(descending=True)
+        return cls(tuple(S.shape), Q @ W[:, order], V[order], *_entries(S))
 
     @classmethod
     def joined(cls, first: "Slr", second: "Slr") -> "Slr":

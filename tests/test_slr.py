@@ -263,3 +263,154 @@ def test_parts_come_back_from_a_file_whole_cut_and_transposed(shape, rank, nnz):
 
 def test_a_file_holds_the_four_named_tensors():
     assert tuple(example((3, 4)).tensors()) == Slr.TENSORS == ("U", "V", "positions", "values")
+
+
+# ---- one side scaled, in order again, two joined, sparse, moved, from factors
+
+
+def assert_in_order(slr: Slr, atol: float = 1e-11) -> None:
+    """The terms are singular and come the largest first, as the entries do."""
+    for gram in (slr.U.mT @ slr.U, slr.V @ slr.V.mT):
+        np.testing.assert_allclose((gram - gram.diag().diag()).numpy(), 0, rtol=0, atol=atol)
+    sigma = np.linalg.svd((slr.U @ slr.V).numpy(), compute_uv=False)[: slr.rank]
+    np.testing.assert_allclose(slr.sigma.numpy(), sigma, rtol=0, atol=atol)
+    assert np.all(np.diff(slr.values.abs().numpy()) <= 0)
+
+
+def positive(n: int, m: int, seed: int = 7) -> np.ndarray:
+    """Weights that change every order."""
+    return np.exp(gaussian(n, m, seed))
+
+
+@pytest.mark.parametrize(("shape", "rank", "nnz"), CASES)
+def test_scaled_parts_are_those_of_the_matrix_times_the_weight_unit_by_unit(shape, rank, nnz):
+    slr = example(shape, rank, nnz)
+    for weight in (positive(shape[0], 1), positive(1, shape[1])):
+        scaled = slr.scaled(torch.from_numpy(weight))
+        assert (scaled.shape, scaled.rank, scaled.nnz) == (shape, rank, nnz)
+        assert torch.equal(scaled.positions, slr.positions)
+        for some in ((rank, nnz), (rank, 0), (0, nnz), (rank // 2, nnz // 3)):
+            cut = slr.cut(*some).dense().numpy()
+            np.testing.assert_allclose(scaled.cut(*some).dense().numpy(), weight * cut, **close)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scaling_back_gives_the_parts_back_and_leaves_the_original_whole(shape):
+    slr = example(shape)
+    before = {key: tensor.clone() for key, tensor in slr.tensors().items()}
+    weight = torch.from_numpy(positive(shape[0], 1))
+    back = slr.scaled(weight).scaled(1 / weight)
+    for key, tensor in slr.tensors().items():
+        assert torch.equal(tensor, before[key])
+        torch.testing.assert_close(back.tensors()[key], tensor, **close)
+
+
+@pytest.mark.parametrize(("shape", "rank", "nnz"), CASES)
+def test_resorted_parts_are_the_same_matrix_in_order_of_size(shape, rank, nnz):
+    L, S = truncated(low_rank(*shape), rank), sparse(*shape, nnz)
+    for weight in (positive(shape[0], 1), positive(1, shape[1])):
+        slr = parts(L, S, rank).scaled(torch.from_numpy(weight)).resorted()
+        assert (slr.shape, slr.rank, slr.nnz) == (shape, rank, nnz)
+        assert_in_order(slr)
+        np.testing.assert_allclose(slr.sparse().numpy(), weight * S, **close)
+        np.testing.assert_allclose((slr.U @ slr.V).numpy(), weight * L, **close)
+        cut = slr.cut(rank // 2, nnz // 3).dense().numpy()
+        np.testing.assert_allclose(cut, truncated(weight * L, rank // 2) + largest(weight * S, nnz // 3), **close)
+
+
+def test_a_weight_can_change_which_units_are_the_largest():
+    slr = Slr.from_parts(torch.diag(torch.tensor([3.0, 2.0])), torch.tensor([[0.0, 5.0], [4.0, 0.0]]), 2)
+    scaled = slr.scaled(torch.tensor([[1.0], [10.0]]))
+    assert (scaled.sigma.tolist(), scaled.values.tolist()) == ([3, 20], [5, 40])
+    assert (scaled.resorted().sigma.tolist(), scaled.resorted().values.tolist()) == ([20, 3], [40, 5])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_joined_parts_add_up_and_keep_all_of_the_first_before_any_of_the_second(shape):
+    n, m = shape
+    S = sparse(n, m, n * m)
+    here = np.random.default_rng(4).random(shape) < 0.4
+    first = parts(low_rank(n, m), np.where(here, S, 0), min(shape) // 2)
+    second = parts(10 * low_rank(n, m, 5), np.where(here, 0, 10 * S), min(shape))
+    joined = Slr.joined(first, second)
+    assert (joined.shape, joined.rank, joined.nnz) == (shape, first.rank + second.rank, first.nnz + second.nnz)
+    assert joined.positions.dtype == first.positions.dtype
+    np.testing.assert_allclose(joined.dense().numpy(), first.dense().numpy() + second.dense().numpy(), **close)
+    np.testing.assert_array_equal(joined.sparse().numpy(), np.where(here, S, 10 * S))
+    assert_same(joined.cut(first.rank, first.nnz), first)
+    for rank, nnz in product(range(second.rank + 1), (0, second.nnz // 2, second.nnz)):
+        more = joined.cut(first.rank + rank, first.nnz + nnz).dense().numpy()
+        expected = first.dense().numpy() + second.cut(rank, nnz).dense().numpy()
+        np.testing.assert_allclose(more, expected, **close)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_joining_nothing_changes_nothing(shape):
+    slr = example(shape)
+    nothing = slr.cut(0, 0)
+    assert_same(Slr.joined(slr, nothing), slr)
+    assert_same(Slr.joined(nothing, slr), slr)
+
+
+@pytest.mark.parametrize(("shape", "rank", "nnz"), CASES)
+def test_sparse_is_s_to_the_bit_and_not_a_view(shape, rank, nnz):
+    S = sparse(*shape, nnz)
+    slr = parts(low_rank(*shape), S, rank)
+    np.testing.assert_array_equal(slr.sparse().numpy(), S)
+    slr.sparse().fill_(7)
+    np.testing.assert_array_equal(slr.sparse().numpy(), S)
+    np.testing.assert_array_equal(slr.cut(rank, nnz // 2).sparse().numpy(), largest(S, nnz // 2))
+    np.testing.assert_array_equal(slr.transposed().sparse().numpy(), S.T)
+
+
+def test_sparse_has_the_dtype_of_the_entries():
+    assert example((3, 4)).to("cpu", torch.float32).sparse().dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, None])
+def test_moved_parts_have_their_numbers_in_that_dtype_and_their_places_as_they_were(dtype):
+    slr = example((6, 9))
+    moved = slr.to("cpu", dtype)
+    assert (moved.shape, moved.rank, moved.nnz) == (slr.shape, slr.rank, slr.nnz)
+    assert torch.equal(moved.positions, slr.positions) and moved.positions.dtype == torch.int32
+    for key in ("U", "V", "values"):
+        rounded = getattr(slr, key).to(dtype or torch.float64)
+        assert getattr(moved, key).dtype == rounded.dtype
+        assert torch.equal(getattr(moved, key), rounded)
+    assert slr.U.dtype == slr.V.dtype == slr.values.dtype == torch.float64
+
+
+def test_all_parts_are_moved_to_the_device():
+    moved = example((6, 9)).to(torch.device("meta"), torch.float32)
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert (moved.shape, moved.rank, moved.nnz, moved.U.dtype) == ((6, 9), 6, 27, torch.float32)
+
+
+@pytest.mark.parametrize(("shape", "rank", "nnz"), CASES)
+def test_factors_with_an_orthonormal_side_become_singular_terms_of_the_same_matrix(shape, rank, nnz):
+    n, m = shape
+    Q, mixing = np.linalg.qr(gaussian(n, rank, 1))[0], np.linalg.qr(gaussian(rank, rank, 2))[0]
+    V = mixing @ low_rank(rank, m, 3) if rank else np.zeros((0, m))
+    S = sparse(n, m, nnz)
+    slr = Slr.from_factors(*map(torch.from_numpy, (Q, V, S)))
+    assert (slr.shape, slr.rank, slr.nnz) == (shape, rank, nnz)
+    assert_in_order(slr)
+    assert np.all(np.diff(slr.sigma.numpy()) <= 1e-11)
+    np.testing.assert_allclose((slr.U @ slr.V).numpy(), Q @ V, **close)
+    np.testing.assert_array_equal(slr.sparse().numpy(), S)
+    for some in range(rank + 1):
+        cut = slr.cut(some, nnz // 2).dense().numpy()
+        np.testing.assert_allclose(cut, truncated(Q @ V, some) + largest(S, nnz // 2), **close)
+
+
+@properties
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 10**6), st.data())
+def test_the_first_terms_of_factors_are_their_best_approximation_whatever_the_spectrum(n, m, seed, data):
+    rank, inner = data.draw(st.integers(0, n)), data.draw(st.integers(0, m))
+    Q = np.linalg.qr(gaussian(n, rank, seed))[0]
+    V = 10.0 ** data.draw(st.integers(-3, 3)) * gaussian(rank, inner, seed + 1) @ gaussian(inner, m, seed + 2)
+    slr = Slr.from_factors(*map(torch.from_numpy, (Q, V, np.zeros((n, m)))))
+    some = data.draw(st.integers(0, rank))
+    sigma = np.linalg.svd(Q @ V, compute_uv=False)
+    lost = np.linalg.norm(Q @ V - slr.cut(some, 0).dense().numpy())
+    assert lost == pytest.approx(np.linalg.norm(sigma[some:]), rel=1e-6, abs=1e-7 * max(sigma[0], 1e-300))
