@@ -21,9 +21,9 @@ from torch import Tensor
 from salaad import sharding
 from salaad.errors import UserError
 from salaad.files import read_json, write_checksums, write_json
-from salaad.surrogate import Surrogate
+from salaad.surrogate import Surrogate, target_of
 
-FORMAT = 1
+FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
     if tensors:
         save_file(tensors, folder / shard)
     entries = {
-        name: {"file": shard, "shape": list(s.L.shape), "rho": s.rho, "rank": s.rank, "nnz": s.nnz}
+        name: {"file": shard, "shape": list(s.T.shape), "rho": s.rho, "rank": s.rank, "nnz": s.nnz}
         for name, s in surrogates.items()
     }
     index = {name: entry for part in sharding.gather(entries) for name, entry in part.items()}
@@ -133,7 +133,7 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
         UserError: there is no index, or it is of another format.
     """
     index = read_json(folder / "index.json")
-    if index.get("format") != FORMAT:
+    if index.get("format") not in (FORMAT, OLD_FORMAT):
         raise UserError(
             f"{folder} has format {index.get('format')}, this version reads {FORMAT}; use the version that wrote it"
         )
@@ -152,6 +152,10 @@ def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[
         if name not in blocks:
             raise UserError(f"{folder} holds no block {name}; give the salaad.roles of the run that wrote it")
         with safe_open(folder / blocks[name]["file"], framework="pt") as shard:
-            keys = ("low_rank", "residual", "sigma", "thresholds")
-            states[name] = {key: shard.get_tensor(f"{name}/{key}") for key in keys}
+            present = set(shard.keys())
+            keys = ("target", "low_rank", "residual", "sigma", "thresholds", "basis")
+            state = {key: shard.get_tensor(f"{name}/{key}") for key in keys if f"{name}/{key}" in present}
+        if "low_rank" in state:
+            state["target"] = target_of(state.pop("low_rank"), state["residual"], state["thresholds"][2])
+        states[name] = state
     return states

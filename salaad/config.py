@@ -178,7 +178,8 @@ class SalaadConfig:
         embedding: add the embedding to the blocks.
         lm_head: add the LM head to the blocks.
         schedule: synchronous updates all blocks at once; staggered spreads an owner's blocks over the K steps.
-        method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix) or auto.
+        method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
+            (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
     """
 
     rank_ratio: float = 0.15
@@ -195,7 +196,7 @@ class SalaadConfig:
     embedding: bool = False
     lm_head: bool = False
     schedule: Literal["synchronous", "staggered"] = "synchronous"
-    method: Literal["auto", "exact", "gram"] = "auto"
+    method: Literal["auto", "exact", "gram", "subspace"] = "auto"
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")

@@ -15,6 +15,7 @@ from salaad.checkpoint import read_index, read_surrogates
 from salaad.decomposition import PostHoc
 from salaad.prox import soft_threshold
 from salaad.slr import Slr
+from salaad.surrogate import low_rank_of
 
 Parts = dict[str, Slr]
 
@@ -24,8 +25,8 @@ def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, 
     index = read_index(surrogate)
     for name in names:
         state = read_surrogates(surrogate, (name,))[name]
-        S = soft_threshold(state["residual"], state["thresholds"][2])
-        yield name, Slr.from_parts(state["low_rank"], S, index[name]["rank"])
+        T, R, tau = state["target"], state["residual"], state["thresholds"][2]
+        yield name, Slr.from_parts(low_rank_of(T, R, tau), soft_threshold(R, tau), index[name]["rank"])
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:

@@ -13,7 +13,7 @@ from salaad.tables import markdown_table, millions
 
 # Bytes per parameter: weights, gradients, the optimizer's two moments.
 _BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
-_ADMM_BYTES = 12  # L, R and T of `Surrogate`, in float32
+_ADMM_BYTES = 10  # R and T of `Surrogate`, in float32, and singular vectors of up to half the short side
 
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:

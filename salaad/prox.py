@@ -9,6 +9,8 @@ A threshold of 0 returns Z itself, to the bit, so that rounding never reaches th
 import torch
 from torch import Tensor
 
+from salaad.spectral import threshold
+
 
 def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
     """Shrink every entry of Z (any shape) towards zero by `tau` ≥ 0.
@@ -23,7 +25,7 @@ def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, T
 
     Args:
         Z: matrix, float32 or float64.
-        tau: threshold, a number or a tensor without dimensions on the device of Z.
+        tau: threshold, a number or a tensor without dimensions.
         method: `exact` (full SVD), `gram` (eigenvectors of the Gram matrix of the short side, a few times faster) or
             `auto`, which is `gram`. In float32 the error of `gram` relative to ‖Z‖ is about 1e-6, and grows to 1e-4
             where the threshold falls among singular values a thousand times smaller than the largest.
@@ -31,28 +33,8 @@ def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, T
     Returns:
         L (n×m) and its singular values (min(n, m), descending): those of Z, less `tau`, never below 0.
     """
-    L, sigma = _METHODS[resolve_method(method)](Z, tau)
-    return torch.where(torch.as_tensor(tau, device=Z.device) == 0, Z, L), sigma
-
-
-def _svt_exact(Z: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
-    U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
-    shrunk = (sigma - tau).clamp_min(0)
-    return (U * shrunk) @ Vh, shrunk
-
-
-def _svt_gram(Z: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
-    """With the spectrum of the short side, L = Q diag((σ − τ)₊/σ) QᵀZ for a short and wide Z."""
-    if Z.shape[0] > Z.shape[1]:
-        L, shrunk = _svt_gram(Z.mT, tau)
-        return L.mT.contiguous(), shrunk
-    try:
-        Q, projected, sigma = _gram_spectrum(Z)
-    except torch.linalg.LinAlgError:
-        return _svt_exact(Z, tau)
-    shrunk = (sigma - tau).clamp_min(0)
-    kept = int(torch.count_nonzero(shrunk))
-    return (Q[:, :kept] * (shrunk[:kept] / sigma[:kept])) @ projected[:kept], shrunk
+    found = threshold(Z, float(tau), method=method)
+    return found.L, found.sigma
 
 
 def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,14 +47,6 @@ def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     projected = Q.mT @ Z
     sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
     return Q[:, order], projected[order], sigma
-
-
-_METHODS = {"exact": _svt_exact, "gram": _svt_gram}
-
-
-def resolve_method(method: str) -> str:
-    """The method that `auto` stands for."""
-    return "gram" if method == "auto" else method
 
 
 def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> int:

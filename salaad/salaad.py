@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from salaad import sharding
 from salaad.config import SalaadConfig
 from salaad.errors import UserError
-from salaad.prox import resolve_method
 from salaad.roles import find_blocks
+from salaad.spectral import METHODS
 from salaad.surrogate import Surrogate, UpdateRecord
 
 
@@ -135,8 +135,7 @@ class Salaad:
         for step, name, row in records:
             if not all(map(_is_finite, row)):
                 raise NotFiniteError(name, step)
-        method = resolve_method(self.config.method)
-        return [(step, name, UpdateRecord(*row, method)) for step, name, row in records]
+        return [(step, name, UpdateRecord(*row, METHODS[int(method)])) for step, name, (*row, method) in records]
 
     def penalty(self) -> Tensor:
         """ℓ_ρ (eq. 3) summed over all blocks, at the weights as they are now; the same on every rank."""

@@ -12,7 +12,8 @@ One update, J times, then the controller once:
     τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊
 
 S and U are two halves of one matrix. With R = X − L + U_old the sparse step gives S = soft(R, τ_S), and the dual step
-gives U = R − S = clamp(R, −τ_S, τ_S). So a block stores three dense float32 matrices, L, R and T, and no more.
+gives U = R − S = clamp(R, −τ_S, τ_S). And L = T − S + U is not needed for the next update. So a block stores two dense
+float32 matrices, R and T, and, once its rank is low, the leading singular vectors that the next update begins with.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from salaad.config import SalaadConfig
-from salaad.prox import effective_rank, soft_threshold, svt, truncate
+from salaad.prox import effective_rank, soft_threshold, truncate
+from salaad.spectral import METHODS, threshold
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class UpdateRecord:
     beta: float
     delta: float
     error: float
+    bound: float
     method: str
 
 
@@ -55,9 +58,10 @@ class Surrogate:
         self.tau_L = X.new_zeros(())
         self.tau_S = X.new_zeros(())
         self._tau_R = X.new_zeros(())  # the τ_S that split R into S and U; the controller has moved on since
-        self.L, self.sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
+        L, self.sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
         self.R = torch.zeros_like(X)
-        self.T = self.L.clone()
+        self.T = L
+        self.basis: Tensor | None = None
         self.rank = effective_rank(self.sigma, config.gamma, config.energy)
 
     @torch.no_grad()
@@ -65,24 +69,27 @@ class Surrogate:
         """One ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
 
         Returns:
-            The numbers of `UpdateRecord` in order, as one float32 tensor on the device of X.
+            The numbers of `UpdateRecord` in order, the method as its place in `METHODS`, as one float32 tensor on the
+            device of X.
         """
         X = X.detach().float()
         for _ in range(self.config.inner):
             U = self._U()
-            S = self.R - U
-            self.L, self.sigma = svt(X - S + U, self.tau_L, self.config.method)
+            found = threshold(X - self.R + 2 * U, float(self.tau_L), self.basis, self.config.method)
+            self.sigma, self.basis = found.sigma, found.basis
             # Without a threshold L takes everything that is not S, and R = S: rounding must not fill S.
-            self.R = torch.where(self.tau_L == 0, S, X - self.L + U)
+            self.R = X - found.L + U if self.tau_L > 0 else self.R - U
             self._tau_R = self.tau_S.clone()
         U = self._U()
-        self.T = self.L + self.R - 2 * U
+        S = self.R - U
+        self.T = found.L + S - U
         self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
-        density = torch.count_nonzero(self.R - U) / X.numel()
+        density = torch.count_nonzero(S) / X.numel()
         self._control(density)
-        delta = torch.linalg.vector_norm(X - self.L - self.R + U)
+        delta = torch.linalg.vector_norm(X - found.L - S)
         error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
-        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error)
+        method = METHODS.index(found.method)
+        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error, found.bound, method)
         return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
 
     def _control(self, density: Tensor) -> None:
@@ -105,8 +112,8 @@ class Surrogate:
         return self.rho / 2 * torch.linalg.vector_norm(X.float() - self.T).square()
 
     def low_rank(self) -> Tensor:
-        """L (n×m) as the ADMM holds it; `deployed` truncates it to its effective rank."""
-        return self.L
+        """L (n×m) up to rounding; `deployed` truncates it to its effective rank."""
+        return low_rank_of(self.T, self.R, self._tau_R)
 
     def sparse(self) -> Tensor:
         """S (n×m), dense."""
@@ -118,7 +125,7 @@ class Surrogate:
 
     def deployed(self) -> Tensor:
         """L truncated to its effective rank, plus S (n×m): what every reported L + S figure uses."""
-        return truncate(self.L, self.rank)[0] + self.sparse()
+        return truncate(self.low_rank(), self.rank)[0] + self.sparse()
 
     @property
     def alpha(self) -> float:
@@ -133,7 +140,7 @@ class Surrogate:
     @property
     def rank_ratio(self) -> float:
         """Γ(L): the effective rank over min(n, m)."""
-        return self.rank / min(self.L.shape)
+        return self.rank / min(self.T.shape)
 
     @property
     def nnz(self) -> int:
@@ -143,28 +150,37 @@ class Surrogate:
     @property
     def density(self) -> float:
         """Υ(S): `nnz` over n·m."""
-        return self.nnz / self.L.numel()
+        return self.nnz / self.T.numel()
 
     @property
     def parameters(self) -> int:
         """Parameters of the block as L + S: rank·(n + m) + nnz."""
-        return self.rank * sum(self.L.shape) + self.nnz
+        return self.rank * sum(self.T.shape) + self.nnz
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a later `load_state_dict` needs to go on bit for bit."""
+        basis = {} if self.basis is None else {"basis": self.basis}
         return {
-            "low_rank": self.L,
+            "target": self.T,
             "residual": self.R,
             "sigma": self.sigma,
             "thresholds": torch.stack([self.tau_L, self.tau_S, self._tau_R]),
+            **basis,
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over the state that `state_dict` gave, on this block's own device."""
-        device = self.L.device
-        self.L = state["low_rank"].to(device)
-        self.R = state["residual"].to(device)
-        self.sigma = state["sigma"].to(device)
-        self.tau_L, self.tau_S, self._tau_R = state["thresholds"].to(device).unbind()
-        self.T = self.L + self.R - 2 * self._U()
+        state = {key: value.to(self.T.device) for key, value in state.items()}
+        self.T, self.R, self.sigma, self.basis = state["target"], state["residual"], state["sigma"], state.get("basis")
+        self.tau_L, self.tau_S, self._tau_R = state["thresholds"].unbind()
         self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
+
+
+def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:
+    """L = T − S + U of a block, S and U the halves of R that τ splits it into (n×m all)."""
+    return T - R + 2 * R.clamp(-tau, tau)
+
+
+def target_of(L: Tensor, R: Tensor, tau: Tensor) -> Tensor:
+    """T of a block from its L: what `low_rank_of` undoes, up to rounding."""
+    return L + R - 2 * R.clamp(-tau, tau)

@@ -145,7 +145,7 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
         }
     result["overhead"] = result["salaad"]["seconds_per_step"] / result["full_rank"]["seconds_per_step"] - 1
     surrogates = contenders["salaad"].method.surrogates().values()
-    dense = sum(4 * surrogate.L.numel() for surrogate in surrogates)
+    dense = sum(4 * surrogate.T.numel() for surrogate in surrogates)
     result["admm_buffers_per_block"] = admm_bytes(contenders["salaad"].method) / dense
     result["matmul_peak_flops"] = peak
     return result

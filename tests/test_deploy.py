@@ -31,7 +31,8 @@ def dense_parts(run_folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor,
         state = load_file(surrogate / entry["file"])
         R, tau = state[f"{name}/residual"].double(), state[f"{name}/thresholds"][2].double()
         S = torch.sign(R) * (R.abs() - tau).clamp_min(0)
-        L = state[f"{name}/low_rank"].double()
+        T = state[f"{name}/target"].double()
+        L = T - R + 2 * R.clamp(-tau, tau)
         sigma = torch.linalg.svdvals(L)
         rank = int((sigma.cumsum(0) < 0.999 * sigma.sum()).sum()) + 1
         parts[name] = (L, S, rank)

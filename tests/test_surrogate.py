@@ -69,7 +69,8 @@ def block_after(updates: int, X: Tensor, rho: float = 1e-3, **settings) -> tuple
 
 
 def updated(block: Surrogate, X: Tensor) -> UpdateRecord:
-    return UpdateRecord(*block.update(X).tolist(), method=block.config.method)
+    *numbers, method = block.update(X).tolist()
+    return UpdateRecord(*numbers, METHODS[int(method)])
 
 
 def with_thresholds(block: Surrogate, tau_L: float, tau_S: float) -> Surrogate:

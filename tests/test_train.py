@@ -242,7 +242,7 @@ def test_the_records_say_what_happened(toy, tmp_path):
     blocks = lines(tmp_path / "run", "blocks.jsonl")
     assert [row["step"] for row in blocks] == [3] * 14 + [6] * 14
     assert set(blocks[0]) == {
-        "step", "block", "rank_ratio", "density", "alpha", "beta", "delta", "error", "method",
+        "step", "block", "rank_ratio", "density", "alpha", "beta", "delta", "error", "bound", "method",
     }  # fmt: skip
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]

@@ -1,0 +1,200 @@
+"""Singular-value thresholding as cheap as its tolerance allows: a ladder of methods, the cheapest that holds.
+
+    subspace   the leading eigenvectors of the Gram matrix, from those of the last update, by one Chebyshev filter
+    gram       all eigenvectors of the Gram matrix
+    exact      a full SVD
+
+All of `subspace` but the Gram matrix A = ZZᵀ of the short side and L itself happens in n×q, q a little above the kept
+rank. A filter of degree d multiplies an error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b the first
+eigenvalue left out; d follows from the error that the old subspace has, which is known before anything is done.
+
+It knows how wrong it is. Let Û (n×k) be Ritz vectors of A with σ² = diag(ÛᵀAÛ) > τ², the V̂ = ZᵀÛ/σ, and
+
+    E = (I − ÛÛᵀ) Z V̂ = (AÛ − Ûσ²)/σ,        F = (I − ÛÛᵀ) Z (I − V̂V̂ᵀ).
+
+Z − E has the triplets (Û, σ, V̂) among its singular ones, and F is the rest of it. So if ‖F‖₂ ≤ τ,
+L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal operator never pulls two matrices apart,
+
+    ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
+
+‖E‖_F is computed, ‖F‖₂ is estimated by power iteration and what it exceeds τ by is added. Where the sum exceeds the
+tolerance another filter follows, then the next rung, which finds A already made.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 5e-4  # of the error in L relative to ‖Z‖_F
+SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes to find some
+LARGEST_SHARE = 0.5  # of the short side that a subspace may span to be worth it
+MOST_FILTERS, HIGHEST_DEGREE = 2, 16
+METHODS = ("exact", "gram", "subspace")
+_SAFETY = 3.0  # by which a filter is to overshoot
+_PROBES, _PROBE_STEPS = 4, 3
+_LEAST_SIGMA = 1e-2  # relative to the largest: below, the square in A has lost too much of a singular value
+
+
+@dataclass(frozen=True)
+class Thresholded:
+    """SVT_τ(Z), and what it took.
+
+    Args:
+        L: n×m.
+        sigma: its singular values, the largest first; min(n, m) of them, 0 those that are not kept.
+        basis: leading singular vectors of the short side (short × q) for the next update; None where that cannot pay.
+        method: the rung.
+        bound: of the error in L relative to ‖Z‖_F, as `subspace` computes it; rounding for the others.
+    """
+
+    L: Tensor
+    sigma: Tensor
+    basis: Tensor | None
+    method: str
+    bound: float
+
+
+@torch.no_grad()
+def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = "auto") -> Thresholded:
+    """Shrink the singular values of Z (n×m, float32 or float64) by `tau` ≥ 0.
+
+    Args:
+        Z: the matrix.
+        tau: the threshold; 0 returns Z itself, to the bit.
+        basis: of the last update of the same block.
+        method: a rung, or `auto`: the cheapest that holds its tolerance.
+
+    Raises:
+        torch.linalg.LinAlgError: Z is not finite.
+    """
+    if Z.shape[0] > Z.shape[1]:
+        found = threshold(Z.mT.contiguous(), tau, basis, method)
+        return Thresholded(found.L.mT.contiguous(), found.sigma, found.basis, found.method, found.bound)
+    if method == "exact":
+        return _exact(Z, tau)
+    A = Z @ Z.mT
+    if method in ("auto", "subspace") and basis is not None and tau > 0:
+        found = _subspace(Z, A, tau, basis)
+        if found is not None:
+            return found
+    try:
+        return _gram(Z, A, tau)
+    except torch.linalg.LinAlgError:
+        return _exact(Z, tau)
+
+
+def _exact(Z: Tensor, tau: float) -> Thresholded:
+    U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
+    shrunk = (sigma - tau).clamp_min(0)
+    L = Z if tau == 0 else (U * shrunk) @ Vh
+    return Thresholded(L, shrunk, None, "exact", torch.finfo(Z.dtype).eps)
+
+
+def _gram(Z: Tensor, A: Tensor, tau: float) -> Thresholded:
+    eigenvalues, U = torch.linalg.eigh(A)
+    sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
+    if tau < _LEAST_SIGMA * float(sigma[0]):
+        # The lengths of the rows of UᵀZ still have what A has lost of the small ones.
+        projected = U.mT @ Z
+        sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
+        U, projected = U[:, order], projected[order]
+    else:
+        projected = None
+    k = int(torch.count_nonzero(sigma > tau))
+    if tau == 0:
+        L = Z
+    elif projected is None:
+        L = _shrunk(Z, U[:, :k], sigma[:k], tau)
+    else:
+        L = (U[:, :k] * (1 - tau / sigma[:k])) @ projected[:k]
+    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k), "gram", torch.finfo(Z.dtype).eps)
+
+
+def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
+    """U diag(1 − τ/σ) UᵀZ in the order that takes fewer operations."""
+    (n, m), k = Z.shape, len(sigma)
+    left = U * (1 - tau / sigma)
+    return left @ (U.mT @ Z) if 2 * k * m <= n * (k + m) else (left @ U.mT) @ Z
+
+
+def _basis(U: Tensor, k: int) -> Tensor | None:
+    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by."""
+    n = len(U)
+    q = k + max(8, k // 2)
+    return U[:, :q].clone() if n >= SMALLEST_SIDE and q <= LARGEST_SHARE * n else None
+
+
+def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor) -> Thresholded | None:
+    """None where the bound does not come below the tolerance, or the rank outgrows the basis."""
+    size = float(torch.linalg.vector_norm(Z))
+    U, AU, squares = _ritz(A, basis)
+    for filters in range(MOST_FILTERS + 1):
+        sigma = squares.clamp_min(0).sqrt()
+        k = int(torch.count_nonzero(sigma > tau))
+        if k == len(sigma) or (k and float(sigma[0]) * _LEAST_SIGMA > tau):
+            return None
+        E = (AU[:, :k] - U[:, :k] * squares[:k]) / sigma[:k]
+        bound = (float(torch.linalg.vector_norm(E)) + _excess(A, U, tau)) / size
+        if bound <= TOLERANCE:
+            L = _shrunk(Z, U[:, :k], sigma[:k], tau)
+            shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
+            shrunk[: len(sigma)] = (sigma - tau).clamp_min(0)
+            more = _basis(U, k)
+            return Thresholded(
+                L, shrunk, more if more is not None and more.shape[1] <= U.shape[1] else U, "subspace", bound
+            )
+        if filters == MOST_FILTERS:
+            return None
+        edge = min(float(squares[-1]), 0.8 * tau**2)
+        rate = math.acosh(2 * tau**2 / edge - 1)
+        degree = math.ceil(math.acosh(max(_SAFETY * bound / TOLERANCE, 1.5)) / rate)
+        if degree > HIGHEST_DEGREE:
+            return None
+        U, AU, squares = _ritz(A, _orthonormal(_filtered(A, U, AU, edge, float(squares[0]), degree)))
+    return None
+
+
+def _ritz(A: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ritz vectors of A in the span of V (n×q, orthonormal), A times them, and Ritz values, the largest first."""
+    AV = A @ V
+    values, W = torch.linalg.eigh(V.mT @ AV)
+    W = W.flip(1)
+    return V @ W, AV @ W, values.flip(0)
+
+
+def _filtered(A: Tensor, V: Tensor, AV: Tensor, edge: float, top: float, degree: int) -> Tensor:
+    """The Chebyshev polynomial of A that is at most 1 on [0, edge] and grows fastest beyond, scaled to 1 at `top`."""
+    half = edge / 2
+    scale = first = half / (top - half)
+    before, now = V, (AV - half * V) * (scale / half)
+    for _ in range(degree - 1):
+        following = 1 / (2 / first - scale)
+        before, now = (
+            now,
+            torch.addmm(now, A, now, beta=-half, alpha=1) * (2 * following / half) - scale * following * before,
+        )
+        scale = following
+    return now
+
+
+def _orthonormal(Y: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of Y (n×q), by Cholesky-QR twice."""
+    for _ in range(2):
+        Y = Y / torch.linalg.vector_norm(Y, dim=0).clamp_min(torch.finfo(Y.dtype).tiny)
+        R, failed = torch.linalg.cholesky_ex(Y.mT @ Y, upper=True)
+        if failed:
+            return torch.linalg.qr(Y)[0]
+        Y = torch.linalg.solve_triangular(R, Y, upper=True, left=False)
+    return Y
+
+
+def _excess(A: Tensor, U: Tensor, tau: float) -> float:
+    """What ‖F‖₂ exceeds τ by: power iteration on A outside the span of U, from a few fixed random vectors."""
+    g = torch.randn(len(A), _PROBES, generator=torch.Generator().manual_seed(0), dtype=A.dtype).to(A.device)
+    for _ in range(_PROBE_STEPS):
+        g = g - U @ (U.mT @ g)
+        g = g / torch.linalg.vector_norm(g, dim=0).clamp_min(torch.finfo(g.dtype).tiny)
+        before, g = g, A @ g
+    return max(0.0, float((before * g).sum(0).clamp_min(0).max()) ** 0.5 - tau)
