@@ -38,9 +38,9 @@ def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
     calibrated = options.calibrate > 0
     variants = [v.fitted(options.refine, calibrated) for v in parse_variants(names, deployment.dense)]
     deployment.check(variants)
-    path = result_file(source, options, "perplexity")
     if any(variant.calibrated for variant in variants):
         deployment.calibrate(data, options.calibrate)
+    path = result_file(source, options, "perplexity")
     evaluation = evaluation_of(deployment, options, data)
     rows = [evaluation(variant) for variant in variants]
     show(perplexity_table(rows), rows, path)
@@ -55,15 +55,15 @@ def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
     deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
-        for method in options.rivals:
+        for method in options.rivals.split(","):
             split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
             deployments[f"vanilla + {split.label}"] = Deployment(open_source(Path(options.vanilla)), split)
     for deployment in deployments.values():
         deployment.check(variants)
-    path = result_file(source, options, "sweep")
     if options.calibrate:
         for deployment in deployments.values():
             deployment.calibrate(data, options.calibrate)
+    path = result_file(source, options, "sweep")
     evaluations = {label: evaluation_of(deployment, options, data) for label, deployment in deployments.items()}
     rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]

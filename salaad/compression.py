@@ -177,7 +177,8 @@ def split_of(source: Source, options: CompressOptions) -> PostHoc | None:
     else:
         blocks = SalaadConfig(**source.run["salaad"])
     method = "rpca" if options.rpca else "godec"
-    return PostHoc(blocks, method, options.rank_ratio, options.density)
+    given = {"rank_ratio": options.rank_ratio, "density": options.density}
+    return PostHoc(blocks, method, **{name: value for name, value in given.items() if value is not None})
 
 
 def size_table(name: str, sizes: dict[str, tuple[int, int]]) -> str:

@@ -75,6 +75,11 @@ class Deployment:
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had, before anything is computed."""
         for variant in variants:
+            if variant.stored and not self._names:
+                raise UserError(
+                    f"{self.source.name} was not written with --elastic and holds one size, so {variant.name} cannot "
+                    "be cut from it; give the checkpoint it was made of"
+                )
             if variant.stored:
                 raise UserError(
                     f"{self.source.name} was not written with --elastic, so it keeps no order of its own to cut "
@@ -128,14 +133,14 @@ class Deployment:
             cut = {name: self._refined(variant, name, slr) for name, slr in bar}
         return self._unweighted(variant, cut)
 
-    def elastic(self, variant: Variant | None) -> tuple[Parts, Line]:
+    def elastic(self, variant: Variant) -> tuple[Parts, Line]:
         """All units in one order of worth, of which every size is a beginning, and their line.
 
-        Without a variant these are the units of L + S. With one, which has a budget and a refinement, the first are
-        those of the refined cut, and behind them stand units that bring it up to the size of L + S again: whatever
-        rank and entries the cut has not, fitted in the same way to what it lacks.
+        Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the
+        variant's budget, and behind them stand units that bring it up to the size of L + S again: whatever rank and
+        entries the cut has not, fitted in the same way to what it lacks.
         """
-        if variant is None or not variant.refine:
+        if not variant.refine or variant.budget >= self.whole:
             parts = self._weighted(variant)
             return self._unweighted(variant, parts), Line.of(_spectra(parts))
         whole = self._weighted(variant)
@@ -176,17 +181,17 @@ class Deployment:
         with deployed(model, parts):
             yield Opened(model, self.parameters(parts), self.kappa(parts))
 
-    def _weighted(self, variant: Variant | None) -> Parts:
+    def _weighted(self, variant: Variant) -> Parts:
         """L + S in order of size, as the loss feels it for a calibrated variant."""
-        if variant is None or not variant.calibrated:
+        if not variant.calibrated:
             return self.parts
         weights = self.weights
         return {
             name: slr.scaled(weights[name]).resorted() if name in weights else slr for name, slr in self.parts.items()
         }
 
-    def _unweighted(self, variant: Variant | None, parts: Parts) -> Parts:
-        if variant is None or not variant.calibrated:
+    def _unweighted(self, variant: Variant, parts: Parts) -> Parts:
+        if not variant.calibrated:
             return parts
         weights = self.weights
         return {name: slr.scaled(1 / weights[name]) if name in weights else slr for name, slr in parts.items()}

@@ -114,10 +114,17 @@ class ElasticQuantizer(HfQuantizer):
         tied = tied_modules(model)
         for name, slr in self._parts.items():
             if name not in tied:
-                model.set_submodule(name, outline_of(self._modules[name], slr.rank, slr.nnz))
+                # Without entries: some architectures look at a weight before it is filled.
+                model.set_submodule(name, outline_of(self._modules[name], slr.rank, 0))
         ignore_guards(model, entry.blocks)
         model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
         missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._parts}
+        missing |= {
+            rf"^{re.escape(key)}$"
+            for pair in model.all_tied_weights_keys.items()
+            for key in pair
+            if {part.rpartition(".")[0] for part in pair} & set(self._parts)
+        }
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *missing}
         return model
 

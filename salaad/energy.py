@@ -20,6 +20,7 @@ from salaad.hpa import Blocks, Kept, parameters
 Spectra = Mapping[str, tuple[int, int, Tensor, Tensor]]
 
 _DROPPED_BITS = 48  # of a float64, all but the exponent and the first four bits behind the leading one
+_LEVELS = 2 ** (63 - _DROPPED_BITS)
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,11 @@ class Line:
         """The line of name → (n, m, singular values of L, magnitudes of S's entries)."""
         sides = [values for _, _, sigma, S in spectra.values() for values in (sigma, S)]
         costs = [cost for n, m, *_ in spectra.values() for cost in (n + m, 1)]
-        levels = [_level(values, cost) for values, cost in zip(sides, costs, strict=True)]
-        every = torch.cat([*levels, torch.empty(0, dtype=torch.int64)]).unique().flip(0)
-        place = {int(level): i for i, level in enumerate(every)}
-        counts = torch.zeros(len(every), len(sides), dtype=torch.int64)
-        for side, level in enumerate(levels):
-            for value, count in zip(*level.unique(return_counts=True), strict=True):
-                counts[place[int(value)], side] = count
-        return cls({name: n + m for name, (n, m, *_) in spectra.items()}, counts.view(len(every), len(spectra), 2))
+        counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64)
+        for i, (values, cost) in enumerate(zip(sides, costs, strict=True)):
+            counts[i] = torch.bincount(_level(values, cost), minlength=_LEVELS)
+        counts = counts[:, counts.any(0)].flip(1).T
+        return cls({name: n + m for name, (n, m, *_) in spectra.items()}, counts.reshape(len(counts), len(spectra), 2))
 
     @property
     def parameters(self) -> int:
@@ -74,7 +72,7 @@ class Line:
 
 
 def _level(values: Tensor, cost: int) -> Tensor:
-    """Of units of this size and cost a whole number that rises with their worth."""
+    """Of units of this size and cost a number below `_LEVELS` that rises with their worth."""
     return (values.cpu().double().square() / cost).view(torch.int64) >> _DROPPED_BITS
 
 

@@ -53,6 +53,7 @@ class _SlrWeight(nn.Module):
 
     def fill(self, slr: Slr) -> None:
         """Take over the numbers of `slr`, in its dtype and on its device."""
+        self.rank, self.nnz = slr.rank, slr.nnz
         positions, order = slr.positions.long().sort()
         self.U, self.V, self.S_values = (
             nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
@@ -78,7 +79,7 @@ class _SlrWeight(nn.Module):
         n, m = self.shape
         index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
         starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
-        del self.S_packed
+        self._buffers.pop("S_packed", None)
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
 

@@ -117,32 +117,34 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     panel.axhline(whole["perplexity"], color="0.3", linewidth=1, linestyle="--", label=label)
     _from_best_to_fourfold(panel, [row["perplexity"] for row in rows if row["kappa"] is not None])
     panel.set(xlabel="κ: part of the removed parameters that L gives", ylabel="validation perplexity")
-    _finish(figure, panel, path)
-
-
-_STYLES = ("-", "--", "-.", ":")
+    _finish(figure, [panel], path)
 
 
 def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Perplexity over parameters: a color per model with its X as a thin line, a line style per way to cut.
+    """Perplexity over parameters, a panel per model: a color per way to cut, and X as a dashed line.
 
     Args:
         rows: label → cells of one model.
         path: the PNG to write.
     """
-    figure, panel = plt.subplots(figsize=(9, 5), layout="constrained")
-    for i, (label, mine) in enumerate(rows.items()):
+    names = list(dict.fromkeys(way for mine in rows.values() for way in ways(mine)))
+    figure, panels = plt.subplots(
+        1, len(rows), figsize=(3 + 2.6 * len(rows), 4.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (label, mine) in zip(panels[0], rows.items(), strict=True):
         whole = {row["variant"]: row for row in mine if row["budget"] is None}
-        for style, (way, cells) in zip(_STYLES, ways(mine).items(), strict=False):
-            curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*cells, whole["L+S"]))
-            line = {"color": f"C{i}", "linestyle": style, "marker": "o", "markersize": 3.5}
-            panel.plot(*zip(*curve, strict=True), **line, label=f"{label}, {way}")
         X = whole["X"]
-        reference = f"its X, {millions(X['parameters'])}"
-        panel.axhline(X["perplexity"], color=f"C{i}", linewidth=0.7, alpha=0.6, label=reference)
-    _from_best_to_fourfold(panel, [row["perplexity"] for mine in rows.values() for row in mine])
-    panel.set(xlabel="parameters, millions", ylabel="validation perplexity")
-    _finish(figure, panel, path)
+        for way, cells in ways(mine).items():
+            curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*cells, whole["L+S"]))
+            panel.plot(*zip(*curve, strict=True), marker="o", markersize=4, color=f"C{names.index(way)}", label=way)
+        panel.axhline(X["perplexity"], color="0.3", linewidth=1, linestyle="--", label="X")
+        panel.set(title=label, xlabel="parameters, millions")
+        panel.title.set_fontsize("medium")
+    smallest = min(row["parameters"] for mine in rows.values() for row in mine) / 1e6
+    panels[0, 0].set_xlim(0.95 * smallest, 1.03 * X["parameters"] / 1e6)
+    panels[0, 0].set_ylabel("validation perplexity")
+    _from_best_to_fourfold(panels[0, 0], [row["perplexity"] for mine in rows.values() for row in mine])
+    _finish(figure, panels[0], path)
 
 
 def _hpa(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
@@ -156,11 +158,13 @@ def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
     panel.set_ylim(0.97 * low, min(4 * low, 1.05 * max(values)))
 
 
-def _finish(figure: Figure, panel: Axes, path: Path) -> None:
-    panel.grid(alpha=0.25, which="both")
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("{x:g}")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False)
+def _finish(figure: Figure, panels: Sequence[Axes], path: Path) -> None:
+    for panel in panels:
+        panel.grid(alpha=0.25, which="both")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.spines[["top", "right"]].set_visible(False)
+    shown = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -77,7 +77,7 @@ class SweepOptions(TextOptions):
         budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
         kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
         vanilla: a run trained with method full_rank, which is split after the fact and cut to the same budgets.
-        rivals: how vanilla is split: rpca, godec or both.
+        rivals: how vanilla is split, separated by commas: rpca, godec.
         refine: alternating projections; the cuts by energy are measured without and with them.
         calibrate: sequences of training text; the refined cuts are measured without and with them.
     """
@@ -85,13 +85,14 @@ class SweepOptions(TextOptions):
     budgets: str
     kappas: str = "0:1:0.1"
     vanilla: str | None = None
-    rivals: tuple[Literal["rpca", "godec"], ...] | str = ("rpca",)
+    rivals: str = "rpca"
     refine: int = 0
     calibrate: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_or_more(self, "rivals")
+        for name in self.rivals.split(","):
+            check(name in ("rpca", "godec"), f"--rivals names {name!r}, which is no way to split; give rpca or godec")
         at_least(self, 0, "refine", "calibrate")
 
 
@@ -167,8 +168,8 @@ class CompressOptions:
         dtype: dtype of the stored weights.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
         godec: take L + S of a given rank and density from alternating projections of the dense weights.
-        rank_ratio: with --godec, the rank of L over the shorter side.
-        density: with --godec, the entries of S over all.
+        rank_ratio: with --godec, the rank of L over the shorter side; a quarter without it.
+        density: with --godec, the entries of S over all; a quarter without it.
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: with --rpca or --godec, split the embedding too.
@@ -186,8 +187,8 @@ class CompressOptions:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rpca: bool = False
     godec: bool = False
-    rank_ratio: float = 0.25
-    density: float = 0.25
+    rank_ratio: float | None = None
+    density: float | None = None
     roles: tuple[str, ...] | str = ()
     embedding: bool = False
 
@@ -196,9 +197,9 @@ class CompressOptions:
         at_least(self, 0, "refine", "calibrate")
         if self.kappa is not None:
             check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
-            check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
             by_energy = self.elastic or self.allocation == "energy"
             check(not by_energy, f"--kappa is {self.kappa}, but energy finds its own; leave it out")
+            check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
         if not self.elastic:
             cut = self.budget is not None or not (self.refine or self.calibrate)
             check(cut, "--refine and --calibrate fit what is cut, but nothing is; give a --budget too")
@@ -211,4 +212,6 @@ class CompressOptions:
         check(post_hoc or not (self.roles or self.embedding), "--roles and --embedding need --rpca or --godec; add one")
         for name in ("rank_ratio", "density"):
             value = getattr(self, name)
-            check(0 < value <= 1, f"--{name} is {value}, outside (0, 1]; give the part of what there could be")
+            if value is not None:
+                check(self.godec, f"--{name} is {value}, which is GoDec's; add --godec or leave it out")
+                check(0 < value <= 1, f"--{name} is {value}, outside (0, 1]; give the part of what there could be")

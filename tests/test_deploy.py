@@ -335,3 +335,156 @@ def test_a_checkpoint_of_two_processes_gives_the_model_of_one(runs, tmp_path):
     for run_folder, made in ((runs / "salaad", "a"), (copy, "b")):
         ok("compress.py", "--checkpoint", run_folder, "--budget", "0.8", "--output", tmp_path / made)
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+def distance(model: torch.nn.Module, targets: dict[str, torch.Tensor]) -> float:
+    """‖targets − what the model holds of them‖_F over all blocks."""
+    weights = {name: model.get_submodule(name).weight.detach().double() for name in targets}
+    return sum(float((weights[name] - T).square().sum()) for name, T in targets.items()) ** 0.5
+
+
+@pytest.mark.parametrize("allocation", [("--kappa", 0.7), ("--allocation", "energy")], ids=["hpa", "energy"])
+def test_refinement_brings_a_cut_nearer_to_l_plus_s_at_the_same_size(runs, tmp_path, allocation):
+    targets = {name: best_rank(L, rank) + S for name, (L, S, rank) in dense_parts(runs / "salaad").items()}
+    distances, records = [], []
+    for alternations in (0, 1, 5):
+        made = tmp_path / str(alternations)
+        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.6", *allocation, "--refine", alternations,
+           "--output", made, "--dtype", "float32")  # fmt: skip
+        records.append(json.loads((made / "compression.json").read_text()))
+        distances.append(distance(AutoModelForCausalLM.from_pretrained(made), targets))
+    assert distances[2] < distances[1] < distances[0]
+    assert distances[2] < 0.97 * distances[0]
+    for key in ("parameters", "numbers_stored", "bytes_in_memory", "kappa"):
+        assert records[0][key] == records[1][key] == records[2][key], key
+    assert [record["refine"] for record in records] == [0, 1, 5]
+
+
+def test_refinement_of_what_is_not_cut_changes_nothing(runs, tmp_path):
+    for made, refine in (("a", ()), ("b", ("--refine", 5))):
+        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "100M", "--output", tmp_path / made, *refine)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_godec_of_a_vanilla_model_has_the_ranks_and_counts_asked_for_and_is_nearer_than_one_step(runs, tmp_path):
+    """One step: the best approximation of that rank, and the largest entries of what it leaves."""
+    ok("compress.py", "--checkpoint", runs / "full_rank", "--godec", "--rank_ratio", 0.3, "--density", 0.1, "--output",
+       tmp_path / "made", "--dtype", "float32")  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    original = load_file(last_checkpoint(runs / "full_rank") / "model" / "model.safetensors")
+    blocks = {name: module for name, module in model.named_modules() if hasattr(module, "U")}
+    # The projections, and the embedding as in the run; the head is never split unless it is named.
+    assert len(blocks) == 15 and "model.embed_tokens" in blocks
+    parameters = sum(X.numel() for X in original.values())
+    for name, module in blocks.items():
+        X = original[f"{name}.weight"].double()
+        (n, m), rank, nnz = X.shape, round(0.3 * min(X.shape)), round(0.1 * X.numel())
+        assert (module.U.shape, module.V.shape) == ((n, rank), (rank, m))
+        assert len(module.S_values) == int(module.S_values.count_nonzero()) == nnz
+        rest = X - best_rank(X, rank)
+        one_step = rest.flatten().abs().sort().values[: X.numel() - nnz].norm()
+        assert (X - module.weight.detach()).norm() < one_step
+        parameters += rank * (n + m) + nnz - X.numel()
+    record = json.loads((tmp_path / "made" / "compression.json").read_text())
+    assert record["parameters"] == [sum(X.numel() for X in original.values()), parameters]
+
+
+def test_calibration_changes_what_is_kept_within_the_same_budget(runs, tmp_path):
+    """Entries kept are still those of S, which other entries than the largest now are; in the embedding the largest."""
+    parts, kept = dense_parts(runs / "salaad"), []
+    for sequences in (0, 8):
+        made = tmp_path / str(sequences)
+        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.5", "--allocation", "energy", "--calibrate",
+           sequences, "--output", made, "--dtype", "float32")  # fmt: skip
+        record = json.loads((made / "compression.json").read_text())
+        dense, size = record["parameters"]
+        assert record["calibrate"] == sequences and 0 <= round(0.5 * dense) - size < 544
+        model, places = AutoModelForCausalLM.from_pretrained(made), {}
+        for name, (_, S, _) in parts.items():
+            module = model.get_submodule(name)
+            if hasattr(module, "U"):
+                found, rows = torch.zeros_like(S), torch.arange(S.shape[0])
+                rows = rows.repeat_interleave(module.S_starts.diff())
+                found[rows, module.S_columns.long()] = module.S_values.detach().double()
+                places[name] = found != 0
+                torch.testing.assert_close(found, S * places[name], rtol=1e-5, atol=0)
+        kept.append(places)
+
+    def largest(name: str, where: torch.Tensor) -> bool:
+        sizes = parts[name][1].abs()
+        return bool(sizes[where].min() >= sizes[~where].max())
+
+    common = kept[0].keys() & kept[1].keys()
+    assert "model.embed_tokens" in common and len(common) > 5
+    assert all(largest(name, kept[0][name]) for name in common)
+    assert [name for name in common if largest(name, kept[1][name])] == ["model.embed_tokens"]
+
+
+def test_a_calibrated_cut_is_refined_towards_l_plus_s_as_well(runs, tmp_path):
+    targets = {name: best_rank(L, rank) + S for name, (L, S, rank) in dense_parts(runs / "salaad").items()}
+    distances = []
+    for alternations in (0, 5):
+        made = tmp_path / str(alternations)
+        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--allocation", "energy", "--refine",
+           alternations, "--calibrate", 8, "--output", made, "--dtype", "float32")  # fmt: skip
+        distances.append(distance(AutoModelForCausalLM.from_pretrained(made), targets))
+    assert distances[1] < 0.9 * distances[0]
+
+
+def test_refined_and_calibrated_variants_are_the_folders_made_with_the_same_options(runs, tmp_path):
+    fit = ("--refine", 5, "--calibrate", 8)
+    common = ("--dtype", "float32", "--output", tmp_path)
+    for variants, options in (("0.7@energy,0.7@0.5", fit), ("0.7@energy", ())):
+        ok("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--variants", variants, *common, *options)
+    energy, by_hpa, plain = rows_of(tmp_path, "perplexity")
+    assert [(row["refine"], row["calibrate"]) for row in (energy, by_hpa, plain)] == [(5, 8), (5, 8), (0, 0)]
+    assert len({row["perplexity"] for row in (energy, by_hpa, plain)}) == 3
+    for row, how in ((energy, ("--allocation", "energy")), (by_hpa, ("--kappa", 0.5))):
+        made = tmp_path / how[0].strip("-")
+        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", *how, *fit, "--output", made, "--dtype",
+           "float32")  # fmt: skip
+        ok("evaluate.py", "perplexity", "--checkpoint", made, *common)
+        folder = rows_of(tmp_path, "perplexity")[-1]
+        assert row["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
+        assert row["parameters"] == folder["parameters"]
+        assert row["implied_kappa"] == json.loads((made / "compression.json").read_text())["kappa"]
+
+
+def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(runs, tmp_path):
+    sweep = ok("evaluate.py", "sweep", "--checkpoint", runs / "salaad", "--vanilla", runs / "full_rank", "--rivals",
+               "rpca,godec", "--budgets", "0.7,0.5", "--kappas", "0.5", "--refine", 3, "--calibrate", 4,
+               "--dtype", "float32", "--output", tmp_path)  # fmt: skip
+    rows = rows_of(tmp_path, "sweep")
+    labels = ["SALAAD", "vanilla + RPCA", "vanilla + GoDec"]
+    ways = ["HPA at κ*", "energy", "energy, refined", "energy, refined, calibrated"]
+    table = sweep[sweep.index("| model") :].splitlines()
+    assert [cell.strip() for cell in table[0].strip("|").split("|")] == ["model", "X", "budget", *ways]
+    cells = {}
+    for line in table[2:8]:
+        label, X, budget, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        cells[label, budget] = (X, [cell.split(" (")[0] for cell in shown])
+    dense = next(row["parameters"] for row in rows if row["variant"] == "X")
+    for label in labels:
+        mine = [row for row in rows if row["label"] == label]
+        X = next(row["perplexity"] for row in mine if row["variant"] == "X")
+        assert sum(row["variant"] == "L+S" for row in mine) == 1
+        for budget in (round(0.7 * dense), round(0.5 * dense)):
+            cut = [row for row in mine if row["budget"] == budget]
+            found = {(row["kappa"], row["refine"], row["calibrate"]): row["perplexity"] for row in cut}
+            expected = [found.pop(key) for key in ((0.5, 0, 0), (None, 0, 0), (None, 3, 0), (None, 3, 4))]
+            assert not found and len(set(expected)) == 4
+            assert cells[label, f"{budget / 1e6:.2f} M"] == (f"{X:.2f}", [f"{value:.2f}" for value in expected])
+    for part in (label for label in labels if label != "SALAAD"):
+        assert f"{part}\n\n| budget" in sweep
+    # By another route: the folders that compress.py makes of the vanilla run.
+    fit = ("--budget", "0.5", "--allocation", "energy", "--refine", 3, "--calibrate", 4, "--dtype", "float32")
+    for method, label in (("rpca", "vanilla + RPCA"), ("godec", "vanilla + GoDec")):
+        made = tmp_path / method
+        ok("compress.py", "--checkpoint", runs / "full_rank", f"--{method}", *fit, "--output", made)
+        ok("evaluate.py", "perplexity", "--checkpoint", made, "--dtype", "float32", "--output", tmp_path)
+        folder = rows_of(tmp_path, "perplexity")[-1]
+        mine = [row for row in rows if row["label"] == label and row["calibrate"]]
+        [row] = [row for row in mine if row["budget"] == round(0.5 * dense)]
+        assert row["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
+        assert row["parameters"] == folder["parameters"]
