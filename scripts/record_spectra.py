@@ -1,0 +1,85 @@
+"""Train and record what the singular-value threshold is given: spectra, and how they move from update to update.
+
+    python scripts/record_spectra.py --output results/admm/spectra.json -- --config nano.yaml --salaad.every 10
+
+`scripts/bench_admm.py` makes matrices of any shape from it. Of Z = X − S + U, short side n, at the end of each phase:
+the singular values, and the change D to the next update in the basis of Z's own singular vectors, as root mean squares
+over a grid of index ranges (where Z has no vectors, in one more column), so that a larger matrix can be drawn like it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from salaad.cli import read_command_line
+from salaad.errors import run_command
+from salaad.files import write_json
+from salaad.run import provenance
+from salaad.salaad import Salaad
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train
+
+PHASES = {"early": 2, "middle": 11, "late": 200}  # the first of the two updates
+GRID = 16
+
+
+def describe(Z: Tensor, following: Tensor, tau: float) -> dict:
+    """What a matrix like Z, and one like the next, can be drawn from."""
+    if Z.shape[0] > Z.shape[1]:
+        Z, following = Z.mT, following.mT
+    Z, D = Z.double(), (following - Z).double()
+    U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
+    inside, outside = U.mT @ D @ Vh.mT, U.mT @ (D - D @ Vh.mT @ Vh)
+    rows = [part.square().mean(1) for part in (inside[:, c] for c in torch.arange(len(sigma)).chunk(GRID))]
+    free = max(1, Z.shape[1] - len(sigma))
+    grid = torch.stack([*rows, outside.square().sum(1) / free], 1)
+    grid = torch.stack([part.mean(0) for part in grid.chunk(GRID)]).sqrt()
+    scale = float(sigma[0])
+    return {"sigma": (sigma / scale).tolist(), "drift": (grid / scale).tolist(), "tau": tau / scale}
+
+
+def main() -> None:
+    """Train as train.py does, and look at every update on the way."""
+    arguments = sys.argv[1:]
+    own, rest = (
+        (arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :])
+        if "--" in arguments
+        else (arguments, [])
+    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        "--blocks", default="layers.1.self_attn.q_proj,layers.2.mlp.gate_proj,embed_tokens", help="whose"
+    )
+    options = parser.parse_args(own)
+    wanted = [f"model.{name}" for name in options.blocks.split(",")]
+    seen: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    found: dict[str, dict] = {name: {} for name in wanted}
+    update = Salaad._update
+
+    def watched(self: Salaad, name: str) -> None:
+        if name in seen:
+            surrogate, number = self.surrogates[name], self.steps // self.config.every
+            U = surrogate.dual() / surrogate.rho
+            Z = self.weights[name].detach().float() - surrogate.sparse() + U
+            for phase, first in PHASES.items():
+                if number == first + 1:
+                    found[name][phase] = describe(seen[name][0], Z, float(surrogate.tau_L))
+            seen[name] = [Z.clone()]
+        update(self, name)
+
+    Salaad._update = watched
+    with TemporaryDirectory() as folder:
+        config, run = read_command_line([*rest, "--output", f"{folder}/run"])
+        train.main(config, run)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json({"config": config.to_dict(), **provenance(), "phases": PHASES, "blocks": found}, options.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
