@@ -4,7 +4,8 @@
 
 `scripts/bench_admm.py` makes matrices of any shape from it. Of Z = X − S + U, short side n, at the end of each phase:
 the singular values, and the change D to the next update in the basis of Z's own singular vectors, as root mean squares
-over a grid of index ranges (where Z has no vectors, in one more column), so that a larger matrix can be drawn like it.
+over a grid of index ranges (and in one more column, of what lies where Z has no vectors, the size per row), all over
+the largest singular value, so that a larger matrix can be drawn like it.
 """
 
 import argparse
@@ -36,8 +37,7 @@ def describe(Z: Tensor, following: Tensor, tau: float) -> dict:
     U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
     inside, outside = U.mT @ D @ Vh.mT, U.mT @ (D - D @ Vh.mT @ Vh)
     rows = [part.square().mean(1) for part in (inside[:, c] for c in torch.arange(len(sigma)).chunk(GRID))]
-    free = max(1, Z.shape[1] - len(sigma))
-    grid = torch.stack([*rows, outside.square().sum(1) / free], 1)
+    grid = torch.stack([*rows, outside.square().sum(1)], 1)
     grid = torch.stack([part.mean(0) for part in grid.chunk(GRID)]).sqrt()
     scale = float(sigma[0])
     return {"sigma": (sigma / scale).tolist(), "drift": (grid / scale).tolist(), "tau": tau / scale}

@@ -1,0 +1,236 @@
+"""The singular-value threshold, rung by rung, beside its peers: time, and error against a full SVD in float64.
+
+    python scripts/bench_admm.py --config 350m.yaml --output results/admm/350m.json
+    python scripts/bench_admm.py --config 350m.yaml --device cuda
+
+Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/record_spectra.py): same
+spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
+rung gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves, and
+so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for singular
+values, no rotation). The two `update` rows are the whole second stage of a block: ours (`Surrogate.update`), and that of
+the authors as published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from salaad.cli import read_command_line
+from salaad.config import SalaadConfig
+from salaad.errors import run_command
+from salaad.files import read_json, write_json
+from salaad.models import describe_model, outline
+from salaad.prox import effective_rank, soft_threshold
+from salaad.roles import find_blocks
+from salaad.run import provenance
+from salaad.spectral import threshold
+from salaad.surrogate import Surrogate
+from salaad.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECTRA = ROOT / "results" / "admm" / "spectra.json"
+RUNGS = ("exact", "gram", "auto")
+
+
+def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """A matrix n×m (n ≤ m), the next one, and the threshold, as `record_spectra.py` describes them."""
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    U, V = torch.linalg.qr(gaussian(n, n))[0], torch.linalg.qr(gaussian(m, n))[0]
+    few = torch.tensor(like["sigma"])
+    places = torch.linspace(0, len(few) - 1, n)
+    low = places.long().clamp_max(len(few) - 2)
+    sigma = few[low] + (few[low + 1] - few[low]) * (places - low)
+    grid = torch.tensor(like["drift"])
+    size = len(grid)
+    range_of = (torch.arange(n) * size) // n
+    # A mean square entry shrinks as the matrix grows, so that the change keeps its size relative to the matrix.
+    scale = (len(few) / n) ** 0.5
+    inside = gaussian(n, n) * grid[range_of][:, range_of] * scale
+    outside = gaussian(n, m) * grid[range_of, size][:, None] / max(1, m - n) ** 0.5
+    Z = (U * sigma) @ V.mT
+    D = U @ (inside @ V.mT + outside - (outside @ V) @ V.mT)
+    return Z, Z + D, like["tau"]
+
+
+def orthogonal_step(Z: Tensor, tau: float, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """L and its singular values by one orthogonal iteration from `basis` (m×q)."""
+    Q = torch.linalg.qr(Z @ basis)[0]
+    projected = Z.mT @ Q
+    sigma = torch.linalg.vector_norm(projected, dim=0)
+    shrunk = (sigma - tau).clamp_min(0)
+    return (Q * (shrunk / sigma.clamp_min(1e-30))) @ projected.mT, shrunk.sort(descending=True).values
+
+
+def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float, beta: float) -> None:
+    """Algorithm 1's second stage with full SVD and dense L, S, Y; what their public code does for every block."""
+    Z = X - state["S"] + state["Y"] / rho
+    U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
+    shrunk = (sigma - alpha / rho).clamp_min(0)
+    state["L"] = U @ torch.diag(shrunk) @ Vh
+    state["S"] = soft_threshold(X - state["L"] + state["Y"] / rho, beta / rho)
+    state["Y"] = state["Y"] + rho * (X - state["L"] - state["S"])
+    effective_rank(shrunk)
+    (state["S"] != 0).float().mean().item()
+
+
+def seconds_of(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
+    """The least of some rounds, after one that is not counted."""
+    best = float("inf")
+    for counted in [False] + [True] * rounds:
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        best = min(best, time.perf_counter() - start) if counted else best
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: int, device: torch.device) -> list[dict]:
+    """Rows of one shape in one phase: every rung and peer on the same matrix."""
+    n, m = min(shape), max(shape)
+    Z0, Z1, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
+    U, sigma, Vh = torch.linalg.svd(Z1.double(), full_matrices=False)
+    shrunk = (sigma - tau).clamp_min(0)
+    L, rank = (U * shrunk) @ Vh, effective_rank(shrunk)
+    density = float((soft_threshold(Z1.double() - L, tau / 20) != 0).double().mean())
+    before = threshold(Z0, tau, None, "gram")
+    width = max(1, int(torch.count_nonzero(before.sigma)))
+    start = torch.linalg.svd(Z0, full_matrices=False)[2][: min(n, width + 8)].mT.contiguous().to(device)
+    Z, basis = Z1.to(device), before.basis.to(device) if before.basis is not None else None
+    rows = []
+
+    def add(name: str, work: Callable[[], tuple[Tensor, Tensor, str, float]]) -> None:
+        found, values, method, bound = work()
+        found, values = found.cpu().double(), values.cpu()
+        S = soft_threshold(Z1.double() - found, tau / 20)
+        rows.append(
+            {
+                "shape": [n, m],
+                "phase": phase,
+                "rung": name,
+                "method": method,
+                "seconds": seconds_of(work, rounds, device),
+                "error": float(torch.linalg.vector_norm(found - L) / torch.linalg.vector_norm(L)),
+                "bound": bound,
+                "rank_ratio": rank / n,
+                "rank_error": abs(effective_rank(values) - rank) / n,
+                "density_error": abs(float((S != 0).double().mean()) - density),
+            }
+        )
+
+    for rung in RUNGS:
+
+        def work(rung: str = rung) -> tuple[Tensor, Tensor, str, float]:
+            found = threshold(Z, tau, basis if rung == "auto" else None, rung)
+            return found.L, found.sigma, found.method, found.bound
+
+        add(rung, work)
+    add("orthogonal", lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0))
+
+    config, rho = SalaadConfig(delta_alpha=0.0, delta_beta=0.0), 1e-6
+    block = Surrogate(Z, rho, config)
+    state = block.state_dict() | {"thresholds": torch.tensor([tau, tau / 20, tau / 20], device=device)}
+    state |= {} if basis is None else {"basis": basis}
+    dense = {name: torch.zeros_like(Z) for name in "LSY"}
+
+    def ours() -> None:
+        block.load_state_dict(state)
+        block.update(Z)
+
+    def theirs() -> None:
+        authors_update(dict(dense), Z, rho, rho * tau, rho * tau / 20)
+
+    for name, work in (("update", ours), ("update of the authors", theirs)):
+        about = {"shape": [n, m], "phase": phase, "rung": name, "rank_ratio": rank / n}
+        rows.append({**about, "seconds": seconds_of(work, rounds, device)})
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options, rest = parser.parse_known_args()
+    torch.set_num_threads(options.threads)
+    config, device = read_command_line(rest)[0], torch.device(options.device)
+    recorded = read_json(SPECTRA)["blocks"][options.block]
+    model = outline(describe_model(config.model, config.data.sequence_length))
+    shapes: dict[tuple[int, int], int] = {}
+    for X in find_blocks(model, config.salaad).values():
+        shape = tuple(sorted(X.shape))
+        shapes[shape] = shapes.get(shape, 0) + 1
+    jobs = [(shape, phase) for shape in shapes for phase in recorded]
+    rows = []
+    for shape, phase in tqdm(jobs, disable=None):
+        rows += measure(shape, phase, recorded[phase], options.rounds, device)
+    print(table(rows))
+    totals = {
+        phase: {
+            name: sum(
+                shapes[tuple(row["shape"])] * row["seconds"]
+                for row in rows
+                if (row["phase"], row["rung"]) == (phase, name)
+            )
+            for name in ("update", "update of the authors")
+        }
+        for phase in recorded
+    }
+    for phase, both in totals.items():
+        ours, theirs = both["update"], both["update of the authors"]
+        print(
+            f"\n{phase}: all {sum(shapes.values())} blocks {ours:.2f} s, the authors' way {theirs:.2f} s: "
+            f"{theirs / ours:.1f}×"
+        )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        about = {
+            "config": config.to_dict(),
+            "device": options.device,
+            "threads": options.threads,
+            "block": options.block,
+        }
+        write_json({**about, **provenance(), "rounds": totals, "rows": rows}, options.output)
+
+
+def table(rows: list[dict]) -> str:
+    """One line per shape, phase and rung; the factor is that over the full SVD (or over the authors' update)."""
+    lines = []
+    for row in rows:
+        peer = "update of the authors" if row["rung"].startswith("update") else "exact"
+        [base] = [r for r in rows if (r["shape"], r["phase"], r["rung"]) == (row["shape"], row["phase"], peer)]
+        shown = ("error" in row) and (f"{row['error']:.1e}", f"{row['rank_error']:.1%}", f"{row['density_error']:.1%}")
+        name = row["rung"] if row.get("method", row["rung"]) == row["rung"] else f"{row['rung']}: {row['method']}"
+        lines.append(
+            (
+                "×".join(map(str, row["shape"])),
+                f"{row['phase']}, {row['rank_ratio']:.2f}",
+                name,
+                f"{row['seconds'] * 1e3:,.1f} ms",
+                f"{base['seconds'] / row['seconds']:.1f}",
+                *(shown or ("", "", "")),
+            )
+        )
+    header = ("shape", "phase, rank ratio", "rung", "time", "×", "error in L", "in Γ", "in Υ")
+    return markdown_table(header, lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
