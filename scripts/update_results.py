@@ -33,7 +33,7 @@ def main() -> None:
             "nano": (NANO / "demo.md").read_text().strip(),
             "frontier": frontier,
             "bench": overhead_table(),
-            "elastic": ways_table(elastic),
+            "elastic": f"{ways_table(elastic)}\n\n{one_file()}",
             "compression": compression_table(),
             "inference": inference_table(),
             "lm-eval": harness_table(),
@@ -179,6 +179,13 @@ def elastic_rows() -> dict[str, list[dict]]:
     labelled = [*demo, *({**row, "label": "SALAAD, stronger"} for row in stronger)]
     order = ("SALAAD", "SALAAD, stronger", "vanilla + RPCA", "vanilla + GoDec")
     return {label: [row for row in labelled if row["label"] == label] for label in order}
+
+
+def one_file() -> str:
+    """What one elastic folder of the demo's run gives at each size, as a sentence."""
+    rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
+    sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
+    return f"One elastic folder of the demo's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
 
 
 def ideas_table() -> str:
