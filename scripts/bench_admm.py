@@ -6,9 +6,9 @@
 Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/record_spectra.py): same
 spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
 rung gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves, and
-so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for singular
-values, no rotation). The two `update` rows are the whole second stage of a block: ours (`Surrogate.update`), and that of
-the authors as published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
+so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
+singular values, no rotation). The two `update` rows are the whole second stage of a block: ours (`Surrogate.update`),
+and that of the authors as published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
 """
 
 import argparse
