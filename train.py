@@ -21,7 +21,7 @@ from salaad.errors import run_command
 from salaad.files import read_json
 from salaad.gradients import Gradients
 from salaad.interrupt import Agreement, StopRequest
-from salaad.launch import start_accelerator
+from salaad.launch import leave_together, start_accelerator
 from salaad.methods import METHODS
 from salaad.metrics import Recorder, Stopwatch
 from salaad.models import SummedLoss, build_model, describe_model
@@ -58,7 +58,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         raise run.diverged(folder, trainer.step, error.block) from None
     finally:
         trainer.stream.close()
-    accelerator.end_training()
+    leave_together(accelerator)
 
 
 class Trainer:

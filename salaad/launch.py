@@ -33,3 +33,9 @@ def start_accelerator(config: RunConfig) -> Accelerator:
             f"train.batch {config.train.batch} cannot be shared by {ranks} processes; give a multiple of {ranks}"
         )
     return accelerator
+
+
+def leave_together(accelerator: Accelerator) -> None:
+    """End a run that is finished: a rank that leaves before the others can make them wait for good."""
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

@@ -67,7 +67,10 @@ def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.
 def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
     """`start`, and wait for the end."""
     process = start(arguments, output, processes)
-    out, err = process.communicate()
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
