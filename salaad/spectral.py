@@ -23,17 +23,21 @@ tolerance another filter follows, then the next rung, which finds A already made
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 TOLERANCE = 5e-4  # of the error in L relative to ‖Z‖_F
 SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes to find some
-LARGEST_SHARE = 0.5  # of the short side that a subspace may span to be worth it
+LARGEST_SHARE = 0.35  # of the short side that a subspace may span to be worth it
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
 METHODS = ("exact", "gram", "subspace")
 _SAFETY = 3.0  # by which a filter is to overshoot
-_PROBES, _PROBE_STEPS = 4, 3
+_LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
+_STRIPES = 4
+_WELL_CONDITIONED = 0.1  # least diagonal entry of R, of unit columns
+_PROBES, _PROBE_STEPS, _PROBE_MARGIN = 4, 5, 1.05
 _LEAST_SIGMA = 1e-2  # relative to the largest: below, the square in A has lost too much of a singular value
 
 
@@ -74,7 +78,7 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
         return Thresholded(found.L.mT.contiguous(), found.sigma, found.basis, found.method, found.bound)
     if method == "exact":
         return _exact(Z, tau)
-    A = Z @ Z.mT
+    A = _squared(Z)
     if method in ("auto", "subspace") and basis is not None and tau > 0:
         found = _subspace(Z, A, tau, basis)
         if found is not None:
@@ -83,6 +87,19 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
         return _gram(Z, A, tau)
     except torch.linalg.LinAlgError:
         return _exact(Z, tau)
+
+
+def _squared(Z: Tensor) -> Tensor:
+    """ZZᵀ, of which the blocks above the diagonal are computed once: five eighths of the work."""
+    n = len(Z)
+    if n < SMALLEST_SIDE:
+        return Z @ Z.mT
+    A = Z.new_empty(n, n)
+    edges = [n * i // _STRIPES for i in range(_STRIPES + 1)]
+    for low, high in pairwise(edges):
+        torch.matmul(Z[low:high], Z[low:].mT, out=A[low:high, low:])
+        A[high:, low:high] = A[low:high, high:].mT
+    return A
 
 
 def _exact(Z: Tensor, tau: float) -> Thresholded:
@@ -120,7 +137,10 @@ def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
 
 
 def _basis(U: Tensor, k: int) -> Tensor | None:
-    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by."""
+    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by.
+
+    Of U there may be fewer: then they are all, and the next but one update gets the room from all eigenvectors.
+    """
     n = len(U)
     q = k + max(8, k // 2)
     return U[:, :q].clone() if n >= SMALLEST_SIDE and q <= LARGEST_SHARE * n else None
@@ -129,27 +149,30 @@ def _basis(U: Tensor, k: int) -> Tensor | None:
 def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor) -> Thresholded | None:
     """None where the bound does not come below the tolerance, or the rank outgrows the basis."""
     size = float(torch.linalg.vector_norm(Z))
-    U, AU, squares = _ritz(A, basis)
+    # A few random vectors beside the basis let the filter find what has come up from elsewhere. Ritz vectors, unlike
+    # those of the basis itself, do not mix: a filter would let the largest drown the others.
+    fresh = _random(len(A), _PROBES, A)
+    fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh))[0]
+    U, AU, squares = _ritz(A, torch.cat([basis, fresh], 1))
     for filters in range(MOST_FILTERS + 1):
         sigma = squares.clamp_min(0).sqrt()
         k = int(torch.count_nonzero(sigma > tau))
-        if k == len(sigma) or (k and float(sigma[0]) * _LEAST_SIGMA > tau):
+        if k + _PROBES >= len(sigma) or not k or float(sigma[0]) * _LEAST_SIGMA > tau:
             return None
         E = (AU[:, :k] - U[:, :k] * squares[:k]) / sigma[:k]
-        bound = (float(torch.linalg.vector_norm(E)) + _excess(A, U, tau)) / size
+        bound = float(torch.linalg.vector_norm(E)) / size
         if bound <= TOLERANCE:
-            L = _shrunk(Z, U[:, :k], sigma[:k], tau)
-            shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
-            shrunk[: len(sigma)] = (sigma - tau).clamp_min(0)
-            more = _basis(U, k)
-            return Thresholded(
-                L, shrunk, more if more is not None and more.shape[1] <= U.shape[1] else U, "subspace", bound
-            )
+            bound += _excess(A, U, tau) / size
+            if bound <= TOLERANCE:
+                L = _shrunk(Z, U[:, :k], sigma[:k], tau)
+                shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
+                shrunk[: len(sigma)] = (sigma - tau).clamp_min(0)
+                return Thresholded(L, shrunk, _basis(U, k), "subspace", bound)
         if filters == MOST_FILTERS:
             return None
-        edge = min(float(squares[-1]), 0.8 * tau**2)
+        edge = min(max(float(squares[-1 - _PROBES]), _LOWEST_EDGE * tau**2), _HIGHEST_EDGE * tau**2)
         rate = math.acosh(2 * tau**2 / edge - 1)
-        degree = math.ceil(math.acosh(max(_SAFETY * bound / TOLERANCE, 1.5)) / rate)
+        degree = max(2, math.ceil(math.acosh(max(_SAFETY * bound / TOLERANCE, 1.5)) / rate))
         if degree > HIGHEST_DEGREE:
             return None
         U, AU, squares = _ritz(A, _orthonormal(_filtered(A, U, AU, edge, float(squares[0]), degree)))
@@ -180,21 +203,33 @@ def _filtered(A: Tensor, V: Tensor, AV: Tensor, edge: float, top: float, degree:
 
 
 def _orthonormal(Y: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of Y (n×q), by Cholesky-QR twice."""
+    """An orthonormal basis of the columns of Y (n×q), by Cholesky-QR, twice where once is not exact enough."""
     for _ in range(2):
         Y = Y / torch.linalg.vector_norm(Y, dim=0).clamp_min(torch.finfo(Y.dtype).tiny)
         R, failed = torch.linalg.cholesky_ex(Y.mT @ Y, upper=True)
         if failed:
             return torch.linalg.qr(Y)[0]
         Y = torch.linalg.solve_triangular(R, Y, upper=True, left=False)
+        if float(R.diagonal().min()) > _WELL_CONDITIONED:
+            break
     return Y
 
 
 def _excess(A: Tensor, U: Tensor, tau: float) -> float:
-    """What ‖F‖₂ exceeds τ by: power iteration on A outside the span of U, from a few fixed random vectors."""
-    g = torch.randn(len(A), _PROBES, generator=torch.Generator().manual_seed(0), dtype=A.dtype).to(A.device)
+    """What ‖F‖₂ exceeds τ by, with a margin: the largest Ritz value in a small Krylov space beside the span of U."""
+    g = _random(len(A), _PROBES, A)
+    space = []
     for _ in range(_PROBE_STEPS):
-        g = g - U @ (U.mT @ g)
-        g = g / torch.linalg.vector_norm(g, dim=0).clamp_min(torch.finfo(g.dtype).tiny)
-        before, g = g, A @ g
-    return max(0.0, float((before * g).sum(0).clamp_min(0).max()) ** 0.5 - tau)
+        g = torch.linalg.qr(g - U @ (U.mT @ g))[0]
+        space.append(g)
+        g = A @ g
+    Q = torch.linalg.qr(torch.cat(space, 1))[0]
+    Q = Q - U @ (U.mT @ Q)
+    largest = float(torch.linalg.eigvalsh(Q.mT @ (A @ Q))[-1])
+    return max(0.0, _PROBE_MARGIN * max(0.0, largest) ** 0.5 - tau)
+
+
+def _random(n: int, q: int, like: Tensor) -> Tensor:
+    """A fixed random matrix n×q."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, q, generator=generator, dtype=like.dtype).to(like.device)

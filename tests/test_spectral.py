@@ -18,6 +18,7 @@ SHAPES = ((40, 40), (40, 90), (90, 40))
 @pytest.fixture(autouse=True)
 def _small_matrices_may_use_subspaces(monkeypatch):
     monkeypatch.setattr(spectral, "SMALLEST_SIDE", 8)
+    monkeypatch.setattr(spectral, "LARGEST_SHARE", 0.5)
 
 
 def matrix(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5) -> Tensor:
@@ -92,7 +93,7 @@ def test_the_bound_holds_whatever_the_matrix_and_wherever_it_came_from(seed, dri
     before = matrix(40, 60, kept, seed, gap)
     Z = moved(before, drift, seed + 1)
     found = threshold(Z, tau, threshold(before, tau).basis)
-    assert error(found, Z, tau) <= found.bound + 3e-6
+    assert error(found, Z, tau) <= found.bound + 1e-5
     assert found.bound <= TOLERANCE
 
 
@@ -160,22 +161,19 @@ def test_the_same_input_gives_the_same_bits():
 
 
 def drift(X: Tensor, steps: int) -> list[Tensor]:
-    return [moved(X, 0.02 * step, seed=step) for step in range(steps)]
+    return [moved(X, 0.005 * step, seed=step) for step in range(steps)]
 
 
 def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_rung():
     config = SalaadConfig(rank_ratio=0.2, delta_alpha=0.5, delta_beta=0.01)
     X = matrix(40, 60)
-    block, used = Surrogate(X, 1e-3, config), []
-    weights = drift(X, 12)
-    for i, wandered in enumerate(weights):
-        if i == 8:
-            copy = Surrogate(X, 1e-3, config)
-            copy.load_state_dict({key: value.clone() for key, value in block.state_dict().items()})
-        used.append(spectral.METHODS[int(block.update(wandered)[-1])])
+    block, weights = Surrogate(X, 1e-3, config), drift(X, 40)
+    used = [spectral.METHODS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
+    copy = Surrogate(X, 1e-3, config)
+    copy.load_state_dict({key: value.clone() for key, value in block.state_dict().items()})
     assert used[-1] == "subspace"
-    for wandered in weights[8:]:
-        copy.update(wandered)
+    for wandered in weights[36:]:
+        assert torch.equal(block.update(wandered), copy.update(wandered))
     for key, value in block.state_dict().items():
         assert torch.equal(value, copy.state_dict()[key]), key
 
