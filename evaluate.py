@@ -13,7 +13,8 @@ from salaad import harness, sweep
 from salaad.cli import read_options
 from salaad.config import DataConfig, SalaadConfig
 from salaad.decomposition import PostHoc
-from salaad.deployment import Deployment, ElasticDeployment, open_deployment
+from salaad.deployment import Deployment
+from salaad.elastic_deployment import ElasticDeployment, open_deployment
 from salaad.errors import run_command
 from salaad.evaluation import VariantEvaluation
 from salaad.figures import elastic_figure, sweep_figure
@@ -34,7 +35,8 @@ def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
     """X, L + S and any number of cuts, as the paper's Table 1 has them."""
     source = open_source(Path(options.checkpoint))
     deployment = open_deployment(source)
-    names = options.variants or ("X,L+S" if source.surrogate else "X")
+    whole = "L+S" if isinstance(deployment, ElasticDeployment) else "X"
+    names = options.variants or ("X,L+S" if source.surrogate else whole)
     calibrated = options.calibrate > 0
     variants = [v.fitted(options.refine, calibrated) for v in parse_variants(names, deployment.dense)]
     deployment.check(variants)
@@ -49,13 +51,13 @@ def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
 def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
     """The grid of budgets × κ, κ* per budget, and the elastic curve of every way to cut; beside them vanilla's."""
     source = open_source(Path(options.checkpoint))
-    deployments = {"SALAAD": Deployment(source)}
+    deployments = {"SALAAD": open_deployment(source)}
     budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
     grid = sweep.grid(budgets, parse_kappas(options.kappas))
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
     deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
-        for method in options.rivals.split(","):
+        for method in map(str.strip, options.rivals.split(",")):
             split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
             deployments[f"vanilla + {split.label}"] = Deployment(open_source(Path(options.vanilla)), split)
     for deployment in deployments.values():

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from salaad.config import DataConfig, SalaadConfig
 from salaad.decomposition import PostHoc
-from salaad.deployment import Deployment, ElasticDeployment, open_deployment
+from salaad.deployment import Deployment
 from salaad.elastic import save_elastic
+from salaad.elastic_deployment import ElasticDeployment, open_deployment
 from salaad.errors import UserError
-from salaad.factored import factor, memory_bytes, resident_bytes, slr_modules
+from salaad.factored import factor, memory_bytes, resident_bytes, slr_modules, tied_modules
 from salaad.files import new_folder, require_new, write_checksums, write_json
 from salaad.hpa import format_count
 from salaad.models import count_parameters, load_model
@@ -63,10 +64,12 @@ def compress(options: CompressOptions, data: DataConfig | None = None) -> str:
         about = {"from": source.name, "digest": source.digest, "parts": deployment.kind}
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": made.kappa}
         about |= {"refine": options.refine, "calibrate": options.calibrate, "elastic": options.elastic}
+        about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
         stored = {"dtype": options.dtype, "blocks": made.blocks, "factored_blocks": made.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
-    return "\n\n".join([size_table(f"{variant.name}, {options.format}", sizes), *made.notes, opening(output, options)])
+    name = "all units" if options.elastic else f"{variant.name}, {options.format}"
+    return "\n\n".join([size_table(name, sizes), *made.notes, opening(output, options)])
 
 
 @dataclass
@@ -121,12 +124,17 @@ def _made(
 def _elastic(deployment: Deployment, variant: Variant, options: CompressOptions) -> Made:
     parts, line = deployment.elastic(variant)
     model = load_model(deployment.source.model, getattr(torch, options.dtype))
+    if set(parts) <= tied_modules(model):
+        raise UserError(
+            f"all blocks of {deployment.source.name} are tied weights, dense at every size; leave --elastic out"
+        )
     save = partial(save_elastic, model, parts, line, deployment.fixed)
     total, element = deployment.parameters(parts), getattr(torch, options.dtype).itemsize
     in_memory = deployment.fixed * element + sum(memory_bytes(slr, element) for slr in parts.values())
+    fitted = f", fitted to {format_count(variant.budget)}" if variant.refine else ""
     note = (
         f"It opens at every size from {format_count(deployment.fixed)} to {format_count(total, up=False)}, each the "
-        f"beginning of the next; weights in {options.dtype}."
+        f"beginning of the next{fitted}; weights in {options.dtype}."
     )
     return Made(save, total, total, in_memory, len(parts), len(parts), None, [note])
 

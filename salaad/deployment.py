@@ -17,9 +17,7 @@ from salaad.calibration import CalibrationText, output_weights
 from salaad.checkpoint import read_index
 from salaad.config import DataConfig, ModelConfig
 from salaad.decomposition import PostHoc
-from salaad.elastic import METHOD as ELASTIC
-from salaad.elastic import ElasticConfig, ElasticFile
-from salaad.energy import Line, Spectra, implied_kappa
+from salaad.energy import Line, Spectra, allocate_by_energy, implied_kappa
 from salaad.errors import UserError
 from salaad.models import SummedLoss, count_parameters, describe_model, load_model, outline
 from salaad.parts import Parts, cached_parts, post_hoc_parts, trained_parts
@@ -91,7 +89,7 @@ class Deployment:
                     "trained with method salaad, or make L + S with compress.py --rpca"
                 )
             if variant.budget is not None and variant.budget < self.fixed:
-                hpa.fit({}, fixed=self.fixed, budget=variant.budget, kappa=0)
+                hpa.to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
 
     @cached_property
     def parts(self) -> Parts:
@@ -99,7 +97,7 @@ class Deployment:
         if self.post_hoc is None:
             make = partial(trained_parts, self.source.surrogate, self._names)
         else:
-            make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, _device())
+            make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, best_device())
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._names, make)
 
     @cached_property
@@ -110,7 +108,7 @@ class Deployment:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """What the loss feels of each output of a block, from the calibration text."""
-        device = _device()
+        device = best_device()
         model = load_model(self.source.model, torch.float32, device)
         return output_weights(SummedLoss(model), self._names, self.calibration.batches(), device)
 
@@ -118,6 +116,7 @@ class Deployment:
         """Name the text that calibrated variants read: it is opened here, and read when the first is cut."""
         self.calibration = CalibrationText(own_text(self, data), self.vocab_size, sequences)
         self.calibration.check()
+        self.__dict__.pop("weights", None)
 
     def cut(self, variant: Variant) -> Parts:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
@@ -150,11 +149,11 @@ class Deployment:
             first[name] = self._refined(variant, name, slr.cut(*kept[name]))
             lacking = self._target(variant, name) - first[name].dense()
             second[name] = refine(
-                lacking.to(_device()),
+                lacking.to(best_device()),
                 rank=slr.rank - first[name].rank,
                 nnz=slr.nnz - first[name].nnz,
                 iterations=variant.refine,
-                taken=(first[name].sparse() != 0).to(_device()),
+                taken=(first[name].sparse() != 0).to(best_device()),
             ).to("cpu")
         counts = [Line.of(_spectra(parts)) for parts in (first, second)]
         line = Line(counts[0].costs, torch.cat([line.counts for line in counts]))
@@ -176,7 +175,7 @@ class Deployment:
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[Opened]:
         """Within this context the model with the variant's L + S in its blocks, dense, on the best device there is."""
         if dtype not in self._models:
-            self._models[dtype] = load_model(self.source.model, dtype, _device())
+            self._models[dtype] = load_model(self.source.model, dtype, best_device())
         model, parts = self._models[dtype], self.cut(variant)
         with deployed(model, parts):
             yield Opened(model, self.parameters(parts), self.kappa(parts))
@@ -200,8 +199,8 @@ class Deployment:
         blocks = _sizes(parts)
         if variant.kappa is not None:
             return hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
-        line = Line.of(_spectra(parts))
-        return line.keep(line.parameters - hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget))
+        remove = hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget)
+        return allocate_by_energy(_spectra(parts), remove=remove)
 
     def _target(self, variant: Variant, name: str) -> Tensor:
         """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
@@ -209,7 +208,7 @@ class Deployment:
         return T * self.weights[name] if variant.calibrated and name in self.weights else T
 
     def _refined(self, variant: Variant, name: str, slr: Slr) -> Slr:
-        T, S = (part.to(_device()) for part in (self._target(variant, name), slr.sparse()))
+        T, S = (part.to(best_device()) for part in (self._target(variant, name), slr.sparse()))
         return refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
 
     @cached_property
@@ -218,7 +217,7 @@ class Deployment:
         return {name: model.get_submodule(name).weight for name in self._names}
 
 
-def own_text(deployment: "Deployment | ElasticDeployment", data: DataConfig) -> DataConfig:
+def own_text(deployment: "Deployment", data: DataConfig) -> DataConfig:
     """The text as this model reads it: with its own tokenizer unless another is named, in rows it has positions for.
 
     Raises:
@@ -232,7 +231,8 @@ def own_text(deployment: "Deployment | ElasticDeployment", data: DataConfig) -> 
     return replace(data, tokenizer=data.tokenizer or str(deployment.source.model))
 
 
-def _device() -> torch.device:
+def best_device() -> torch.device:
+    """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -257,62 +257,3 @@ def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]
     finally:
         for name, X in weights.items():
             X.copy_(originals[name])
-
-
-class ElasticDeployment:
-    """The same of an elastic folder: every size is a beginning of what it stores, so nothing is computed.
-
-    Args:
-        source: the folder.
-    """
-
-    kind = "elastic"
-    calibration = None
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        config = describe_model(ModelConfig(path=str(source.model)), 0)
-        self.vocab_size = config.vocab_size
-        self.positions = getattr(config, "max_position_embeddings", None)
-        self.entry = ElasticConfig(**config.quantization_config)
-        self.dense, self.fixed = self.entry.dense, self.entry.fixed
-
-    @cached_property
-    def line(self) -> Line:
-        """The line the folder keeps."""
-        with ElasticFile.opened(sorted(self.source.model.glob("*.safetensors"))) as file:
-            return self.entry.line(file.line())
-
-    def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had, before anything is computed."""
-        for variant in variants:
-            if variant.budget is not None and not variant.stored:
-                size = variant.name.partition("@")[0]
-                raise UserError(
-                    f"{self.source.name} keeps its units in one order, so {variant.name} cannot be cut from it; give "
-                    f"{size} alone, or the checkpoint it was made of"
-                )
-            if variant.refine or variant.calibrated:
-                raise UserError(
-                    f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
-                    "--refine and --calibrate out, or give the checkpoint it was made of"
-                )
-            self.entry.keep(self.line, variant.budget)
-
-    @contextmanager
-    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[Opened]:
-        """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
-        model = load_model(self.source.model, dtype, _device(), variant.budget)
-        kept = self.entry.keep(self.line, variant.budget)
-        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
-        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
-        yield Opened(model, self.fixed + hpa.parameters(blocks, kept), kappa)
-
-
-def open_deployment(source: Source, post_hoc: PostHoc | None = None) -> Deployment | ElasticDeployment:
-    """Whatever lies in a folder, ready to be cut."""
-    config = describe_model(ModelConfig(path=str(source.model)), 0)
-    entry = getattr(config, "quantization_config", None) or {}
-    if entry.get("quant_method") == ELASTIC and post_hoc is None:
-        return ElasticDeployment(source)
-    return Deployment(source, post_hoc)

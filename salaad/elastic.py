@@ -229,7 +229,9 @@ def _from_bytes(places: Tensor, shape: Sequence[int]) -> Tensor:
     return whole.to(place_dtype(*shape))
 
 
-def _ask_for(config: PreTrainedConfig, budget: str | float) -> None:
+def _ask_for(config: PreTrainedConfig, budget: str | float | None) -> None:
+    if budget is None:
+        return
     entry = getattr(config, "quantization_config", None)
     if not isinstance(entry, dict) or entry.get("quant_method") != METHOD:
         raise UserError(

@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from salaad.config import DataConfig
 from salaad.data import Text, fingerprint, open_text, validation_batches
-from salaad.deployment import Deployment, ElasticDeployment, own_text
+from salaad.deployment import Deployment, own_text
 from salaad.documents import is_remote
+from salaad.elastic_deployment import ElasticDeployment
 from salaad.files import digest_of
 from salaad.models import SummedLoss
 from salaad.perplexity import evaluate

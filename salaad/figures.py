@@ -140,8 +140,8 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
         panel.axhline(X["perplexity"], color="0.3", linewidth=1, linestyle="--", label="X")
         panel.set(title=label, xlabel="parameters, millions")
         panel.title.set_fontsize("medium")
-    smallest = min(row["parameters"] for mine in rows.values() for row in mine) / 1e6
-    panels[0, 0].set_xlim(0.95 * smallest, 1.03 * X["parameters"] / 1e6)
+    sizes = [row["parameters"] / 1e6 for mine in rows.values() for row in mine if row["variant"] != "L+S"]
+    panels[0, 0].set_xlim(0.95 * min(sizes), 1.03 * max(sizes))
     panels[0, 0].set_ylabel("validation perplexity")
     _from_best_to_fourfold(panels[0, 0], [row["perplexity"] for mine in rows.values() for row in mine])
     _finish(figure, panels[0], path)

@@ -91,7 +91,7 @@ class SweepOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.rivals.split(","):
+        for name in map(str.strip, self.rivals.split(",")):
             check(name in ("rpca", "godec"), f"--rivals names {name!r}, which is no way to split; give rpca or godec")
         at_least(self, 0, "refine", "calibrate")
 

@@ -76,7 +76,10 @@ def _checkpoint(folder: Path) -> Source:
 
 
 def _model_folder(folder: Path) -> Source:
-    if (folder / CHECKSUMS).is_file():
+    entry = read_json(folder / "config.json").get("quantization_config") or {}
+    if (folder / CHECKSUMS).is_file() and entry.get("quant_method") == "salaad-elastic":
+        digest = verify(folder, "config.json") + digest_of([folder / CHECKSUMS])  # a size reads a part of the rest
+    elif (folder / CHECKSUMS).is_file():
         digest = verify(folder, "*.safetensors", "config.json")
     else:
         digest = digest_of(sorted(filter(Path.is_file, folder.iterdir())))

@@ -58,17 +58,25 @@ def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def _cell(row: Row, X: Row, whole: Row) -> str:
+    everything = ", all" if row["parameters"] == whole["parameters"] else ""
+    return f"{row['perplexity']:.2f} ({row['perplexity'] / X['perplexity'] - 1:+.1%}{everything})"
+
+
 def ways_table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """One line per model and budget, one column per way to cut; in brackets the perplexity relative to that of X."""
+    """One line per model and budget, one column per way to cut; in brackets the perplexity relative to that of X.
+
+    `all` stands where the budget is at or above L + S, so that nothing is cut.
+    """
     cut = {label: ways(mine) for label, mine in rows.items()}
     names = list(dict.fromkeys(name for mine in cut.values() for name in mine))
     lines = []
     for label, mine in cut.items():
-        X = next(row["perplexity"] for row in rows[label] if row["variant"] == "X")
+        X, whole = (next(row for row in rows[label] if row["variant"] == name) for name in ("X", "L+S"))
         for budget in sorted({row["budget"] for cells in mine.values() for row in cells}, reverse=True):
-            cells = {name: row["perplexity"] for name, some in mine.items() for row in some if row["budget"] == budget}
-            shown = [f"{cells[name]:.2f} ({cells[name] / X - 1:+.1%})" if name in cells else "–" for name in names]
-            lines.append((label, f"{X:.2f}", millions(budget), *shown))
+            cells = {name: row for name, some in mine.items() for row in some if row["budget"] == budget}
+            shown = [_cell(cells[name], X, whole) if name in cells else "–" for name in names]
+            lines.append((label, f"{X['perplexity']:.2f}", millions(budget), *shown))
     return markdown_table(("model", "X", "budget", *names), lines)
 
 

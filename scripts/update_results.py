@@ -173,7 +173,12 @@ def structure_tables() -> str:
 
 
 def elastic_rows() -> dict[str, list[dict]]:
-    """Every way to cut, by model: of the demo's two runs, vanilla split after the fact, and of a stronger run."""
+    """Every way to cut, by model: of the demo's two runs, vanilla split after the fact, and of a stronger run.
+
+    evaluate.py sweep --checkpoint runs/demo/salaad --vanilla runs/demo/full_rank --rivals rpca,godec
+        --budgets 1401173,1183488,918656,787968 --refine 20 --calibrate 128 --dtype float32
+        --output results/nano/elastic/demo; the stronger run without --vanilla, into results/nano/elastic/stronger
+    """
     demo = read_json(NANO / "elastic" / "demo" / "sweep.json")["rows"]
     stronger = read_json(NANO / "elastic" / "stronger" / "sweep.json")["rows"]
     labelled = [*demo, *({**row, "label": "SALAAD, stronger"} for row in stronger)]

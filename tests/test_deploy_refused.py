@@ -205,7 +205,7 @@ def test_an_elastic_folder_is_asked_for_nothing_but_a_size_that_it_holds(runs, t
         )
     for option in ("--refine", "--calibrate"):
         assert "nothing can be refined or calibrated; leave" in evaluate("--variants", "0.7", option, 3)
-    assert "holds no L and S" in refused("evaluate.py", "sweep", "--checkpoint", folder, "--budgets", "0.7")
+    assert "keeps its units in one order" in refused("evaluate.py", "sweep", "--checkpoint", folder, "--budgets", "0.7")
 
     def compress(*arguments: object) -> str:
         return refused("compress.py", "--checkpoint", folder, "--output", made, *arguments)
