@@ -68,7 +68,8 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
         Z: the matrix.
         tau: the threshold; 0 returns Z itself, to the bit.
         basis: of the last update of the same block.
-        method: a rung, or `auto`: the cheapest that holds its tolerance.
+        method: a rung, or `auto`: the cheapest that holds its tolerance. `subspace` is tried at any size, and left for
+            `gram` where it fails.
 
     Raises:
         torch.linalg.LinAlgError: Z is not finite.
@@ -79,12 +80,13 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
     if method == "exact":
         return _exact(Z, tau)
     A = _squared(Z)
+    least = SMALLEST_SIDE if method == "auto" else 0
     if method in ("auto", "subspace") and basis is not None and tau > 0:
-        found = _subspace(Z, A, tau, basis)
+        found = _subspace(Z, A, tau, basis, least)
         if found is not None:
             return found
     try:
-        return _gram(Z, A, tau)
+        return _gram(Z, A, tau, least)
     except torch.linalg.LinAlgError:
         return _exact(Z, tau)
 
@@ -109,7 +111,7 @@ def _exact(Z: Tensor, tau: float) -> Thresholded:
     return Thresholded(L, shrunk, None, "exact", torch.finfo(Z.dtype).eps)
 
 
-def _gram(Z: Tensor, A: Tensor, tau: float) -> Thresholded:
+def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
     eigenvalues, U = torch.linalg.eigh(A)
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
     if tau < _LEAST_SIGMA * float(sigma[0]):
@@ -126,7 +128,7 @@ def _gram(Z: Tensor, A: Tensor, tau: float) -> Thresholded:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = (U[:, :k] * (1 - tau / sigma[:k])) @ projected[:k]
-    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k), "gram", torch.finfo(Z.dtype).eps)
+    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", torch.finfo(Z.dtype).eps)
 
 
 def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
@@ -136,17 +138,17 @@ def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
     return left @ (U.mT @ Z) if 2 * k * m <= n * (k + m) else (left @ U.mT) @ Z
 
 
-def _basis(U: Tensor, k: int) -> Tensor | None:
+def _basis(U: Tensor, k: int, least: int) -> Tensor | None:
     """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by.
 
     Of U there may be fewer: then they are all, and the next but one update gets the room from all eigenvectors.
     """
     n = len(U)
     q = k + max(8, k // 2)
-    return U[:, :q].clone() if n >= SMALLEST_SIDE and q <= LARGEST_SHARE * n else None
+    return U[:, :q].clone() if n >= least and q <= LARGEST_SHARE * n else None
 
 
-def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor) -> Thresholded | None:
+def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Thresholded | None:
     """None where the bound does not come below the tolerance, or the rank outgrows the basis."""
     size = float(torch.linalg.vector_norm(Z))
     # A few random vectors beside the basis let the filter find what has come up from elsewhere. Ritz vectors, unlike
@@ -167,7 +169,7 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor) -> Thresholded | 
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
                 shrunk[: len(sigma)] = (sigma - tau).clamp_min(0)
-                return Thresholded(L, shrunk, _basis(U, k), "subspace", bound)
+                return Thresholded(L, shrunk, _basis(U, k, least), "subspace", bound)
         if filters == MOST_FILTERS:
             return None
         edge = min(max(float(squares[-1 - _PROBES]), _LOWEST_EDGE * tau**2), _HIGHEST_EDGE * tau**2)
