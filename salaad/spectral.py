@@ -33,6 +33,7 @@ SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes
 LARGEST_SHARE = 0.35  # of the short side that a subspace may span to be worth it
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
 METHODS = ("exact", "gram", "subspace")
+_ROUNDING = 50  # units of it that a whole spectrum leaves in L, at the most seen
 _SAFETY = 3.0  # by which a filter is to overshoot
 _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
 _STRIPES = 4
@@ -50,7 +51,7 @@ class Thresholded:
         sigma: its singular values, the largest first; min(n, m) of them, 0 those that are not kept.
         basis: leading singular vectors of the short side (short × q) for the next update; None where that cannot pay.
         method: the rung.
-        bound: of the error in L relative to ‖Z‖_F, as `subspace` computes it; rounding for the others.
+        bound: of the error in L relative to ‖Z‖_F, as `subspace` computes it; of the others' rounding, as measured.
     """
 
     L: Tensor
@@ -108,7 +109,7 @@ def _exact(Z: Tensor, tau: float) -> Thresholded:
     U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
     shrunk = (sigma - tau).clamp_min(0)
     L = Z if tau == 0 else (U * shrunk) @ Vh
-    return Thresholded(L, shrunk, None, "exact", torch.finfo(Z.dtype).eps)
+    return Thresholded(L, shrunk, None, "exact", _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
@@ -128,7 +129,7 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = (U[:, :k] * (1 - tau / sigma[:k])) @ projected[:k]
-    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", torch.finfo(Z.dtype).eps)
+    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:

@@ -4,12 +4,16 @@ python scripts/update_results.py
 """
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
+from salaad import sharding
+from salaad.cli import read_command_line
 from salaad.figures import elastic_figure, frontier_figure
 from salaad.files import read_json
+from salaad.models import describe_model, outline
 from salaad.report import accuracy_table, structure_table
+from salaad.roles import find_blocks
 from salaad.rpca import RpcaRow
 from salaad.sweep import ways_table
 from salaad.tables import markdown_table, millions
@@ -28,6 +32,7 @@ def main() -> None:
     (NANO / "calibration" / "ideas.md").write_text(ideas_table() + "\n")
     elastic = elastic_rows()
     elastic_figure(elastic, NANO / "elastic" / "elastic.png")
+    (ROOT / "results" / "admm" / "balance.md").write_text(balance_table() + "\n")
     fill_readme(
         {
             "nano": (NANO / "demo.md").read_text().strip(),
@@ -36,6 +41,7 @@ def main() -> None:
             "elastic": f"{ways_table(elastic)}\n\n{one_file()}",
             "compression": compression_table(),
             "inference": inference_table(),
+            "ladder": ladder_table(),
             "lm-eval": harness_table(),
         }
     )
@@ -124,6 +130,45 @@ def overhead_table() -> str:
         )
     header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
     return markdown_table(header, rows)
+
+
+def ladder_table() -> str:
+    """What scripts/bench_admm.py recorded of our own choice of rung, beside a full SVD and the two peers."""
+    rows = []
+    for path in sorted((ROOT / "results" / "admm").glob("*m.json")):
+        result = read_json(path)
+        cells = {(*row["shape"], row["phase"], row["rung"]): row for row in result["rows"]}
+        for n, m, phase in dict.fromkeys((*row["shape"], row["phase"]) for row in result["rows"]):
+            exact, ours, single = (cells[n, m, phase, rung] for rung in ("exact", "auto", "orthogonal"))
+            whole, theirs = (cells[n, m, phase, rung] for rung in ("update", "update of the authors"))
+            rows.append(
+                (
+                    f"{n}×{m}",
+                    f"{phase}, {ours['rank_ratio']:.2f}",
+                    ours["method"],
+                    f"{ours['seconds'] * 1e3:.0f} ms",
+                    f"{exact['seconds'] / ours['seconds']:.1f}×",
+                    f"{ours['error']:.0e}",
+                    f"{ours['bound']:.0e}" if ours["method"] == "subspace" else "rounding",
+                    f"{single['error']:.0e}",
+                    f"{theirs['seconds'] / whole['seconds']:.1f}×",
+                )
+            )
+    header = ("shape", "phase, rank ratio", "rung", "time", "full SVD over it", "error in L", "its bound")
+    return markdown_table((*header, "error of a single orthogonal step", "the authors' update over ours"), rows)
+
+
+def balance_table() -> str:
+    """The most loaded rank's modelled cost over the mean, embedding and head among the blocks."""
+    rows = []
+    for name in ("60m", "130m", "350m", "1b"):
+        config, _ = read_command_line(["--config", f"{name}.yaml"])
+        model = outline(describe_model(config.model, config.data.sequence_length))
+        blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
+        costs = {block: sharding.update_cost(*X.shape) for block, X in blocks.items()}
+        ratios = [sharding.imbalance(costs, sharding.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)]
+        rows.append((name, str(len(blocks)), *(f"{ratio:.2f}" for ratio in ratios)))
+    return markdown_table(("model", "blocks", "1 rank", "2 ranks", "8 ranks", "64 ranks"), rows)
 
 
 def inference_table() -> str:
