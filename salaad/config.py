@@ -211,7 +211,7 @@ class SalaadConfig:
         for name, known in (
             ("energy", ("nuclear", "squared")),
             ("schedule", ("synchronous", "staggered")),
-            ("method", ("auto", "exact", "gram")),
+            ("method", ("auto", "exact", "gram", "subspace")),
         ):
             value = getattr(self, name)
             check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
