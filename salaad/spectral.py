@@ -17,11 +17,12 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal 
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
-‖E‖_F is computed, ‖F‖₂ is estimated by power iteration and what it exceeds τ by is added. Where the sum exceeds the
-tolerance another filter follows, then the next rung, which finds A already made.
+‖E‖_F is computed, ‖F‖₂ is estimated in a small Krylov space and what it exceeds τ by is added. Where the sum exceeds
+the tolerance another filter follows, then the next rung, which finds A already made.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,13 +84,13 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
     A = _squared(Z)
     least = SMALLEST_SIDE if method == "auto" else 0
     if method in ("auto", "subspace") and basis is not None and tau > 0:
-        found = _subspace(Z, A, tau, basis, least)
-        if found is not None:
-            return found
-    try:
+        with suppress(torch.linalg.LinAlgError):
+            found = _subspace(Z, A, tau, basis, least)
+            if found is not None:
+                return found
+    with suppress(torch.linalg.LinAlgError):
         return _gram(Z, A, tau, least)
-    except torch.linalg.LinAlgError:
-        return _exact(Z, tau)
+    return _exact(Z, tau)
 
 
 def _squared(Z: Tensor) -> Tensor:
@@ -140,10 +141,7 @@ def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
 
 
 def _basis(U: Tensor, k: int, least: int) -> Tensor | None:
-    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by.
-
-    Of U there may be fewer: then they are all, and the next but one update gets the room from all eigenvectors.
-    """
+    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by."""
     n = len(U)
     q = k + max(8, k // 2)
     return U[:, :q].clone() if n >= least and q <= LARGEST_SHARE * n else None

@@ -147,6 +147,27 @@ def test_eigenvectors_that_do_not_converge_leave_it_to_the_svd(monkeypatch):
     assert error(found, Z, 0.8) < 5e-6
 
 
+def test_ritz_vectors_that_do_not_converge_leave_it_to_the_gram_matrix(monkeypatch):
+    Z = matrix(40, 60)
+    basis = threshold(Z, 0.8).basis
+    for failures, rung in ((1, "gram"), (2, "exact")):
+        with monkeypatch.context() as patch:
+            no_eigenvectors(patch, failures)
+            found = threshold(Z, 0.8, basis)
+        assert found.method == rung
+        assert error(found, Z, 0.8) < 5e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_an_error_on_every_rung(value):
+    Z = matrix(40, 60)
+    basis = threshold(Z, 0.8).basis
+    Z[3, 4] = value
+    for method in ("exact", "gram", "subspace", "auto"):
+        with pytest.raises(torch.linalg.LinAlgError):
+            threshold(Z, 0.8, basis, method)
+
+
 def test_a_matrix_of_zeros_stays_one():
     for method in ("exact", "gram", "auto"):
         assert not threshold(torch.zeros(12, 20), 0.1, None, method).L.any()
