@@ -74,7 +74,7 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
             `gram` where it fails.
 
     Raises:
-        torch.linalg.LinAlgError: Z is not finite.
+        torch.linalg.LinAlgError: no rung converges. Of a Z that is not finite that, or a spectrum that is not either.
     """
     if Z.shape[0] > Z.shape[1]:
         found = threshold(Z.mT.contiguous(), tau, basis, method)
