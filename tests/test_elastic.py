@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deploying import ok, rows_of
+from deploying import ok, refused, rows_of
 from safetensors.torch import load_file, save_file
 from test_deploy import dense_parts
 from torch import Tensor, nn
@@ -555,3 +555,12 @@ def test_a_size_of_a_gpt2_is_saved_and_opens_again(tmp_path, tied):
     assert found.dtype == torch.bfloat16 and slr_modules(found)
     found.save_pretrained(tmp_path / "saved")
     assert_same_model(open_folder(tmp_path / "saved"), found)
+
+
+def test_a_folder_whose_only_block_is_tied_is_refused_before_anything_is_written(tmp_path, tiny_tokenizer_dir):
+    model = tmp_path / "model"
+    gpt2(tied=True).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(model)
+    arguments = ("--godec", "--roles", "re:wte$", "--elastic", "--output", tmp_path / "made")
+    assert "all blocks of model are tied weights" in refused("compress.py", "--checkpoint", model, *arguments)
+    assert not (tmp_path / "made").exists()
