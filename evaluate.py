@@ -57,7 +57,7 @@ def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
     deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
-        for method in map(str.strip, options.rivals.split(",")):
+        for method in options.ways_to_split:
             split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
             deployments[f"vanilla + {split.label}"] = Deployment(open_source(Path(options.vanilla)), split)
     for deployment in deployments.values():

@@ -77,7 +77,7 @@ class SweepOptions(TextOptions):
         budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
         kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
         vanilla: a run trained with method full_rank, which is split after the fact and cut to the same budgets.
-        rivals: how vanilla is split, separated by commas: rpca, godec.
+        rivals: how vanilla is split, separated by commas: rpca, godec; rpca without it.
         refine: alternating projections; the cuts by energy are measured without and with them.
         calibrate: sequences of training text; the refined cuts are measured without and with them.
     """
@@ -85,15 +85,23 @@ class SweepOptions(TextOptions):
     budgets: str
     kappas: str = "0:1:0.1"
     vanilla: str | None = None
-    rivals: str = "rpca"
+    rivals: str | None = None
     refine: int = 0
     calibrate: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in map(str.strip, self.rivals.split(",")):
+        check(
+            self.rivals is None or self.vanilla is not None, "--rivals split vanilla, but there is none; add --vanilla"
+        )
+        for name in self.ways_to_split:
             check(name in ("rpca", "godec"), f"--rivals names {name!r}, which is no way to split; give rpca or godec")
         at_least(self, 0, "refine", "calibrate")
+
+    @property
+    def ways_to_split(self) -> list[str]:
+        """The rivals, one by one."""
+        return [name.strip() for name in (self.rivals or "rpca").split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +168,8 @@ class CompressOptions:
         kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; half without it.
         allocation: hpa takes the same fractions of every block; energy keeps what has most energy per parameter, by
             one threshold for the whole model.
-        refine: alternating projections that bring the cut as near to L + S as its ranks and counts allow.
+        refine: alternating projections that bring the cut as near to L + S as trained (to X with --rpca or --godec) as
+            its ranks and counts allow.
         calibrate: sequences of training text by which the worth of what is kept is measured.
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget and --refine they
             are fitted to that size, and larger sizes add to it.

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from salaad.cli import read_command_line
 from salaad.config import SalaadConfig
-from salaad.errors import run_command
+from salaad.errors import UserError, run_command
 from salaad.files import read_json, write_json
 from salaad.models import describe_model, outline
 from salaad.prox import effective_rank, soft_threshold
@@ -169,9 +169,17 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, rest = parser.parse_known_args()
+    for name in ("rounds", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
+    known = read_json(SPECTRA)["blocks"]
+    if options.block not in known:
+        raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
     torch.set_num_threads(options.threads)
     config, device = read_command_line(rest)[0], torch.device(options.device)
-    recorded = read_json(SPECTRA)["blocks"][options.block]
+    recorded = known[options.block]
     model = outline(describe_model(config.model, config.data.sequence_length))
     shapes: dict[tuple[int, int], int] = {}
     for X in find_blocks(model, config.salaad).values():

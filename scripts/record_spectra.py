@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from salaad.cli import read_command_line
-from salaad.errors import run_command
+from salaad.errors import UserError, run_command
 from salaad.files import write_json
+from salaad.models import describe_model, outline
+from salaad.roles import find_blocks
 from salaad.run import provenance
 from salaad.salaad import Salaad
 
@@ -43,6 +45,12 @@ def describe(Z: Tensor, following: Tensor, tau: float) -> dict:
     return {"sigma": (sigma / scale).tolist(), "drift": (grid / scale).tolist(), "tau": tau / scale}
 
 
+def blocks_of(arguments: list[str]) -> dict[str, torch.nn.Parameter]:
+    """The blocks of the run that the training options describe."""
+    config = read_command_line(arguments)[0]
+    return find_blocks(outline(describe_model(config.model, config.data.sequence_length)), config.salaad)
+
+
 def main() -> None:
     """Train as train.py does, and look at every update on the way."""
     arguments = sys.argv[1:]
@@ -58,6 +66,11 @@ def main() -> None:
     )
     options = parser.parse_args(own)
     wanted = [f"model.{name}" for name in options.blocks.split(",")]
+    unknown = [block for block in wanted if block not in blocks_of(rest)]
+    if unknown:
+        raise UserError(
+            f"--blocks names {unknown[0].removeprefix('model.')}, which is no block of the run; name others"
+        )
     seen: dict[str, list[Tensor]] = {name: [] for name in wanted}
     found: dict[str, dict] = {name: {} for name in wanted}
     update = Salaad._update

@@ -21,7 +21,7 @@ from salaad.config import DataConfig
 from salaad.data import open_text, validation_batches
 from salaad.deployment import Deployment, own_text
 from salaad.energy import Line
-from salaad.errors import run_command
+from salaad.errors import UserError, run_command
 from salaad.models import SummedLoss, load_model
 from salaad.perplexity import evaluate
 from salaad.prox import truncate
@@ -171,6 +171,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128, help="sequences of calibration text")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "nano" / "calibration", help="folder")
     options = parser.parse_args()
+    if options.sequences < 1:
+        raise UserError(f"--sequences is {options.sequences}, but the least is 1; give 1 or more")
+    parse_budgets(options.budgets, 1)  # refuses what is no list of numbers before anything is read
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for checkpoint in options.checkpoints:

@@ -160,6 +160,8 @@ def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
 def test_a_rival_that_is_none_is_named(runs):
     arguments = ("--checkpoint", runs / "salaad", "--vanilla", runs / "full_rank", "--budgets", "0.7")
     assert "--rivals names 'pca'" in refused("evaluate.py", "sweep", *arguments, "--rivals", "rpca,pca")
+    alone = ("--checkpoint", runs / "salaad", "--budgets", "0.7", "--rivals", "godec")
+    assert "add --vanilla" in refused("evaluate.py", "sweep", *alone)
 
 
 def test_what_is_godecs_is_refused_without_it(runs, tmp_path):
