@@ -11,8 +11,10 @@ class Gradients:
         model: whose parameters are trained.
         limit: largest norm of all gradients together; 0 leaves them alone.
 
-    Attributes:
-        norm: norm of the last gradient before clipping, without dimensions, on the device.
+    Attributes, all without dimensions and on the device:
+        norm: norm of the last gradient before clipping.
+        broken: 1 if that was not finite, so that no step may follow it, else 0 (float32).
+        discarded: how many gradients were not (int64).
     """
 
     def __init__(self, model: nn.Module, limit: float) -> None:
@@ -20,8 +22,10 @@ class Gradients:
         self._limit = limit or float("inf")
         device = next(iter(self._named.values())).device
         self.norm = torch.zeros((), device=device)
-        self._broken_step = torch.zeros((), dtype=torch.int64, device=device)
-        self._broken = torch.zeros(len(self._named), dtype=torch.bool, device=device)
+        self.broken = torch.zeros((), device=device)
+        self.discarded = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_step = torch.zeros((), dtype=torch.int64, device=device)
+        self._first = torch.zeros(len(self._named), dtype=torch.bool, device=device)
 
     def clip(self, step: int) -> None:
         """Clip the gradient of this step (counted from 1)."""
@@ -29,20 +33,29 @@ class Gradients:
         gradients = [zero if p.grad is None else p.grad for p in self._named.values()]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         self.norm = torch.linalg.vector_norm(norms)
-        broken = ~norms.isfinite()
-        first = (self._broken_step == 0) & broken.any()
-        self._broken = torch.where(first, broken, self._broken)
-        self._broken_step = torch.where(first, step, self._broken_step)
+        broken = ~self.norm.isfinite()
+        first = (self._first_step == 0) & broken
+        # Where only the sum of their squares is too large, the largest is to blame.
+        self._first = torch.where(first, ~norms.isfinite() | (norms == norms.max()), self._first)
+        self._first_step = torch.where(first, step, self._first_step)
+        self.broken = broken.float()
+        self.discarded += broken
         torch.nn.utils.clip_grads_with_norm_(self._named.values(), self._limit, self.norm)
 
     def first_broken(self) -> tuple[int, str] | None:
-        """Step and name of the first gradient, or else the name of the first weight, that is not finite; waits.
+        """Step and name of the first gradient since the last call that was not finite; waits for the device.
 
         A loss that is not finite breaks every gradient at once; then no weight is to blame more than another.
         """
-        if self._broken_step > 0:
-            names = [name for name, broken in zip(self._named, self._broken.tolist(), strict=True) if broken]
-            where = "the loss" if len(names) == len(self._named) else f"the gradient of {names[0]}"
-            return int(self._broken_step), where
+        if self._first_step == 0:
+            return None
+        names = [name for name, broken in zip(self._named, self._first.tolist(), strict=True) if broken]
+        where = "the loss" if len(names) == len(self._named) else f"the gradient of {names[0]}"
+        step = int(self._first_step)
+        self._first_step.zero_()
+        return step, where
+
+    def broken_weight(self) -> str | None:
+        """Name of the first weight that is not finite; waits for the device."""
         finite = torch.stack([p.isfinite().all() for p in self._named.values()]).tolist()
-        return next(((0, name) for name, whole in zip(self._named, finite, strict=True) if not whole), None)
+        return next((name for name, whole in zip(self._named, finite, strict=True) if not whole), None)

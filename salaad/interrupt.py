@@ -1,7 +1,9 @@
 """What the ranks tell each other at every step without waiting: tokens, a request to stop, numbers gone wrong."""
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from types import FrameType
 
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from salaad import sharding
+
+_SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl
 
 
 class StopRequest:
@@ -23,6 +27,7 @@ class StopRequest:
         self._process = os.getpid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+        _hear_of_the_launchers_end()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         # A data worker inherits this handler when it is forked, but has nothing to finish.
@@ -33,12 +38,18 @@ class StopRequest:
             self.asked, self._when = True, time.monotonic()
 
 
+def _hear_of_the_launchers_end() -> None:
+    """A launcher of one process passes no signal on, and its end would leave the training behind without a master."""
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
+
+
 class Agreement:
     """One small sum over the ranks per step. Its answer is read a step later, so that no GPU is waited for.
 
     Attributes:
         stop: a rank was asked to stop, as of the step before.
-        broken: a gradient was not finite, as of the step before.
+        broken: a gradient was not finite, as of the step before that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,14 +59,14 @@ class Agreement:
         self._answer: Tensor | None = None
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
-    def exchange(self, tokens: int, stop: bool, grad_norm: Tensor) -> Tensor:
-        """Give this rank's token count, its request to stop and its last gradient norm.
+    def exchange(self, tokens: int, stop: bool, broken: Tensor) -> Tensor:
+        """Give this rank's token count, its request to stop and whether its last gradient was broken (1 or 0).
 
         Returns:
             The tokens of the global batch, without dimensions, on the device.
         """
         values = torch.tensor([tokens, stop, 0.0], dtype=torch.float64).to(self._device, non_blocking=True)
-        values[2] = ~grad_norm.isfinite()
+        values[2] = broken
         sharding.all_sum(values)
         self._answer = values.to("cpu", non_blocking=True)
         if self._arrived:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from salaad.config import OptimizerConfig
 from salaad.errors import UserError
@@ -59,6 +59,19 @@ def build_optimizer(
         return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, unless `broken` (float32, no dimensions, on the device) is 1.
+
+    A fused optimizer decides that on the device. For any other the host waits.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        # As torch's own scaler of mixed precision tells it of an overflow.
+        optimizer.found_inf, optimizer.grad_scale = broken, None
+        optimizer.step()
+    elif not broken:
+        optimizer.step()
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> None:

@@ -9,7 +9,7 @@ A threshold of 0 returns Z itself, to the bit, so that rounding never reaches th
 import torch
 from torch import Tensor
 
-from salaad.spectral import threshold
+from salaad.spectral import left_vectors, threshold
 
 
 def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The singular values are the lengths of the rows of QᵀZ. The eigenvalues themselves would not do: squaring has
     already lost what lies below the square root of the rounding error.
     """
-    Q = torch.linalg.eigh(Z @ Z.mT)[1]
+    Q = left_vectors(Z)
     projected = Q.mT @ Z
     sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
     return Q[:, order], projected[order], sigma

@@ -17,8 +17,7 @@ from salaad import sharding
 from salaad.config import SalaadConfig
 from salaad.errors import UserError
 from salaad.roles import find_blocks
-from salaad.spectral import METHODS
-from salaad.surrogate import Surrogate, UpdateRecord
+from salaad.surrogate import METHODS, Surrogate, UpdateRecord
 
 
 class NotFiniteError(UserError):
@@ -113,11 +112,8 @@ class Salaad:
 
     def _update(self, name: str) -> None:
         X = self.weights[name]
-        try:
-            with _true_fp32(X):
-                statistics = self.surrogates[name].update(X)
-        except torch.linalg.LinAlgError:
-            raise NotFiniteError(name, self.steps) from None
+        with _true_fp32(X):
+            statistics = self.surrogates[name].update(X)
         self._updated_at[name] = self.steps
         self._records.append((self.steps, name, statistics))
 

@@ -1,8 +1,9 @@
 """Singular-value thresholding as cheap as its tolerance allows: a ladder of methods, the cheapest that holds.
 
-    subspace   the leading eigenvectors of the Gram matrix, from those of the last update, by one Chebyshev filter
-    gram       all eigenvectors of the Gram matrix
-    exact      a full SVD
+    subspace     the leading eigenvectors of the Gram matrix, from those of the last update, by one Chebyshev filter
+    gram         all eigenvectors of the Gram matrix
+    exact        a full SVD
+    regularised  a full SVD in float64 of Z and a little noise, for a Z at which the others do not converge
 
 All of `subspace` but the Gram matrix A = ZZᵀ of the short side and L itself happens in n×q, q a little above the kept
 rank. A filter of degree d multiplies an error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b the first
@@ -18,12 +19,15 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
 ‖E‖_F is computed, ‖F‖₂ is estimated in a small Krylov space and what it exceeds τ by is added. Where the sum exceeds
-the tolerance another filter follows, then the next rung, which finds A already made.
+the tolerance another filter follows, then the next rung, which finds A already made. By the same argument noise N added
+to Z moves L by at most ‖N‖_F.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -33,7 +37,8 @@ TOLERANCE = 5e-4  # of the error in L relative to ‖Z‖_F
 SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes to find some
 LARGEST_SHARE = 0.35  # of the short side that a subspace may span to be worth it
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
-METHODS = ("exact", "gram", "subspace")
+METHODS = ("exact", "gram", "subspace", "regularised")
+_NOISE = 1e-6  # relative to ‖Z‖_F: what `regularised` adds
 _ROUNDING = 50  # units of it that a whole spectrum leaves in L, at the most seen
 _SAFETY = 3.0  # by which a filter is to overshoot
 _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
@@ -70,27 +75,37 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
         Z: the matrix.
         tau: the threshold; 0 returns Z itself, to the bit.
         basis: of the last update of the same block.
-        method: a rung, or `auto`: the cheapest that holds its tolerance. `subspace` is tried at any size, and left for
-            `gram` where it fails.
+        method: `exact`, `gram`, `subspace` or `auto`, the cheapest that holds its tolerance. `subspace` is tried at any
+            size. Where a rung fails the next one is tried.
 
     Raises:
-        torch.linalg.LinAlgError: no rung converges. Of a Z that is not finite that, or a spectrum that is not either.
+        torch.linalg.LinAlgError: no rung converges, or Z is not finite.
     """
     if Z.shape[0] > Z.shape[1]:
         found = threshold(Z.mT.contiguous(), tau, basis, method)
         return Thresholded(found.L.mT.contiguous(), found.sigma, found.basis, found.method, found.bound)
-    if method == "exact":
-        return _exact(Z, tau)
-    A = _squared(Z)
-    least = SMALLEST_SIDE if method == "auto" else 0
-    if method in ("auto", "subspace") and basis is not None and tau > 0:
+    for rung in _ladder(Z, tau, basis, method):
         with suppress(torch.linalg.LinAlgError):
-            found = _subspace(Z, A, tau, basis, least)
-            if found is not None:
+            found = rung()
+            if found is None:
+                continue
+            if math.isfinite(float(found.sigma.sum())):  # a decomposition can also fail without a word
                 return found
-    with suppress(torch.linalg.LinAlgError):
-        return _gram(Z, A, tau, least)
-    return _exact(Z, tau)
+        if not bool(Z.isfinite().all()):
+            break
+    raise torch.linalg.LinAlgError(f"no singular values of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
+
+
+def _ladder(Z: Tensor, tau: float, basis: Tensor | None, method: str) -> Iterator[Callable[[], Thresholded | None]]:
+    """The rungs from the asked one upwards; each gives None, or raises, where it fails."""
+    if method != "exact":
+        squared = cache(lambda: _squared(Z))
+        least = SMALLEST_SIDE if method == "auto" else 0
+        if method != "gram" and basis is not None and tau > 0:
+            yield lambda: _subspace(Z, squared(), tau, basis, least)
+        yield lambda: _gram(Z, squared(), tau, least)
+    yield lambda: _exact(Z, tau)
+    yield lambda: _regularised(Z, tau)
 
 
 def _squared(Z: Tensor) -> Tensor:
@@ -111,6 +126,36 @@ def _exact(Z: Tensor, tau: float) -> Thresholded:
     shrunk = (sigma - tau).clamp_min(0)
     L = Z if tau == 0 else (U * shrunk) @ Vh
     return Thresholded(L, shrunk, None, "exact", _ROUNDING * torch.finfo(Z.dtype).eps)
+
+
+def _regularised(Z: Tensor, tau: float) -> Thresholded:
+    found = _exact(_noisy(Z), tau)
+    L = Z if tau == 0 else found.L.to(Z)
+    return Thresholded(L, found.sigma.to(Z), None, "regularised", _NOISE + _ROUNDING * torch.finfo(Z.dtype).eps)
+
+
+def _noisy(Z: Tensor) -> Tensor:
+    noise = _random(*Z.shape, Z.double())
+    size = _NOISE * torch.linalg.vector_norm(Z.double())
+    return Z.double() + noise * (size / torch.linalg.vector_norm(noise))
+
+
+def left_vectors(Z: Tensor) -> Tensor:
+    """All left singular vectors (n×n) of a Z (n×m, n ≤ m), in no order, up to what `threshold` tolerates.
+
+    Raises:
+        torch.linalg.LinAlgError: they cannot be found, or Z is not finite.
+    """
+    for find in (
+        lambda: torch.linalg.eigh(Z @ Z.mT)[1],
+        lambda: torch.linalg.svd(Z, full_matrices=False)[0],
+        lambda: torch.linalg.svd(_noisy(Z), full_matrices=False)[0].to(Z),
+    ):
+        with suppress(torch.linalg.LinAlgError):
+            Q = find()
+            if bool(Q.isfinite().all()):
+                return Q
+    raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
 
 
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:

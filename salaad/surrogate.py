@@ -23,7 +23,11 @@ from torch import Tensor
 
 from salaad.config import SalaadConfig
 from salaad.prox import effective_rank, soft_threshold, truncate
-from salaad.spectral import METHODS, threshold
+from salaad.spectral import METHODS as RUNGS
+from salaad.spectral import Thresholded, threshold
+
+KEPT = "kept"  # no rung converged, or the result was not finite: the block stayed as it was
+METHODS = (*RUNGS, KEPT)
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,33 @@ class Surrogate:
     def update(self, X: Tensor) -> Tensor:
         """One ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
 
+        Where no singular values can be found, or the result is not finite, the block and its thresholds stay as they
+        were, and the method is `KEPT`.
+
         Returns:
             The numbers of `UpdateRecord` in order, the method as its place in `METHODS`, as one float32 tensor on the
-            device of X.
+            device of X. They are finite whenever X is.
         """
         X = X.detach().float()
+        before = (self.R, self.T, self.sigma, self.basis, self._tau_R)
+        try:
+            found = self._iterate(X)
+            delta = self._distance(X)
+        except torch.linalg.LinAlgError:
+            found, delta = None, None
+        if found is not None and bool(delta.isfinite()):
+            method, bound = found.method, found.bound
+            self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
+            density = self._density()
+            self._control(density)
+        else:
+            self.R, self.T, self.sigma, self.basis, self._tau_R = before
+            method, bound, density, delta = KEPT, 0.0, self._density(), self._distance(X)
+        error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
+        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error, bound, METHODS.index(method))
+        return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
+
+    def _iterate(self, X: Tensor) -> Thresholded:
         for _ in range(self.config.inner):
             U = self._U()
             found = threshold(X - self.R + 2 * U, float(self.tau_L), self.basis, self.config.method)
@@ -81,16 +107,15 @@ class Surrogate:
             self.R = X - found.L + U if self.tau_L > 0 else self.R - U
             self._tau_R = self.tau_S.clone()
         U = self._U()
-        S = self.R - U
-        self.T = found.L + S - U
-        self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
-        density = torch.count_nonzero(S) / X.numel()
-        self._control(density)
-        delta = torch.linalg.vector_norm(X - found.L - S)
-        error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
-        method = METHODS.index(found.method)
-        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error, found.bound, method)
-        return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
+        self.T = found.L + (self.R - U) - U
+        return found
+
+    def _distance(self, X: Tensor) -> Tensor:
+        """‖X − L − S‖_F, in which L + S = T + U."""
+        return torch.linalg.vector_norm(X - self.T - self._U())
+
+    def _density(self) -> Tensor:
+        return torch.count_nonzero(self.R.abs() > self._tau_R) / self.R.numel()
 
     def _control(self, density: Tensor) -> None:
         """I-controller (section 4.2); a threshold never goes below 0."""
