@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad import run, sharding
-from salaad.checkpoint import Checkpoints
+from salaad.checkpoint import Checkpoints, NotSavedError
 from salaad.cli import TrainOptions, read_command_line
 from salaad.config import ModelConfig, RunConfig
 from salaad.cross_entropy import IGNORED
@@ -21,16 +21,18 @@ from salaad.errors import run_command
 from salaad.files import read_json
 from salaad.gradients import Gradients
 from salaad.interrupt import Agreement, StopRequest
-from salaad.launch import leave_together, start_accelerator
+from salaad.launch import distribute, leave_together, start_accelerator
 from salaad.methods import METHODS
 from salaad.metrics import Recorder, Stopwatch
 from salaad.models import SummedLoss, build_model, describe_model
-from salaad.optimizer import build_optimizer
+from salaad.nonfinite import NonFinite, diverged
+from salaad.optimizer import build_optimizer, step_unless
 from salaad.perplexity import evaluate
 from salaad.plan import check_run, plan_table
 from salaad.report import summarize, summary_table
 from salaad.resume import TrainingParts
 from salaad.salaad import NotFiniteError
+from salaad.tally import Tally
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:
@@ -47,15 +49,13 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         return
     with accelerator.local_main_process_first():
         text = open_text(run.with_own_tokenizer(config), vocab_size=description.vocab_size)
-    if accelerator.is_main_process:
-        run.begin(folder, config, text.corpus_hash, checkpoint)
-    accelerator.wait_for_everyone()
+    sharding.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     trainer = Trainer(config, accelerator, text, folder, checkpoint)
     try:
         trainer.train()
     except NotFiniteError as error:
-        raise run.diverged(folder, trainer.step, error.block) from None
+        raise diverged(folder, trainer.step, error.block, trainer.nonfinite.discarded) from None
     finally:
         trainer.stream.close()
     leave_together(accelerator)
@@ -69,12 +69,10 @@ class Trainer:
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        fresh = {"step": 0, "tokens": 0, "interval_start": 0, "seconds": None, "data": None}
+        fresh = {"step": 0, "tokens": 0, "sums": (0, 0, 0), "discarded": 0, "seconds": None, "data": None}
         state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else fresh
-        self.step, self.interval_start = state["step"], state["interval_start"]
-        # Sums that the next logged line reports; on the device, so that nobody waits for them.
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.step = state["step"]
+        self.tally = Tally(self.device, state["sums"])
 
         source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
@@ -89,9 +87,9 @@ class Trainer:
         self.gradients = Gradients(self.model, config.optimizer.clip)
         if config.train.compile:
             self.model.base_model.compile()
-        loss = SummedLoss(self.model)
-        sharding.exclude_from_averaging(loss, self.method.float32_gradients())
-        self.loss = accelerator.prepare(loss)
+        apart = self.method.float32_gradients()
+        self.loss = distribute(accelerator, SummedLoss(self.model), apart, config)
+        self.method.discard()
         self.stream = TrainingStream(
             text,
             config.data,
@@ -101,13 +99,13 @@ class Trainer:
             seed=config.seed,
             state=state["data"],
         )
-        self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last)
-        self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
+        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
+        parts = (self.model, text.tokenizer, self.method, self.optimizer, self.schedule, self.recorder)
+        self.parts = TrainingParts(*parts)
         if checkpoint:
             self.parts.restore(checkpoint, state)
-            self.loss_sum += state["sums"][0] if sharding.rank() == 0 else 0.0
-            self.tokens += state["sums"][1]
-        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
+        self.nonfinite = NonFinite(self.gradients, config.train, folder, self.recorder, state["discarded"])
         self.stopwatch = Stopwatch(self.device, state["seconds"])
         self.saved_step = self.step if checkpoint else -1
 
@@ -119,20 +117,21 @@ class Trainer:
         while self.step < train.steps:
             agreement.read()
             if agreement.broken:
-                self.check_finite()
+                self.nonfinite.check(self.step)
             if agreement.stop:
-                self.save()
-                self.recorder.say(f"stopped after step {self.step}; the same command with --resume auto goes on")
-                self.recorder.close()
+                self.stop()
                 return
             batch = next(batches)
-            targets = agreement.exchange(count_targets(batch["labels"]), request.asked, self.gradients.norm)
+            stop = request.asked or self.stream.error is not None
+            targets = agreement.exchange(count_targets(batch["labels"]), stop, self.gradients.broken)
 
             # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 3).
-            self.backward(batch, targets)
+            loss = self.backward(batch, targets)
             self.method.after_backward()
             self.gradients.clip(self.step + 1)
-            self.optimizer.step()
+            step_unless(self.gradients.broken, self.optimizer)
+            # The first token of a row is real, but predicted by nothing.
+            self.tally.add(loss, targets + train.batch, self.gradients.broken)
             lr = self.schedule.get_last_lr()[0]
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -150,13 +149,14 @@ class Trainer:
             if last or self.step % train.log_every == 0:
                 self.log(lr)
             if last or (train.save_every and self.step % train.save_every == 0):
-                self.save()
+                self.save(last)
         self.recorder.close()
         if self.accelerator.is_main_process:
             print(summarize(self.folder, self.stopwatch.take()))
 
-    def backward(self, batch: dict[str, Tensor], targets: Tensor) -> None:
-        """Gradient of the mean loss per predicted token of the global batch, over all micro-batches and ranks."""
+    def backward(self, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
+        """Gradient of the global batch's mean loss per predicted token; returns this rank's share of that loss."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         micro_batches = list(
             zip(*(batch[key].split(self.config.train.micro_batch) for key in ("input_ids", "labels")), strict=True)
         )
@@ -164,36 +164,32 @@ class Trainer:
             final = i == len(micro_batches) - 1
             with nullcontext() if final else self.accelerator.no_sync(self.loss):
                 summed = self.loss(*(values.to(self.device, non_blocking=True) for values in (input_ids, labels)))
-                # The ranks' gradients are averaged, not summed: hence their number in the numerator.
-                self.accelerator.backward((summed * (sharding.world_size() / targets)).to(summed.dtype))
-            self.loss_sum += summed.detach() / targets
-        self.tokens += targets + self.config.train.batch  # the first token of a row is real, but predicted by nothing
-
-    def sums(self) -> list[float]:
-        """Loss and tokens since the last logged line, over all ranks; only the loss is a share of each rank's."""
-        return [float(sharding.all_sum(self.loss_sum.clone())), float(self.tokens)]
+                # The ranks' gradients are averaged, not summed: hence their number in the numerator. And a loss can be
+                # infinite where its gradient is not; times zero it is NaN, which spoils the gradient on every rank.
+                scale = sharding.world_size() / targets + 0 * summed.detach()
+                self.accelerator.backward((summed * scale).to(summed.dtype))
+            loss += summed.detach() / targets
+        return loss
 
     def log(self, lr: float) -> None:
         """Write what happened since the last line; the only place where the loop waits for the device."""
-        self.check_finite()
+        self.nonfinite.check(self.step)
         penalty = float(self.method.penalty())
         with self.stopwatch.phase("sync"):
-            loss_sum, tokens = self.sums()
+            loss_sum, taken, tokens = self.tally.read()
             self.recorder.blocks(self.method.drain_records())
-        seconds = self.stopwatch.take()
         self.recorder.log(
             step=self.step,
             new_tokens=round(tokens),
             positions=self.stream.rows * self.config.data.sequence_length,
-            loss=loss_sum / (self.step - self.interval_start),
+            loss=loss_sum / taken if taken else None,
             penalty=penalty,
             lr=lr,
-            grad_norm=float(self.gradients.norm),
-            seconds=seconds,
+            grad_norm=None if self.gradients.broken else float(self.gradients.norm),
+            discarded=self.nonfinite.discarded,
+            seconds=self.stopwatch.take(),
         )
-        self.loss_sum.zero_()
-        self.tokens.zero_()
-        self.interval_start = self.step
+        self.tally.clear()
 
     def evaluate(self) -> None:
         """Perplexity of X and of what the method deploys, on the validation text."""
@@ -212,33 +208,37 @@ class Trainer:
                 result = evaluate(SummedLoss(self.model), batches, self.device)
             self.recorder.evaluation(self.step, variant, result, train.precision, figures)
 
-    def check_finite(self) -> None:
-        """Stop rather than go on with, record or save numbers that are not finite."""
-        broken = self.gradients.first_broken()
-        if broken:
-            raise run.diverged(self.folder, broken[0] or self.step, broken[1])
+    def stop(self) -> None:
+        """Save, say how to go on, and raise what the data could not go on for; collective."""
+        self.save(last=True)
+        self.recorder.say(f"stopped after step {self.step}; go on with the same command: {run.resume_command()}")
+        self.recorder.close()
+        sharding.raise_first(self.stream.error)
 
-    def save(self) -> None:
-        """Write a checkpoint of the state after this step; collective."""
+    def save(self, last: bool = False) -> None:
+        """Write a checkpoint of the state after this step; collective. If that fails the run goes on, or ends here."""
         if self.saved_step == self.step:
             return
-        self.check_finite()
+        self.nonfinite.check(self.step)
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
             self.recorder.skipped(sharding.gather(self.stream.counts))
             trainer = {
                 "step": self.step,
                 "tokens": self.recorder.tokens,
-                "interval_start": self.interval_start,
+                "discarded": self.nonfinite.discarded,
                 "seconds": self.stopwatch.read(),
-                "sums": self.sums(),
+                "sums": self.tally.read(),
                 "data": merge_states(sharding.gather(self.stream.state_dict())),
                 "method": self.method.state_dict(),
                 "world_size": sharding.world_size(),
                 "config": self.config.to_dict(),
             }
-            self.saved_step = self.step
-            self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer))
+            try:
+                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer))
+                self.saved_step = self.step
+            except NotSavedError as error:
+                self.recorder.say(run.not_saved(self.folder, self.config.train, self.step, str(error), last))
 
 
 def count_targets(labels: Tensor) -> int:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from salaad.checks import at_least, check, one_or_more
 
+_MOST_LAYERS, _WIDEST = 1024, 2**24  # past which a plan takes minutes to draw up, or overflows
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -33,6 +35,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         at_least(self, 1, *names)
+        for name in names:
+            value, most = getattr(self, name), _MOST_LAYERS if name == "num_hidden_layers" else _WIDEST
+            check(value <= most, f"model.{name} is {value:,}, more than any model has; give {most:,} or less")
         check(
             self.hidden_size % (2 * self.num_attention_heads) == 0,
             f"model.hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads of even "
@@ -59,6 +64,10 @@ class DataConfig:
         workers: processes per rank that read and tokenise ahead of the model; 0 does it in the trainer itself.
         max_bad_documents: broken JSON lines or texts of a wrong type that a stream may meet in one pass over its part
             of a file before the run stops.
+        retries: times a file that cannot be read is tried again, after 1, 2, 4, … seconds, at most 30 each; 0 gives up
+            at once.
+        max_lost_files: parts of files that a stream may find vanished, damaged or unreadable after all tries in one
+            pass, and whose rest it passes over, before the run stops; 0 stops at the first.
     """
 
     source: Literal["python-docs", "c4", "files"] = "python-docs"
@@ -72,12 +81,14 @@ class DataConfig:
     streams: int = 16
     workers: int = 1
     max_bad_documents: int = 100
+    retries: int = 6
+    max_lost_files: int = 0
 
     def __post_init__(self) -> None:
         one_or_more(self, "files", "validation_files")
         at_least(self, 2, "sequence_length")
         at_least(self, 1, "shuffle_window", "streams")
-        at_least(self, 0, "workers", "max_bad_documents")
+        at_least(self, 0, "workers", "max_bad_documents", "retries", "max_lost_files")
         if self.source == "files":
             check(
                 bool(self.validation_files),
@@ -139,6 +150,9 @@ class TrainConfig:
         eval_tokens: non-padding validation tokens an evaluation reads at the most.
         save_every: steps between two checkpoints; 0 saves only at the end.
         keep_last: newest checkpoints that stay; older ones of the same run are deleted; 0 keeps all.
+        keep_every: checkpoints at multiples of so many steps always stay; 0 names none.
+        on_nonfinite: a step whose loss or gradient is NaN or infinite is never taken; then stop, or skip its batch.
+        max_skipped: batches that may be skipped so before the run stops all the same.
     """
 
     steps: int = 1000
@@ -152,10 +166,13 @@ class TrainConfig:
     eval_tokens: int = 1_000_000
     save_every: int = 1000
     keep_last: int = 2
+    keep_every: int = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch", "micro_batch", "log_every", "eval_tokens")
-        at_least(self, 0, "eval_every", "save_every", "keep_last")
+        at_least(self, 0, "eval_every", "save_every", "keep_last", "keep_every", "max_skipped")
 
 
 @dataclass(frozen=True)
@@ -255,6 +272,7 @@ class RunConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
+        check(0 <= self.seed < 2**53, "seed is no number from 0 to 2^53, which every generator takes; give one")
         check(
             self.data.source != "files" or bool(self.data.files),
             "data.source is files, but data.files is empty; give at least one path or glob",

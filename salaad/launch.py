@@ -5,10 +5,13 @@ import warnings
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType
+from torch import nn
 from transformers.utils import logging
 
+from salaad import locks, sharding
 from salaad.config import RunConfig
 from salaad.errors import UserError
+from salaad.models import SummedLoss
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
@@ -35,7 +38,25 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
+def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parameter], config: RunConfig) -> nn.Module:
+    """Wrap `loss` for data parallelism; the gradients of the parameters `apart` are averaged by `average_gradients`.
+
+    After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
+    or more that changes the order of sums. So a gradient that nobody uses goes first, in every life of a run alike.
+    """
+    sharding.exclude_from_averaging(loss, apart)
+    wrapped = accelerator.prepare(loss)
+    if sharding.world_size() > 1:
+        rows = min(config.train.micro_batch, config.train.batch // sharding.world_size())
+        ids = torch.zeros(rows, config.data.sequence_length, dtype=torch.int64, device=accelerator.device)
+        with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
+            accelerator.backward(wrapped(ids, ids))
+        loss.zero_grad(set_to_none=True)
+    return wrapped
+
+
 def leave_together(accelerator: Accelerator) -> None:
     """End a run that is finished: a rank that leaves before the others can make them wait for good."""
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    locks.release()

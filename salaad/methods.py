@@ -38,6 +38,9 @@ class FullRank:
     def after_backward(self) -> None:
         """Called once per optimizer step, when the gradients of all micro-batches are there."""
 
+    def discard(self) -> None:
+        """Called when gradients of a backward were thrown away."""
+
     def after_step(self) -> None:
         """Called after every optimizer step."""
 
@@ -89,6 +92,9 @@ class SalaadMethod(FullRank):
 
     def after_backward(self) -> None:  # noqa: D102
         sharding.average_gradients(self.float32_gradients())
+
+    def discard(self) -> None:  # noqa: D102
+        self.salaad.skip()
 
     def after_step(self) -> None:  # noqa: D102
         self.salaad.step()

@@ -1,12 +1,13 @@
 """The records of a run: metrics.jsonl, blocks.jsonl, evaluations.jsonl, Weights & Biases and the progress bar."""
 
 import json
+import os
 import secrets
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from salaad.config import RunConfig, WandbConfig
 from salaad.errors import UserError
 from salaad.perplexity import Perplexity
-from salaad.surrogate import UpdateRecord
+from salaad.surrogate import KEPT, UpdateRecord
 
 RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
 PHASES = ("train", "admm", "sync", "save", "evaluate")
@@ -43,7 +44,7 @@ class Recorder:
         self._files = {}
         for name in RECORDS:
             _drop_lines_after(folder / name, start)
-            self._files[name] = (folder / name).open("a")
+            self._files[name] = _Lines(folder / name)
         self._bar = tqdm(
             total=config.train.steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
@@ -54,13 +55,17 @@ class Recorder:
         if not self.active:
             return
         self.tokens += new_tokens
+        if values["loss"] is None:
+            self.say(f"no step was taken up to step {values['step']} since the last line")
         speed = {"tokens_per_second": new_tokens / (sum(seconds.values()) - seconds["evaluate"])}
         row = {"step": values.pop("step"), "tokens": self.tokens, **values, **speed}
-        self._write("metrics.jsonl", row | {"seconds": seconds})
+        self._files["metrics.jsonl"].add(row | {"seconds": seconds})
+        self._write_out("metrics.jsonl")
         if self._wandb:
             self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])
         self._bar.update(row["step"] - self._bar.n)
-        shown = {"loss": f"{row['loss']:.3f}", "tok/s": f"{row['tokens_per_second']:.0f}"}
+        loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+        shown = {"loss": loss, "tok/s": f"{row['tokens_per_second']:.0f}"}
         if self._latest:
             count = len(self._latest)
             shown["rank"] = f"{sum(record.rank_ratio for record in self._latest.values()) / count:.3f}"
@@ -73,11 +78,13 @@ class Recorder:
             return
         for step, name, record in records:
             self._latest[name] = record
-            self._write("blocks.jsonl", {"step": step, "block": name, **vars(record)}, flush=False)
+            if record.method == KEPT:
+                self.say(f"step {step}: no singular values of {name} could be found, so its L and S stay as they were")
+            self._files["blocks.jsonl"].add({"step": step, "block": name, **vars(record)})
             if self._wandb:
                 values = {f"blocks/{name}/{key}": value for key, value in vars(record).items()}
                 self._wandb.log(values, step=step)
-        self._files["blocks.jsonl"].flush()
+        self._write_out("blocks.jsonl")
 
     def evaluation(
         self, step: int, variant: str, result: Perplexity, precision: str, figures: Mapping[str, float]
@@ -87,23 +94,25 @@ class Recorder:
             return
         row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
         row |= {"tokens": result.tokens, "precision": precision, **figures}
-        self._write("evaluations.jsonl", row)
+        self._files["evaluations.jsonl"].add(row)
+        self._write_out("evaluations.jsonl")
         if self._wandb:
             values = {"loss": result.loss, "perplexity": result.perplexity, **figures}
             self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
         self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
 
     def skipped(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Say how many documents could not be used, whenever there are more than the last time."""
-        bad, empty = (sum(part[kind] for part in counts) for kind in ("bad", "empty"))
-        if bad + empty > self._skipped:
-            self._skipped = bad + empty
-            self.say(f"documents skipped so far: {bad} broken, {empty} without text")
+        """Say how much text could not be used, whenever there is more than the last time."""
+        bad, empty, lost = (sum(part[kind] for part in counts) for kind in ("bad", "empty", "lost"))
+        if bad + empty + lost > self._skipped:
+            self._skipped = bad + empty + lost
+            self.say(f"documents skipped so far: {bad} broken, {empty} without text, {lost} parts of files lost")
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the bar."""
+        """Print a line without breaking the bar; where that goes into a file on a full disk, it may be lost."""
         if self.active:
-            self._bar.write(text)
+            with suppress(OSError):
+                self._bar.write(text)
 
     def close(self) -> None:
         """Finish the files, the bar and the Weights & Biases run."""
@@ -115,10 +124,41 @@ class Recorder:
         if self._wandb:
             self._wandb.finish()
 
-    def _write(self, name: str, row: dict[str, Any], flush: bool = True) -> None:
-        self._files[name].write(json.dumps(row) + "\n")
-        if flush:
-            self._files[name].flush()
+    def secure(self) -> None:
+        """Bring every line to the disk, before a checkpoint says that they are there.
+
+        Raises:
+            OSError: they cannot be written now; they are kept for the next time.
+        """
+        for lines in self._files.values() if self.active else ():
+            lines.write_out(to_disk=True)
+
+    def _write_out(self, name: str) -> None:
+        try:
+            self._files[name].write_out()
+        except OSError as error:
+            self.say(f"{name} cannot be written now ({error.strerror}); its lines are kept for the next time")
+
+
+class _Lines:
+    """A file of JSON lines that grows at its end, and loses none where the disk is full for a while."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._waiting += json.dumps(row).encode() + b"\n"
+
+    def write_out(self, to_disk: bool = False) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        if to_disk:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.write_out()
+        self._file.close()
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

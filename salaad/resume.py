@@ -1,7 +1,11 @@
 """Everything of a training run that a checkpoint holds, written and taken over bit for bit."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -9,8 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad import sharding
 from salaad.checkpoint import load_surrogates, save_surrogates
+from salaad.errors import UserError
 from salaad.files import write_json
 from salaad.methods import FullRank
+from salaad.metrics import Recorder
 from salaad.optimizer import load_optimizer_state
 
 
@@ -24,6 +30,7 @@ class TrainingParts:
         method: its surrogates go into `surrogate/`.
         optimizer: its moments go into `state/`.
         schedule: placed by the step.
+        recorder: its lines up to here are on the disk before the checkpoint is.
     """
 
     model: PreTrainedModel
@@ -31,6 +38,7 @@ class TrainingParts:
     method: FullRank
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
+    recorder: Recorder
 
     def write(self, folder: Path, trainer: dict[str, Any]) -> None:
         """This rank's part of a checkpoint; `trainer` holds the step, the data position and what else JSON can say."""
@@ -41,11 +49,12 @@ class TrainingParts:
             self.tokenizer.save_pretrained(folder / "model")
             torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
             write_json(trainer, folder / "state" / "trainer.json")
+            self.recorder.secure()
 
     def restore(self, checkpoint: Path, trainer: dict[str, Any]) -> None:
         """Take over what `write` wrote, at any world size. The model is built from its own folder already."""
-        saved = torch.load(checkpoint / "state" / "optimizer.pt", map_location="cpu", weights_only=True)
-        load_optimizer_state(self.optimizer, saved)
+        with _in_a_sentence(checkpoint / "state" / "optimizer.pt") as path:
+            load_optimizer_state(self.optimizer, torch.load(path, map_location="cpu", weights_only=True))
         # The step alone places the schedule, so that a new folder may go on with another peak.
         self.schedule.last_epoch = trainer["step"]
         rates = [base * self.schedule.lr_lambdas[0](trainer["step"]) for base in self.schedule.base_lrs]
@@ -56,7 +65,28 @@ class TrainingParts:
         load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
         random = checkpoint / "state" / _random_file()
         if random.exists():  # a rank that the earlier world did not have goes on with its own
-            _restore_random_state(torch.load(random, weights_only=True))
+            with _in_a_sentence(random):
+                _restore_random_state(torch.load(random, weights_only=True))
+
+
+@contextmanager
+def _in_a_sentence(path: Path) -> Iterator[Path]:
+    """Turn whatever is wrong with a file of tensors into one sentence.
+
+    It is a pickle, of which only tensors and plain values are built; what else it asks for, what is missing in it and
+    what does not fit the run ends in too many kinds of errors to list them.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file that is refused, the sentence says enough
+            yield path
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        # Of a pickle with more in it torch says how to run that all the same.
+        unsafe = isinstance(error, UnpicklingError)
+        why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
 
 
 def _random_file() -> str:

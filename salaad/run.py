@@ -1,21 +1,22 @@
 """The folder of a run: what it may be continued from, what it records about itself, how it ends."""
 
 import platform
+import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from salaad import sharding
+from salaad import locks, sharding
 from salaad.checkpoint import Checkpoints
-from salaad.cli import TrainOptions, write_config
-from salaad.config import DataConfig, RunConfig
+from salaad.cli import TrainOptions, read_plain_yaml, write_config
+from salaad.config import DataConfig, RunConfig, TrainConfig
 from salaad.errors import UserError
-from salaad.files import read_json, write_json
+from salaad.files import read_json, verify
 from salaad.metrics import RECORDS
 
 # What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
@@ -30,8 +31,13 @@ _FREE = (
     "train.eval_tokens",
     "train.save_every",
     "train.keep_last",
+    "train.keep_every",
+    "train.on_nonfinite",
+    "train.max_skipped",
     "data.workers",
     "data.max_bad_documents",
+    "data.retries",
+    "data.max_lost_files",
     "wandb.mode",
     "wandb.project",
 )
@@ -46,18 +52,29 @@ _TUNABLE = (
 
 
 def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint to go on from, if any. Writes nothing.
+    """The run's folder and the checkpoint to go on from, if any, the same on every rank; collective.
+
+    Of a checkpoint every file is compared with its checksum first. Where the newest is not whole the newest that is
+    takes its place, and that is said. In a folder that is there already this becomes the process that writes.
 
     Raises:
-        UserError: the folder belongs to a run of another configuration, or --resume does not fit what is there.
+        UserError: the folder belongs to a run of another configuration, another process writes into it, or --resume
+            does not fit what is there.
     """
+    return sharding.first_decides(lambda: _open_run(config, options))
+
+
+def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
     folder = Path(options.output)
+    if _begun(folder):
+        locks.claim(folder)
     if options.resume not in ("auto", "none"):
         checkpoint = Path(options.resume)
-        if not (checkpoint / "state" / "trainer.json").is_file():
+        if not (checkpoint / "state").is_dir():
             raise UserError(
                 f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000"
             )
+        verify(checkpoint)
         own = checkpoint.resolve().parent.parent == folder.resolve()
         _compare(
             read_json(checkpoint / "state" / "trainer.json")["config"], config, checkpoint, () if own else _TUNABLE
@@ -66,26 +83,30 @@ def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | Non
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
         return folder, checkpoint
     if not _begun(folder):
-        ours = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", *RECORDS}
+        ours = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
         if folder.exists() and (not folder.is_dir() or any(path.name not in ours for path in folder.iterdir())):
             raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
         return folder, None
     if options.resume == "none":
         raise UserError(f"--output {folder} already holds a run; give another folder, or --resume auto to go on")
     try:
-        begun_with = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"--output {folder} holds a run without a readable config.yaml ({why}); give another") from None
+        begun_with = read_plain_yaml(folder / "config.yaml")
+    except UserError as error:
+        said = f"--output {folder} holds a run without a readable config.yaml ({error})"
+        raise UserError(f"{said}; give another folder") from None
     _compare(begun_with, config, folder)
-    return folder, Checkpoints(folder / "checkpoints").latest()
+    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole()
+    for sentence in wrong:
+        print(f"passed over: {sentence}", file=sys.stderr)
+    if wrong:
+        print(f"going on from {checkpoint}, the newest that is whole", file=sys.stderr)
+    return folder, checkpoint
 
 
 def _begun(folder: Path) -> bool:
     """Whether a run took a step here; one that ended before leaves nothing to go on from or to lose."""
-    checkpoints = Checkpoints(folder / "checkpoints")
     metrics = folder / "metrics.jsonl"
-    return checkpoints.latest() is not None or (metrics.exists() and metrics.stat().st_size > 0)
+    return Checkpoints(folder / "checkpoints").begun() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _compare(old: dict[str, Any], config: RunConfig, place: Path, tunable: tuple[str, ...] = ()) -> None:
@@ -109,16 +130,48 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     """Create the folder and its config.yaml, in which every life of the run leaves its versions and commit.
 
     A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto finds the same way.
+
+    Raises:
+        UserError: another process writes into the folder.
     """
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    locks.claim(folder)
     life = provenance() | {"corpus": corpus_hash or "not hashed", "begun from": str(checkpoint or "random weights")}
     path = folder / "config.yaml"
     earlier = (
         [line for line in path.read_text().splitlines() if line.startswith("#")] if checkpoint and path.exists() else []
     )
     write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in life.items())], path)
-    if checkpoint:
-        Checkpoints(folder / "checkpoints").point_to(checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
+        checkpoints.point_to(checkpoint)
+    elif checkpoint:
+        checkpoints.adopt(checkpoint)
+
+
+def resume_command() -> str:
+    """What was typed behind the launcher, so that it goes on from the newest checkpoint."""
+    return shlex.join(["train.py", *sys.argv[1:], "--resume", "auto"])
+
+
+def not_saved(folder: Path, train: TrainConfig, step: int, why: str, last: bool) -> str:
+    """What to say of a checkpoint that could not be written after `step`.
+
+    Raises:
+        UserError: it was the last attempt.
+    """
+    newest = Checkpoints(folder / "checkpoints").latest()
+    good = newest.name if newest else "the beginning"
+    if last:
+        raise UserError(
+            f"the checkpoint of step {step} cannot be written ({why}), and the run ends here; make room in {folder} "
+            f"and start the same command again, which goes on from {good}"
+        )
+    following = min(train.steps, (step // train.save_every + 1) * train.save_every)
+    return (
+        f"step {step}: the checkpoint cannot be written ({why}); training goes on, {good} stays untouched, the next "
+        f"attempt is after step {following}"
+    )
 
 
 def with_own_tokenizer(config: RunConfig) -> DataConfig:
@@ -180,14 +233,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def diverged(folder: Path, step: int, block: str) -> UserError:
-    """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with."""
-    good = Checkpoints(folder / "checkpoints").latest()
-    last = str(good) if good else "none"
-    write_json({"step": step, "block": block, "last_good_checkpoint": last}, folder / "diagnosis.json")
-    return UserError(
-        f"a number is not finite at step {step}, first in {block}; go on with --resume {last} --output NEW and a lower "
-        f"--optimizer.lr or --salaad.rho_constant; see {folder / 'diagnosis.json'}"
-    )

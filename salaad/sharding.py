@@ -3,12 +3,16 @@
 Every function takes the same path at world size 1, where an exchange is the identity.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from salaad.errors import UserError
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -73,6 +77,25 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def first_decides(action: Callable[[], T]) -> T:
+    """What rank 0's `action` returned, on every rank; the others do nothing. Its UserError is raised on every rank."""
+    result, problem = None, None
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as error:
+            problem = error
+    raise_first(problem)
+    return gather(result)[0]
+
+
+def raise_first(problem: UserError | None) -> None:
+    """Raise on every rank what the first rank that has a problem has."""
+    problems = [found for found in gather(problem) if found is not None]
+    if problems:
+        raise problems[0]
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:

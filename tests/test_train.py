@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from training import (
     lines,
     run_training,
     start,
-    toy_arguments,
     wait_for_steps,
     weights,
 )
@@ -27,12 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from salaad import methods
 from salaad.checkpoint import read_surrogates
 from salaad.errors import UserError
-
-
-@pytest.fixture
-def toy(text_files, tiny_tokenizer_dir):
-    """Options of a toy run; keywords override."""
-    return lambda **overrides: toy_arguments(text_files, tiny_tokenizer_dir, **overrides)
 
 
 def assert_same_tensors(first: dict, second: dict) -> None:
@@ -217,6 +211,32 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
     assert process.returncode == 0, err
     assert "--resume auto" in out + err
     assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path):
+    """`accelerate launch` passes no signal on there; without more the training would go on alone."""
+    process = start(toy(train__steps=100000), tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)  # until the trainer too has closed its end of the pipe
+    assert "stopped after step" in out and "--resume auto" in out
+    assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
+    # A step of minutes, which the first signal would let come to its end.
+    arguments = toy(train__batch=100_000, train__micro_batch=1)
+    command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 128 + signal.SIGTERM
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):
