@@ -4,32 +4,30 @@ Global row g = 0, 1, 2, … of a run comes from stream g mod V; a step takes the
 those whose place i in the batch has i ≡ r (mod W). A rank reads only the streams whose rows it trains on.
 """
 
-import contextlib
 import hashlib
 import itertools
-import os
-import signal
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
 from salaad import python_docs
 from salaad.config import DataConfig
 from salaad.cross_entropy import IGNORED
-from salaad.documents import c4_files, expand, is_remote, require_document
+from salaad.documents import c4_files, expand, require_document, size_of
 from salaad.errors import UserError
 from salaad.streams import Cursor, Plan, RowStream
 from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
+from salaad.workers import Workers
 
 DEFAULT_TOKENIZER = "t5-base"
-GRACE = 60  # seconds a worker outlives a request to end
-COUNTS = ("bad", "empty", "long")
+COUNTS = ("bad", "empty", "long", "lost")
 
 
 @dataclass
@@ -42,6 +40,7 @@ class Text:
         validation_files: the same; no file is in both.
         corpus_hash: hex digest of all python-docs texts; None for other sources.
         vocab_size: ids stay below it.
+        sizes: bytes of the local files when they were found; a file that changes cannot be read on.
         validation_rows: rows already tokenised, by what was asked for.
         validation_counts: bad, empty and long documents met in them.
     """
@@ -51,6 +50,7 @@ class Text:
     validation_files: tuple[str, ...]
     corpus_hash: str | None
     vocab_size: int
+    sizes: dict[str, int] = field(default_factory=dict, repr=False)
     validation_rows: dict[tuple, list[np.ndarray]] = field(default_factory=dict, repr=False)
     validation_counts: dict[str, int] = field(default_factory=dict)
 
@@ -82,8 +82,9 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> 
         _require_disjoint(train, validation)
     # One shard stands for all of C4: asking for each would be a thousand requests.
     for file in validation[:1] if config.source == "c4" else (*train, *validation):
-        require_document(file, _field(config), config.max_bad_documents)
-    text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size)
+        require_document(file, _field(config), config.max_bad_documents, config.retries)
+    sizes = {file: size for file in (*train, *validation) if (size := size_of(file)) is not None}
+    text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size, sizes)
     pieces = text_pieces(text.tokenizer)
     if pieces > vocab_size:
         raise UserError(
@@ -106,6 +107,8 @@ def _require_disjoint(train: tuple[str, ...], validation: tuple[str, ...]) -> No
 
 class TrainingStream:
     """Endless batches of one rank; `state_dict` is the place after the last batch handed out.
+
+    Behind that batch the next is already there, so that `error` is known while the run can still be saved.
 
     Args:
         text: from `open_text`.
@@ -132,7 +135,8 @@ class TrainingStream:
         state: dict | None = None,
     ) -> None:
         self._text = text
-        self._order = {"files": fingerprint(text.train_files), "seed": seed, "shuffle_window": config.shuffle_window}
+        files = fingerprint(text.train_files, text.sizes)
+        self._order = {"files": files, "seed": seed, "shuffle_window": config.shuffle_window}
         self._rows = 0
         streams = gcd(config.streams, batch)
         cursors: dict[int, Cursor] = {}
@@ -148,8 +152,10 @@ class TrainingStream:
         plan = _plan(text, config, text.train_files, streams, seed)
         self._share = _Share(plan, Encoder(text.tokenizer), self._rows, batch, rank, world_size, cursors)
         self._cursors = dict(self._share.cursors)
-        self._workers = min(config.workers, len(self._cursors))
-        self._items: Iterator | None = None
+        self._count = min(config.workers, len(self._cursors))
+        self._workers: Workers | None = None
+        self._ahead: tuple[list[_Item], dict[str, torch.Tensor]] | None = None
+        self._error: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
@@ -160,26 +166,51 @@ class TrainingStream:
         Raises:
             UserError: the text cannot be read on.
         """
-        if self._items is None:
-            self._items = _start(self._share, self._workers)
-        share = self._share
-        places = range(share.rank, share.batch, share.world_size)
-        rows: list[np.ndarray] = [None] * len(places)
-        for _ in range(max(1, self._workers)):
-            item = next(self._items)
-            if isinstance(item, UserError):
-                self._items = itertools.repeat(item)  # this lets the workers go
-                raise UserError(str(item))
-            for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
-                rows[place // share.world_size] = row
+        self._look_ahead()
+        if self._ahead is None:
+            raise UserError(self._error)
+        items, batch = self._ahead
+        self._ahead = None
+        for item in items:
             for number, cursor in zip(item.numbers, item.cursors, strict=True):
                 self._cursors[number] = Cursor(*cursor)
-        self._rows += share.batch
-        return to_batch(rows, share.plan.length, self._text.pad_id, self._text.vocab_size)
+        self._rows += self._share.batch
+        self._look_ahead()
+        return batch
+
+    @property
+    def error(self) -> UserError | None:
+        """Why the batch behind the last one handed out cannot be had; `__next__` raises it."""
+        return None if self._error is None else UserError(self._error)
+
+    def _look_ahead(self) -> None:
+        """Have the next batch, or the sentence that says why there is none."""
+        if self._ahead is not None or self._error is not None:
+            return
+        share, text = self._share, self._text
+        try:
+            if self._workers is None:
+                self._workers = Workers(share, self._count)
+            items = [next(self._workers) for _ in range(max(1, self._count))]
+            for item in items:
+                if isinstance(item, UserError):
+                    raise item
+            rows: list[np.ndarray] = [None] * len(range(share.rank, share.batch, share.world_size))
+            for item in items:
+                for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
+                    rows[place // share.world_size] = row
+            self._ahead = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)
+        except UserError as error:
+            self._error = str(error)  # the exception itself would hold on to the loader
+        if self._error is not None:
+            self.close()
 
     def close(self) -> None:
         """Let the workers go; the stream can be iterated again only from its state."""
-        self._items = None
+        self._ahead = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     @property
     def rows(self) -> int:
@@ -197,7 +228,7 @@ class TrainingStream:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Documents of this rank's streams since the run began: bad and empty ones skipped, long ones cut."""
+        """Of this rank's streams since the run began: bad and empty documents, long ones cut, parts of files lost."""
         return {name: sum(getattr(cursor, name) for cursor in self._cursors.values()) for name in COUNTS}
 
 
@@ -283,9 +314,13 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
     return {name: value.pin_memory() for name, value in batch.items()} if torch.cuda.is_available() else batch
 
 
-def fingerprint(files: Iterable[str]) -> str:
-    """Hex digest of a list of files by name and size, so that they may move to another folder."""
-    names = [file if is_remote(file) else f"{Path(file).name} {Path(file).stat().st_size}" for file in files]
+def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
+    """Hex digest of a list of files by name and size, so that they may move to another folder.
+
+    Sizes that are known already are taken for what they are, whatever has become of the files.
+    """
+    known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
+    names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
@@ -301,6 +336,9 @@ def _plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, 
         length=config.sequence_length,
         packing=config.packing,
         eos=text.tokenizer.eos_token_id,
+        retries=config.retries,
+        max_lost=config.max_lost_files if seed is not None else None,
+        sizes=text.sizes,
     )
 
 
@@ -350,7 +388,7 @@ class _Share(IterableDataset):
         self.cursors = {int(v): cursors.get(int(v), Cursor()) for v in np.unique(places % plan.streams)}
 
     def __iter__(self) -> Iterator[_Item | UserError]:
-        """Endless items; a `UserError` is handed over as one, since raising would bury its sentence in tracebacks."""
+        """Endless items; what goes wrong is handed over as one, since raising would bury its sentence in tracebacks."""
         worker = get_worker_info()
         numbers = list(self.cursors)[worker.id :: worker.num_workers] if worker else list(self.cursors)
         streams = {v: RowStream(self.plan, v, self.cursors[v], self.encoder) for v in numbers}
@@ -359,7 +397,11 @@ class _Share(IterableDataset):
             try:
                 yield self._item(streams, rows)
             except UserError as error:
-                yield from itertools.repeat(error)
+                yield from itertools.repeat(UserError(str(error)))
+            except Exception as error:
+                traceback.print_exc()  # a fault of this program, which its author will want to see
+                sentence = f"the training text cannot be read on ({type(error).__name__}: {error}); see the lines above"
+                yield from itertools.repeat(UserError(" ".join(sentence.split())))
             rows += self.batch
 
     def _item(self, streams: dict[int, RowStream], rows_done: int) -> _Item:
@@ -373,47 +415,3 @@ class _Share(IterableDataset):
         ids = np.concatenate(rows) if rows else np.empty(0, np.int32)
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         return _Item(places, ids, ends, list(streams), [astuple(stream.cursor) for stream in streams.values()])
-
-
-def _start(share: _Share, workers: int) -> Iterator[_Item | UserError]:
-    """Items of all workers in turn: worker 0's for the first step, worker 1's for it, …, then the second step's."""
-    loader = DataLoader(
-        share,
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_leave_interrupts_to_the_trainer,
-        generator=torch.Generator(),  # a loader draws a seed, which must not come from the run's own generator
-    )
-    with _quiet_fork():
-        return iter(loader)
-
-
-def _as_it_is(item: object) -> object:
-    return item
-
-
-@contextlib.contextmanager
-def _quiet_fork() -> Iterator[None]:
-    """Workers inherit that they tokenise in one thread; otherwise the tokenizers library warns at every fork."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """A signal to the whole process group must not take the workers before the trainer has saved.
-
-    Ctrl-C is none of a worker's business. SIGTERM may also be the trainer's own way to end a worker that is stuck, so
-    it is obeyed, but late.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))

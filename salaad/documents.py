@@ -4,29 +4,33 @@ A document has an index, its place among the records of its file, good or bad. S
 every n-th record (a stripe) without parsing the others, and a place in a file means the same whatever was wrong before.
 """
 
+import codecs
 import contextlib
+import errno
 import glob
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import partial
 from itertools import islice
-from lzma import LZMAError
 from pathlib import Path
 from typing import BinaryIO
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
-import zstandard
+from huggingface_hub import HfFileSystem
 
 from salaad.errors import UserError
+from salaad.patience import read_patiently
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}
 C4 = "hf://datasets/allenai/c4/en/c4-{split}.{index:05d}-of-{count:05d}.json.gz"
 C4_SHARDS = {"train": 1024, "validation": 8}
+LARGEST_DOCUMENT = 64 << 20  # bytes of a record; a larger one is bad, and no reader ever holds it whole
+CHUNK = 1 << 20
 
 
 class Skipped(Enum):
@@ -64,13 +68,25 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
 
 def c4_files(split: str) -> tuple[str, ...]:
     """Addresses of all shards of C4 `en` on the hub; `split` is train or validation."""
-    count = C4_SHARDS[split]
-    return tuple(C4.format(split=split, index=index, count=count) for index in range(count))
+    shards = C4_SHARDS[split]
+    return tuple(C4.format(split=split, index=index, count=shards) for index in range(shards))
 
 
 def is_remote(file: str) -> bool:
     """Whether a file lies on the hub."""
     return "://" in file
+
+
+def size_of(file: str) -> int | None:
+    """Bytes of a local file; None for one on the hub.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        return None if is_remote(file) else Path(file).stat().st_size
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); check the path and its permissions") from None
 
 
 def kind_of(file: str) -> tuple[str, str | None]:
@@ -92,7 +108,14 @@ def kind_of(file: str) -> tuple[str, str | None]:
 
 
 def read_documents(
-    file: str, field: str = "text", *, max_bad: int = 100, start: int = 0, stride: int = 1
+    file: str,
+    field: str = "text",
+    *,
+    max_bad: int = 100,
+    retries: int = 0,
+    size: int | None = None,
+    start: int = 0,
+    stride: int = 1,
 ) -> Iterator[tuple[int, str | Skipped]]:
     """(index, text) of the records start, start + stride, start + 2·stride, … of a file; `Skipped` stands for no text.
 
@@ -100,15 +123,25 @@ def read_documents(
         file: a local path or an `hf://` address.
         field: the column that holds the text in JSON lines and parquet.
         max_bad: bad records this reader may meet.
+        retries: how often the file is tried again when it cannot be read.
+        size: bytes that a local file must have; another number means that it was changed or cut off.
         start: index of the first record.
         stride: distance to the next one; what lies between is passed over unparsed.
 
     Raises:
-        UserError: more than `max_bad` bad records, a damaged or vanished file, no such column, no network.
+        UnreadableFile: a damaged, changed or vanished file, no network.
+        UserError: more than `max_bad` bad records, no such column.
     """
     bad = 0
-    records = _hub_records if is_remote(file) else _RECORDS[kind_of(file)[0]]
-    for index, place, record in _guarded(file, records(file, field, start, stride)):
+    records = read_patiently(
+        file,
+        lambda index: _records(file, field, size, index, stride),
+        start=start,
+        stride=stride,
+        retries=retries,
+        remote=is_remote(file),
+    )
+    for index, place, record in records:
         try:
             text = _text_of(record, field)
         except _BadRecord as problem:
@@ -124,16 +157,18 @@ def read_documents(
         yield index, text if text and not text.isspace() else Skipped.EMPTY
 
 
-def require_document(file: str, field: str, max_bad: int) -> None:
+def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> None:
     """Find out before training whether a file can be read and holds at least one document.
+
+    Only the hub is given `retries`: a local file that is missing now is a mistake, and somebody waits to hear of it.
 
     Raises:
         UserError: it cannot, or does not.
     """
-    if not is_remote(file) and Path(file).stat().st_size == 0:
+    if size_of(file) == 0:
         raise UserError(f"{file} is empty (0 bytes); take it out of the list or write it again")
     seen = {Skipped.BAD: 0, Skipped.EMPTY: 0}
-    for _, document in read_documents(file, field, max_bad=max_bad):
+    for _, document in read_documents(file, field, max_bad=max_bad, retries=retries if is_remote(file) else 0):
         if isinstance(document, str):
             return
         seen[document] += 1
@@ -144,7 +179,12 @@ def require_document(file: str, field: str, max_bad: int) -> None:
 
 
 def _text_of(record: object, field: str) -> str:
-    """The text of one raw record: bytes of a JSON line (`_JsonLine`) or of a paragraph, or a value out of parquet."""
+    """The text of one raw record: bytes of a JSON line (`_JsonLine`) or of a paragraph, or a value out of parquet.
+
+    None stands for a record that is too large.
+    """
+    if record is None:
+        raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
     try:
         if isinstance(record, _JsonLine):
             value = json.loads(record)
@@ -165,60 +205,94 @@ def _text_of(record: object, field: str) -> str:
     return record
 
 
+def _records(file: str, field: str, size: int | None, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
+    _require_size(file, size)
+    yield from _READERS[kind_of(file)[0]](file, field, start, stride)
+    # A file that is cut off while it is read seems to end; one that is gone by now was open, so it was read whole.
+    with contextlib.suppress(FileNotFoundError):
+        _require_size(file, size)
+
+
+def _require_size(file: str, size: int | None) -> None:
+    if size is not None and (now := Path(file).stat().st_size) != size:
+        raise OSError(errno.ESTALE, f"it has {now:,} bytes, but had {size:,} when the run began")
+
+
+class _Hub(HfFileSystem):
+    """The hub without its listings, which nothing limits in time: a file is opened by one request, in one long answer.
+
+    `datasets` would be no help. Made for the HTTP library that the hub's client used before, it tries nothing again.
+    """
+
+    def isdir(self, path: str) -> bool:
+        """Whether it is a folder; files are all that is asked for."""
+        return False
+
+
 @contextlib.contextmanager
 def _open(file: str) -> Iterator[BinaryIO]:
     """A file as decompressed bytes."""
     _, compression = kind_of(file)
-    # fsspec's own zstd reader stops silently at the end of the first of several frames.
-    with fsspec.open(file, "rb", compression=None if compression == "zstd" else compression) as stream:
+    storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
+    own = None if compression == "zstd" else compression
+    with fsspec.core.OpenFile(storage, file, "rb", compression=own) as stream:
+        # fsspec's zstd reader ends silently at the end of the first frame, and like zstandard's where a frame is cut.
         if compression == "zstd":
-            stream = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-        yield stream if compression is None else io.BufferedReader(stream, 1 << 20)
+            stream = pyarrow.CompressedInputStream(stream, "zstd")
+        yield io.BufferedReader(stream, CHUNK)
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """(number, line) from 1 on; None stands for one that is too large."""
+    lines = iter(partial(stream.readline, LARGEST_DOCUMENT + 1), b"")
+    for number, line in enumerate(lines, 1):
+        if len(line) > LARGEST_DOCUMENT:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(CHUNK)
+            yield number, None
+        else:
+            yield number, line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
 
 
 class _JsonLine(bytes):
     """One undecoded line of JSON."""
 
 
-def _json_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, _JsonLine]]:
+def _json_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, _JsonLine | None]]:
     with _open(file) as stream:
-        lines = ((number, line) for number, line in enumerate(stream, 1) if not line.isspace())
+        lines = ((number, line) for number, line in _lines(stream) if line is None or not line.isspace())
         for index, (number, line) in islice(enumerate(lines), start, None, stride):
-            yield index, f"line {number}", _JsonLine(line)
+            yield index, f"line {number}", line if line is None else _JsonLine(line)
 
 
-def _hub_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
-    """A shard on the hub, streamed by `datasets`, which waits and retries where the hub asks for patience."""
-    import datasets  # two seconds of start-up that local files need not pay
-
-    rows = datasets.load_dataset("json", data_files=file, split="train", streaming=True).skip(start)
-    for index, row in islice(enumerate(rows, start), 0, None, stride):
-        yield index, f"row {index + 1}", row.get(field)
-
-
-def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, bytes]]:
+def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, bytes | None]]:
     with _open(file) as stream:
         for index, (number, lines) in islice(enumerate(_paragraphs(stream)), start, None, stride):
-            yield index, f"line {number}", b"".join(lines)
+            yield index, f"line {number}", lines if lines is None else b"".join(lines)
 
 
-def _paragraphs(stream: Iterable[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first line, lines) of each block between blank lines."""
+def _paragraphs(stream: BinaryIO) -> Iterator[tuple[int, list[bytes] | None]]:
+    """(number of the first line, lines) of each block between blank lines; None stands for one that is too large."""
     block: list[bytes] = []
-    first = 1
-    for number, line in enumerate(stream, 1):
-        if not line.isspace():
-            if not block:
-                first = number
-            block.append(line)
-        elif block:
-            yield first, block
-            block = []
-    if block:
-        yield first, block
+    first, size = 1, 0
+    for number, line in _lines(stream):
+        if line is None or not line.isspace():
+            first = first if size else number
+            size += LARGEST_DOCUMENT + 1 if line is None else len(line)
+            if size <= LARGEST_DOCUMENT:
+                block.append(line)
+            else:
+                block = []
+        elif size:
+            yield first, block or None
+            block, size = [], 0
+    if size:
+        yield first, block or None
 
 
-def _parquet_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, pyarrow.Scalar]]:
+def _parquet_records(
+    file: str, field: str, start: int, stride: int
+) -> Iterator[tuple[int, str, pyarrow.Scalar | None]]:
     with _open(file) as stream:
         table = pyarrow.parquet.ParquetFile(stream)
         names = table.schema_arrow.names
@@ -226,47 +300,25 @@ def _parquet_records(file: str, field: str, start: int, stride: int) -> Iterator
             raise UserError(f"{file} has no column {field!r}; give data.text_field one of {', '.join(names)}")
         end = 0
         for group in range(table.num_row_groups):
-            begin, end = end, end + table.metadata.row_group(group).num_rows
+            metadata = table.metadata.row_group(group)
+            begin, end = end, end + metadata.num_rows
             if end <= start:
                 continue
             position = begin
-            for batch in table.iter_batches(1024, row_groups=[group], columns=[field], use_threads=False):
+            # Arrow decodes a batch of rows at once: fewer of them where they are large.
+            rows = max(1, min(1024, LARGEST_DOCUMENT * metadata.num_rows // max(1, metadata.total_byte_size)))
+            for batch in table.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False):
+                values = batch.column(0)
                 first = max(start, position + (start - position) % stride)
                 for index in range(first, position + batch.num_rows, stride):
-                    yield index, f"row {index + 1}", batch.column(0)[index - position]
+                    value = values[index - position]
+                    yield index, f"row {index + 1}", None if _is_too_large(value) else value
                 position += batch.num_rows
 
 
-_RECORDS = {"json": _json_records, "text": _text_records, "parquet": _parquet_records}
+def _is_too_large(value: pyarrow.Scalar) -> bool:
+    # Arrow counts text of every kind among its binary scalars.
+    return isinstance(value, pyarrow.BinaryScalar) and value.is_valid and value.as_buffer().size > LARGEST_DOCUMENT
 
 
-def _guarded(file: str, records: Iterator) -> Iterator:
-    """Turn what goes wrong below the records (network, disk, compression, parquet) into a sentence."""
-    try:
-        yield from records
-    except (UserError, GeneratorExit):
-        raise
-    except (EOFError, zlib.error, LZMAError, zstandard.ZstdError, pyarrow.ArrowInvalid) as error:
-        raise UserError(f"{file} is damaged or cut off ({_one_line(error)}); download or write it again") from error
-    except OSError as error:
-        raise UserError(_unreadable(file, error)) from error
-    except Exception as error:
-        if not is_remote(file):
-            raise
-        # Which class a broken connection raises depends on the HTTP library below the hub's file system.
-        raise UserError(_unreadable(file, error)) from error
-
-
-def _unreadable(file: str, error: Exception) -> str:
-    if is_remote(file):
-        return (
-            f"{file} cannot be read from the hub ({_one_line(error)}); connect to it, or fetch shards once with "
-            f"scripts/fetch_c4.py and give them as data.files with data.source files"
-        )
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-        return f"{file} cannot be read ({error.strerror}); check the path and its permissions"
-    return f"{file} cannot be read ({_one_line(error)}), it may be damaged; download or write it again"
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+_READERS = {"json": _json_records, "text": _text_records, "parquet": _parquet_records}

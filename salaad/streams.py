@@ -2,12 +2,15 @@
 
 With F files and V streams every file is cut into V / gcd(F, V) stripes (document index modulo), and these units are
 dealt round-robin, so every stream has equally many. A stream walks its units in an order, and the records of each
-window in an order, that are functions of (seed, stream, epoch, unit, window) alone. So eight numbers are its whole
+window in an order, that are functions of (seed, stream, epoch, unit, window) alone. So nine numbers are its whole
 state, and going on means reading one window again.
+
+A unit that turns out unreadable is lost from the first window on that cannot be read whole: the next unit follows.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from itertools import islice
 
@@ -15,9 +18,11 @@ import numpy as np
 
 from salaad.documents import Skipped, read_documents
 from salaad.errors import UserError
+from salaad.patience import UnreadableFile
 from salaad.tokenizer import Encoder
 
 AHEAD = 32  # documents tokenised at once
+PART = 1 << 20  # characters tokenised at once, since a tokenizer takes some hundred bytes for each
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,9 @@ class Plan:
         length: tokens in a row.
         packing: cut rows from joined documents instead of one document a row.
         eos: id that ends every document.
+        retries: how often a file that cannot be read is tried again.
+        max_lost: units a stream may lose in a pass; None where no loss is ever allowed.
+        sizes: bytes of the local files, which must not change.
     """
 
     files: tuple[str, ...]
@@ -47,6 +55,9 @@ class Plan:
     length: int
     packing: bool
     eos: int
+    retries: int = 0
+    max_lost: int | None = 0
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def stripes(self) -> int:
@@ -83,6 +94,7 @@ class Cursor:
         bad: broken records met.
         empty: records without text met.
         long: documents met that did not fit a row.
+        lost: units that could not be read to their end.
     """
 
     epoch: int = 0
@@ -93,6 +105,7 @@ class Cursor:
     bad: int = 0
     empty: int = 0
     long: int = 0
+    lost: int = 0
 
 
 class RowStream:
@@ -148,8 +161,8 @@ class RowStream:
         while True:
             if cursor.epoch == self.plan.epochs:
                 return None
-            if self._records is None:
-                self._read_window()
+            if self._records is None and not self._read_window():
+                continue
             if cursor.position == len(self._records):
                 self._next_window()
                 continue
@@ -165,17 +178,46 @@ class RowStream:
                 cursor.empty += 1
             cursor.position += 1
 
-    def _read_window(self) -> None:
+    def _read_window(self) -> bool:
+        """Read the window under the cursor, or go to the next unit and say False where it cannot be had whole."""
         cursor, plan = self.cursor, self.plan
         if self._reader is None:
             file, stripe = self._units[cursor.unit]
-            start = stripe + plan.stripes * plan.window * cursor.window
-            self._reader = read_documents(file, plan.field, max_bad=plan.max_bad, start=start, stride=plan.stripes)
-        records = [record for _, record in islice(self._reader, plan.window)]
+            self._reader = read_documents(
+                file,
+                plan.field,
+                max_bad=plan.max_bad,
+                retries=plan.retries,
+                size=plan.sizes.get(file),
+                start=stripe + plan.stripes * plan.window * cursor.window,
+                stride=plan.stripes,
+            )
+        try:
+            records = [record for _, record in islice(self._reader, plan.window)]
+        except UnreadableFile as error:
+            self._reader = None  # an ended reader would look like an ended unit
+            self._lose_unit(error)
+            return False
         self._unit_ends = len(records) < plan.window
         order = plan.order(len(records), self.number, cursor.epoch, cursor.unit, cursor.window)
         self._records = [records[k] for k in order]
         self._ids.clear()
+        return True
+
+    def _lose_unit(self, error: UnreadableFile) -> None:
+        """Pass over the rest of a unit. A partly read window is lost too: no cursor could tell what was read of it."""
+        cursor, allowed = self.cursor, self.plan.max_lost
+        if allowed is None:
+            raise error
+        # A file that is broken for good is met once a pass.
+        if cursor.lost >= allowed * (cursor.epoch + 1):
+            raise UserError(
+                f"{error}, or raise data.max_lost_files, which lets stream {self.number} pass over {allowed} such "
+                f"part(s) of files in a pass"
+            ) from error
+        cursor.lost += 1
+        self._unit_ends = True
+        self._next_window()
 
     def _next_window(self) -> None:
         cursor = self.cursor
@@ -194,13 +236,17 @@ class RowStream:
         if self._barren_epochs > 1:
             raise UserError(
                 f"stream {self.number} of {self.plan.streams} finds no document in {len(self.plan.files)} file(s), "
-                f"which hold too few for so many streams; lower data.streams or give more text"
+                f"which hold too few for so many streams ({cursor.lost} parts could not be read); lower data.streams "
+                f"or give more text"
             )
 
     def _tokenised(self, position: int) -> np.ndarray:
         if position not in self._ids:
-            ahead = range(position, min(position + AHEAD, len(self._records)))
-            places = [place for place in ahead if isinstance(self._records[place], str)]
+            places, characters = [], 0
+            for place in range(position, min(position + AHEAD, len(self._records))):
+                if isinstance(self._records[place], str) and characters < PART:
+                    places.append(place)
+                    characters += len(self._records[place])
             encoded = self._encode([self._records[place] for place in places])
             eos = np.array([self.plan.eos], np.int32)
             self._ids = {place: np.concatenate([ids, eos]) for place, ids in zip(places, encoded, strict=True)}
@@ -209,13 +255,22 @@ class RowStream:
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of whole texts, or of a beginning that is surely longer than a row where the rest would be cut off."""
         if self.plan.packing:
-            return self._encoder(texts)
+            return [self._whole(text) for text in texts] if len(texts[-1]) > PART else self._encoder(texts)
         encoded = self._encoder([_beginning(text, 8 * self.plan.length) for text in texts])
         for k, text in enumerate(texts):
             # Ids right before a cut may differ from those of the whole text, so the row must end well before it.
             if len(encoded[k]) < self.plan.length + 8 and len(text) > 8 * self.plan.length:
-                (encoded[k],) = self._encoder([text])
+                encoded[k] = self._whole(text)
         return encoded
+
+    def _whole(self, text: str) -> np.ndarray:
+        """Ids of a text, part by part where it is enormous; at the cuts they may differ from those of one piece."""
+        parts = []
+        while text:
+            part = _beginning(text, PART)
+            parts.append(part)
+            text = text[len(part) :]
+        return np.concatenate([self._encoder([part])[0] for part in parts])
 
 
 def _beginning(text: str, length: int) -> str:

@@ -266,7 +266,7 @@ def test_skipped_documents_are_counted_over_workers_and_resumes(tmp_path, config
     take(stream, 3)
     resumed = TrainingStream(text, config, batch=4, state=stream.state_dict())
     take(resumed, 3)
-    assert stream.counts == resumed.counts == {"bad": 3, "empty": 1, "long": 0}
+    assert stream.counts == resumed.counts == {"bad": 3, "empty": 1, "long": 0, "lost": 0}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
