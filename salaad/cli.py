@@ -6,18 +6,22 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
+from salaad.checks import check, require_types
 from salaad.config import DataConfig, RunConfig
 from salaad.errors import UserError
+from salaad.files import is_file
 from salaad.sources import open_source
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
+_LONGEST_VALUE = 3500  # characters; Python writes out no number of more than 4300 digits
 
 # The oldest version of the library's own warnings is about its next release, not about the user's input.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -57,7 +61,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})
     parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
     parser.add_class_arguments(RunConfig)
-    parsed, instantiated = _parse(parser, _find_configs(arguments))
+    parsed, instantiated = _parse(parser, _find_configs(arguments), (RunConfig, ""))
     config = RunConfig(**{f.name: instantiated[f.name] for f in fields(RunConfig)})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
     if options.output is None:
@@ -111,7 +115,7 @@ def read_options(
     if command in with_data:
         parser.add_class_arguments(DataConfig, "data")
         parser.set_defaults(_trained_with(arguments))
-    _, instantiated = _parse(parser, arguments)
+    _, instantiated = _parse(parser, arguments, *([(DataConfig, "data")] if command in with_data else []))
     options = kind(**{f.name: instantiated[f.name] for f in fields(kind)})
     return command, options, instantiated.get("data")
 
@@ -141,12 +145,24 @@ def _trained_with(arguments: list[str]) -> dict[str, Any]:
     return {f"data.{key}": data[key] for key in kept if key in data}
 
 
-def _parse(parser: ArgumentParser, arguments: list[str]) -> tuple[Any, Any]:
+def _parse(parser: ArgumentParser, arguments: list[str], *kinds: tuple[type, str]) -> tuple[Any, Any]:
+    """What is given, as read and as made; `kinds` are the dataclasses in it and their keys, whose types are compared.
+
+    The library itself takes null for a value of any type.
+    """
     try:
         parsed = parser.parse_args(arguments)
+        for kind, name in kinds:
+            require_types(kind, parsed if not name else parsed[name], name)
         return parsed, parser.instantiate(parsed)
     except argparse.ArgumentError as error:
         raise UserError(_sentence(str(error), parser)) from None
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        # The library promises the one above. A file can make it raise others, by keys with dots, by a number where a
+        # section belongs or by digits without end, from wherever in it the value first meets an operation.
+        raise UserError(f"what is set is no configuration ({error}); see {parser.prog} --help") from None
 
 
 def _find_configs(arguments: list[str]) -> list[str]:
@@ -164,10 +180,64 @@ def _find_configs(arguments: list[str]) -> list[str]:
 def _config_path(name: str) -> Path:
     places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
     for place in places:
-        if place.is_file():
+        if is_file(place):
+            read_plain_yaml(place)  # refuses what the library would choke on
             return place
     known = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
     raise UserError(f"--config {name} is no file and not in {CONFIGS.name}/; give a path or one of {known}")
+
+
+def read_plain_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that is a plain tree of named sections with one value a key.
+
+    A reader of YAML can be kept busy for good: by an alias of an alias of an alias, which a line turns into gigabytes,
+    or by brackets in brackets, which a parser follows until its stack is full. Nothing of that belongs in a
+    configuration, and it shows before a value is made.
+
+    Raises:
+        UserError: it is not, or no YAML.
+    """
+    cure = "give a plain YAML file as in configs/"
+    sections = {f.name for f in fields(RunConfig) if is_dataclass(getattr(RunConfig(), f.name))}
+    try:
+        size = path.stat().st_size
+        check(size <= _LARGEST_YAML, f"{path} has {size:,} bytes, more than {_LARGEST_YAML:,}; {cure}")
+        text, depth = path.read_text(), 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            check(not isinstance(event, yaml.AliasEvent), f"{path} has an alias (*); write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            check(depth <= _DEEPEST_YAML, f"{path} has brackets in brackets; {cure}")
+        root = yaml.compose(text, yaml.SafeLoader)
+        check(root is None or isinstance(root, yaml.MappingNode), f"{path} holds no sections; {cure}")
+        _require_single_keys(root, path)
+        for key, value in root.value if root else ():
+            # The library would take a name here for that of another file, to be read in its place.
+            section = key.value in sections and not isinstance(value, yaml.MappingNode)
+            check(not section, f"{path} has {key.value} without keys of its own below it; {cure}")
+        return yaml.safe_load(text) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {cure}") from None
+
+
+def _require_single_keys(node: yaml.Node | None, path: Path, place: str = "") -> None:
+    """Refuse keys that are no names or there twice, and values longer than Python would write out as a number."""
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            plain = isinstance(key, yaml.ScalarNode) and key.tag.endswith(":str")
+            check(plain, f"{path} has a key that is no name; give names as in configs/")
+            name = f"{place}{key.value}"
+            check(name not in seen, f"{path} has {name} twice; leave one of them")
+            seen.add(name)
+            _require_single_keys(value, path, f"{name}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _require_single_keys(value, path, place)
+    elif node is not None:
+        length = len(node.value)
+        check(
+            length <= _LONGEST_VALUE, f"{path} has {place} of {length:,} characters; give {_LONGEST_VALUE:,} or fewer"
+        )
 
 
 def _sentence(message: str, parser: ArgumentParser) -> str:
@@ -186,7 +256,7 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         wrong = re.search(r'Parser key "([\w.]+)": (.*)', message)
         if wrong:
             return f"{wrong[1]}: {wrong[2].rstrip('.')}; see {parser.prog} --help for what it takes"
-        return message
+        return f"{message.rstrip('.:')}; see {parser.prog} --help for what there is"
     known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
     cure = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help for the keys"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from salaad.config import DataConfig, ModelConfig
 from salaad.decomposition import PostHoc
 from salaad.energy import Line, Spectra, allocate_by_energy, implied_kappa
 from salaad.errors import UserError
+from salaad.headers import check_block
 from salaad.models import SummedLoss, count_parameters, describe_model, load_model, outline
 from salaad.parts import Parts, cached_parts, post_hoc_parts, trained_parts
 from salaad.refinement import refine
@@ -60,10 +61,12 @@ class Deployment:
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
         if post_hoc is not None:
             names = list(find_blocks(model, post_hoc.blocks))
+            self._shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in names}
         else:
-            names = [] if source.surrogate is None else list(read_index(source.surrogate))
-        self._names = names
-        self.fixed = self.dense - sum(model.get_submodule(name).weight.numel() for name in names)
+            index = {} if source.surrogate is None else read_index(source.surrogate)
+            self._shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
+        self._names = names = list(self._shapes)
+        self.fixed = self.dense - sum(n * m for n, m in self._shapes.values())
         self.kind = "trained"
         if post_hoc is not None:
             how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
@@ -98,7 +101,7 @@ class Deployment:
             make = partial(trained_parts, self.source.surrogate, self._names)
         else:
             make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, best_device())
-        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._names, make)
+        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._shapes, make)
 
     @cached_property
     def whole(self) -> int:
@@ -215,6 +218,14 @@ class Deployment:
     def _dense_weights(self) -> dict[str, Tensor]:
         model = load_model(self.source.model, torch.float32)
         return {name: model.get_submodule(name).weight for name in self._names}
+
+
+def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Shape of a block that was trained, which is that of the weight of this name in the model's outline."""
+    shape = check_block(model, name, entry["rank"], entry["nnz"])
+    if list(shape) != entry["shape"]:
+        raise UserError(f"{name} is {shape} in the model and {entry['shape']} in L + S; give a whole checkpoint")
+    return shape
 
 
 def own_text(deployment: "Deployment", data: DataConfig) -> DataConfig:

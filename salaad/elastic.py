@@ -30,6 +30,20 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.energy import Line
 from salaad.errors import UserError
 from salaad.factored import ignore_guards, is_smaller_dense, mark_factored, names_inside, outline_of, tied_modules
+from salaad.headers import (
+    BYTES,
+    FLOATS,
+    INTEGERS,
+    Headers,
+    check_block,
+    check_entry,
+    check_layers,
+    check_room,
+    check_tensors,
+    headers_for,
+    is_count,
+    numbers,
+)
 from salaad.hpa import Kept, format_count, to_remove
 from salaad.slr import Slr, place_dtype
 from salaad.variants import parse_budget
@@ -37,6 +51,7 @@ from salaad.variants import parse_budget
 METHOD = "salaad-elastic"
 FORMAT = 1
 _ASKED = "_asked_budget"
+_DENSER = 1000  # times more numbers than a file holds may be in the tied weights, which stay dense
 
 
 @register_quantization_config(METHOD)
@@ -62,13 +77,28 @@ class ElasticConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = METHOD
         self.format = format
-        self.blocks = {name: (blocks or {})[name] for name in order}
+        blocks = check_entry(blocks or {}, 4)
+        if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(blocks):
+            raise UserError("config.json does not list the order of its blocks; give a whole copy of the folder")
+        if not is_count(fixed) or not is_count(dense):
+            raise UserError("config.json does not count its parameters; give a whole copy of the folder")
+        self.blocks = {name: blocks[name] for name in order}
         self.order = list(order)
         self.fixed, self.dense = fixed, dense
 
     def line(self, counts: Tensor) -> Line:
-        """The line whose counts the file holds."""
-        return Line({name: n + m for name, (n, m, *_) in self.blocks.items()}, counts.long())
+        """The line whose counts (levels × blocks × 2) the file holds.
+
+        Raises:
+            UserError: they do not add up to the units of the blocks.
+        """
+        counts = counts.long()
+        units = torch.tensor([sizes[2:] for sizes in self.blocks.values()], dtype=torch.int64).view(-1, 2)
+        sound = counts.dim() == 3 and counts.shape[1:] == units.shape
+        # Each alone first: a sum of counts out of range comes round to anything.
+        if not sound or ((counts < 0) | (counts > units)).any() or (counts.sum(0) != units).any():
+            raise UserError("elastic.line does not count the units in config.json; give a whole copy of the folder")
+        return Line({name: n + m for name, (n, m, *_) in self.blocks.items()}, counts)
 
     def keep(self, line: Line, budget: int | None) -> Kept:
         """Name → (rank, entries) that a budget of the whole model keeps; all units without one.
@@ -100,11 +130,19 @@ class ElasticQuantizer(HfQuantizer):
         if found != FORMAT:
             raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Change nothing: of the hooks that see the configuration it is the one before the model is built from it."""
+        check_layers(config)
+        return config
+
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **kwargs: Any
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
         entry = self.quantization_config
+        checkpoint_files = checkpoint_files or ()
         inside = names_inside(model, {name: name for name in entry.blocks})
+        headers = headers_for(model, checkpoint_files)
+        dense = self._check(model, inside, headers)
         asked = model.config.__dict__.pop(_ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
         with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # transformers builds on no device
@@ -116,6 +154,7 @@ class ElasticQuantizer(HfQuantizer):
             if name not in tied:
                 # Without entries: some architectures look at a weight before it is filled.
                 model.set_submodule(name, outline_of(self._modules[name], slr.rank, 0))
+        check_room(model, headers, beside=dense)
         ignore_guards(model, entry.blocks)
         model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
         missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._parts}
@@ -145,6 +184,26 @@ class ElasticQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         mark_factored(model)  # what is in memory has one size
         return model
+
+    def _check(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:
+        """Compare the units in the file with config.json and the model; returns the numbers of its tied blocks."""
+        blocks = self.quantization_config.blocks
+        levels = headers["elastic.line"].shape[:1] if "elastic.line" in headers else ()
+        check_tensors({"elastic.line": ((*levels, len(blocks), 2), INTEGERS)}, headers)
+        tied, dense = tied_modules(model), 0
+        for own, name in inside.items():
+            n, m, rank, nnz = blocks[name]
+            if check_block(model, own, rank, nnz, headers) != (n, m):
+                raise UserError(f"config.json gives {name} two shapes, one of them {n}×{m}; give a whole folder")
+            units = {"U": (rank, n), "V": (rank, m), "S_values": (nnz,), "S_places": (nnz, _width((n, m)))}
+            types = {key: BYTES if key == "S_places" else FLOATS for key in units}
+            check_tensors({f"elastic.{name}.{key}": (shape, types[key]) for key, shape in units.items()}, headers)
+            dense += n * m if own in tied else 0
+        # A tied weight is dense in memory, of whatever rank it is in the file.
+        most = _DENSER * numbers(headers)
+        if dense > most:
+            raise UserError(f"tied blocks take {dense:,} numbers, a folder of this size at most {most:,}; give another")
+        return dense
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """The tensors of what is never compressed, and the units."""
@@ -184,13 +243,19 @@ class ElasticFile:
 
     def line(self) -> Tensor:
         """Counts of the line (levels × blocks × 2)."""
-        return self._tensors["elastic.line"][:]
+        line = self._tensors.get("elastic.line")
+        if line is None or len(line.get_shape()) != 3:
+            raise UserError("the files hold no elastic.line of levels × blocks × 2; give a whole copy of the folder")
+        return line[:]
 
     def units(self, name: str, shape: Sequence[int], rank: int, nnz: int) -> Slr:
         """The first units of a block, in the dtype of the file."""
         U, V = (self._tensors[f"elastic.{name}.{key}"][:rank] for key in "UV")
         values, places = (self._tensors[f"elastic.{name}.{key}"][:nnz] for key in ("S_values", "S_places"))
-        return Slr(tuple(shape), U.mT.contiguous(), V, _from_bytes(places, shape), values)
+        slr = Slr(tuple(shape), U.mT.contiguous(), V, _from_bytes(places, shape), values)
+        if not slr.is_sound():
+            raise UserError(f"elastic.{name}.S_places names places twice or outside; give a whole copy of the folder")
+        return slr
 
 
 def save_elastic(model: PreTrainedModel, parts: Mapping[str, Slr], line: Line, fixed: int, folder: Path) -> None:
@@ -219,14 +284,19 @@ def save_elastic(model: PreTrainedModel, parts: Mapping[str, Slr], line: Line, f
 
 def _to_bytes(places: Tensor, shape: tuple[int, int]) -> Tensor:
     """Places (nnz) as so few bytes each as hold n·m of them (nnz × b, uint8), the lowest first."""
+    return ((places.long()[:, None] >> (8 * torch.arange(_width(shape)))) & 255).to(torch.uint8)
+
+
+def _width(shape: Sequence[int]) -> int:
+    """Bytes of a place."""
     n, m = shape
-    width = -(-max(1, (n * m - 1).bit_length()) // 8)
-    return ((places.long()[:, None] >> (8 * torch.arange(width))) & 255).to(torch.uint8)
+    return -(-max(1, (n * m - 1).bit_length()) // 8)
 
 
 def _from_bytes(places: Tensor, shape: Sequence[int]) -> Tensor:
     whole = (places.long() << (8 * torch.arange(places.shape[1]))).sum(1)
-    return whole.to(place_dtype(*shape))
+    # One outside stays outside, also where the narrower type would not hold it.
+    return whole.clamp(max=shape[0] * shape[1]).to(place_dtype(*shape))
 
 
 def _ask_for(config: PreTrainedConfig, budget: str | float | None) -> None:

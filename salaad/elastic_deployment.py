@@ -13,6 +13,7 @@ from salaad.deployment import Deployment, Opened, best_device
 from salaad.elastic import METHOD, ElasticConfig, ElasticFile
 from salaad.energy import Line, implied_kappa
 from salaad.errors import UserError
+from salaad.headers import weight_files
 from salaad.models import describe_model, load_model
 from salaad.sources import Source
 from salaad.variants import Variant
@@ -39,7 +40,7 @@ class ElasticDeployment:
     @cached_property
     def line(self) -> Line:
         """The line the folder keeps."""
-        with ElasticFile.opened(sorted(self.source.model.glob("*.safetensors"))) as file:
+        with ElasticFile.opened(weight_files(self.source.model)) as file:
             return self.entry.line(file.line())
 
     def check(self, variants: list[Variant]) -> None:

@@ -1,13 +1,28 @@
 """The one exception that is meant for a person: a sentence, exit code 2, no traceback."""
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
 
+_LONGEST = 1000  # characters of a sentence
+
+# What a disk can have, of which no line of ours is the cause.
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+
 
 class UserError(Exception):
-    """Something the user can mend. Its text is one sentence: the value, the limit and the cure."""
+    """Something the user can mend. Its text is one sentence: the value, the limit and the cure.
+
+    Values come from files that anybody may have written: line breaks and the commands of a terminal become spaces, and
+    of a value without end the middle is left out.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        shown = "".join(c if c.isprintable() else " " for c in sentence)
+        half = _LONGEST // 2
+        super().__init__(shown if len(shown) <= _LONGEST else f"{shown[:half]} … {shown[-half:]}")
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -24,6 +39,15 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _leave(130)
+    except OSError as error:
+        if error.errno not in _DISK:
+            traceback.print_exc()
+            _leave(1)
+        place = error.filename or "a file"
+        print(
+            f"error: {place} cannot be written or read ({error.strerror}); mend that and start again", file=sys.stderr
+        )
+        _leave(2)
     except Exception:
         traceback.print_exc()
         _leave(1)

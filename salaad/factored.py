@@ -7,13 +7,13 @@ registry, in which importing this module enters the class below.
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,6 +21,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad import elias_fano
 from salaad.errors import UserError
+from salaad.headers import (
+    check_block,
+    check_entry,
+    check_layers,
+    check_room,
+    check_tensors,
+    headers_for,
+    shape_and_types,
+)
 from salaad.slr import Slr
 
 # Said by torch at the first sparse tensor of a process; nothing the user could do about it.
@@ -198,7 +207,7 @@ class SlrConfig(QuantizationConfigMixin):
     def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT, **_: Any) -> None:
         self.quant_method = METHOD
         self.format = format
-        self.blocks = blocks or {}
+        self.blocks = check_entry(blocks or {}, 2)
 
 
 @register_quantizer(METHOD)
@@ -211,15 +220,33 @@ class SlrQuantizer(HfQuantizer):
         if found != FORMAT:
             raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        ignore_guards(model, self.quantization_config.blocks)
-        for name, (rank, nnz) in names_inside(model, self.quantization_config.blocks).items():
-            model.set_submodule(name, outline_of(model.get_submodule(name), rank, nnz))
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Change nothing: of the hooks that see the configuration it is the one before the model is built from it."""
+        check_layers(config)
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        blocks = self.quantization_config.blocks
+        headers = headers_for(model, checkpoint_files)
+        ignore_guards(model, blocks)
+        for own, name in names_inside(model, {name: name for name in blocks}).items():
+            rank, nnz = blocks[name]
+            check_block(model, own, rank, nnz, headers)
+            layer = outline_of(model.get_submodule(own), rank, nnz)
+            stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
+            check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
+            model.set_submodule(own, layer)
+        check_room(model, headers)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for module in slr_modules(model).values():
-            module.requires_grad_(False).unpack()
+        for name, module in slr_modules(model).items():
+            try:
+                module.requires_grad_(False).unpack()
+            except ValueError as error:
+                raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:

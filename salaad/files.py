@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from salaad.errors import UserError
 
 CHECKSUMS = "checksums.json"
+_LARGEST_JSON = 2**26  # bytes; ours are a thousandth of it, and a parsed one takes some ten times as much memory
 
 
 def write_json(value: Any, path: Path) -> None:
@@ -20,12 +21,53 @@ def write_json(value: Any, path: Path) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a missing or broken one is a UserError."""
+def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
+    """Read a JSON file; a missing or broken one, or one of more than `most` bytes, is a UserError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise OSError("it is no file")
+        if path.stat().st_size > most:
+            raise OSError(f"it has {path.stat().st_size:,} bytes, and {most:,} are the most")
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None
+
+
+def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file of at most `most` bytes that holds an object; anything else is a UserError."""
+    value = read_json(path, most)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
+    return value
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; no, too, where no file can have this name."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The path of what a file of `folder` names, which lies in `folder` itself.
+
+    Raises:
+        UserError: the name is no plain relative one, or a link leads out of the folder. The hub's cache keeps
+            REPOSITORY/snapshots/REVISION/NAME as links into REPOSITORY/blobs, and those are followed.
+    """
+    plain = isinstance(name, str) and name.isprintable() and name == str(PurePosixPath(name))
+    if not plain or name == "." or name[0] == "/" or "\\" in name or name[1:2] == ":" or ".." in name.split("/"):
+        raise UserError(f"{folder} names {name!r}, which is no plain name in it; give a whole copy")
+    path = folder / name
+    try:
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # a name too long, links in a circle
+        raise UserError(f"{path} leads nowhere ({error}); give a whole copy of the folder") from None
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in homes):
+        raise UserError(f"{path} is a link that leads out of its folder, to {target}; put the file itself there")
+    return path
 
 
 def require_new(folder: Path) -> None:
@@ -93,7 +135,7 @@ def verify(folder: Path, *patterns: str) -> str:
     if not names:
         raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda name: _digest(folder / name), names))
+        found = list(pool.map(_digest, [inside(folder, name) for name in names]))
     for name, digest in zip(names, found, strict=True):
         if digest is None:
             raise UserError(f"{folder / name} is missing; give a whole copy of the folder")
@@ -114,11 +156,14 @@ def digest_of(files: list[Path]) -> str:
 def combined_digest(names: list[str], digests: list[str]) -> str:
     """One digest for a list of names and digests."""
     lines = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 def _digest(path: Path) -> str | None:
-    if not path.is_file():
+    if not is_file(path):
         return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}); give a folder you may read") from None

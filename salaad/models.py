@@ -1,16 +1,23 @@
 """A LLaMA from its sizes, or any Hugging Face causal LM from its folder, and the training loss on top of it."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from salaad.config import ModelConfig
 from salaad.cross_entropy import IGNORED, summed_cross_entropy
 from salaad.errors import UserError
+from salaad.files import is_file, read_object
+from salaad.headers import check_counts, check_room, few_parameters, read_headers, weight_files
+
+_LARGEST_CONFIG = 2**20  # bytes; transformers copies every list in it many times
 
 # Settings by which some architectures change their logits after the head.
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -33,22 +40,65 @@ def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfi
             tie_word_embeddings=False,
             attn_implementation="sdpa",
         )
-    if not (Path(config.path) / "config.json").is_file():
+    folder = Path(config.path)
+    if not is_file(folder / "config.json"):
         raise UserError(f"model.path {config.path} holds no config.json; give the folder of a Hugging Face causal LM")
+    return _checked(folder)
+
+
+def _checked(folder: Path) -> PretrainedConfig:
+    """The architecture in `folder`, of which the weights lie there: found out from headers alone."""
+    place = folder / "config.json"
+    said = read_object(place, _LARGEST_CONFIG)
+    headers = read_headers(weight_files(folder))
+    check_counts(said, len(headers), place)
+    for key in ("transformers_weights", "fusion_config"):
+        if said.get(key) is not None:
+            raise UserError(f"{place} has {key}, which names other files or code; take it out, or give another folder")
+    if "/" in str(said.get("attn_implementation") or said.get("_attn_implementation")):
+        raise UserError(f"{place} asks for attention from the hub; take attn_implementation out of it")
+    with _in_a_sentence(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with few_parameters(len(headers)):
+            model = outline(config)
+    entry = getattr(config, "quantization_config", None)
+    # Our own quantizers see to what is stored in parts. Those of others pack up to eight numbers into a byte.
+    if entry is None:
+        check_room(model, headers)
+    elif not (isinstance(entry, dict) and str(entry.get("quant_method")).startswith("salaad")):
+        check_room(model, headers, per_element=64)
+    return config
+
+
+@contextmanager
+def _in_a_sentence(folder: Path) -> Iterator[None]:
+    """Turn whatever transformers makes of a folder into one sentence.
+
+    It promises no classes: the files of a folder reach the code of hundreds of architectures, where a wrong value ends
+    in whatever the first line that meets it raises. What the machine or the user has to say passes.
+    """
     try:
-        return AutoConfig.from_pretrained(config.path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"{config.path}/config.json cannot be read ({why}); give the folder of a causal LM") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a folder that is refused, the sentence says enough
+            yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
 
 
 def build_model(
     config: ModelConfig, description: PretrainedConfig, seed: int, pad_id: int | None = None, eos_id: int | None = None
 ) -> PreTrainedModel:
-    """The model in float32 on the CPU, with random weights that `seed` fixes, or with those of `model.path`."""
+    """The model in float32 on the CPU, with random weights that `seed` fixes, or with those of `model.path`.
+
+    Raises:
+        UserError: as `load_model`.
+    """
     torch.manual_seed(seed)
     if config.path is not None:
-        return AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, local_files_only=True)
+        return _open(Path(config.path), torch.float32)
     description.pad_token_id, description.eos_token_id, description.bos_token_id = pad_id, eos_id, None
     return AutoModelForCausalLM.from_config(description, dtype=torch.float32)
 
@@ -67,26 +117,37 @@ def load_model(
     Raises:
         UserError: a file is missing, broken or does not fit config.json.
     """
-    try:
+    model = _open(folder, dtype, {} if budget is None else {"budget": budget})
+    model = model.to(device or "cpu").eval().requires_grad_(False)
+    with _in_a_sentence(folder), torch.no_grad():
+        # Numbers of heads may fit the shapes of all weights and still not the computation.
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    return model
+
+
+def _open(folder: Path, dtype: torch.dtype, extra: dict[str, Any] | None = None) -> PreTrainedModel:
+    """A causal LM from its folder, every weight of it, by no code but ours and transformers'."""
+    if not is_file(folder / "config.json"):
+        raise UserError(f"{folder} holds no config.json; give a whole Hugging Face causal-LM folder")
+    _checked(folder)
+    with _in_a_sentence(folder):
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=True,  # the other format is a pickle
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, by name
-            **({} if budget is None else {"budget": budget}),
+            **(extra or {}),
         )
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
     for what, names in report.items():
         if names:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             raise UserError(
                 f"{folder} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole folder"
             )
-    return model.to(device or "cpu").eval().requires_grad_(False)
+    return model
 
 
 class SummedLoss(nn.Module):
@@ -100,8 +161,8 @@ class SummedLoss(nn.Module):
         super().__init__()
         head = model.get_output_embeddings()
         changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
-        if head.bias is not None or changed:
-            what = ", ".join(changed) or "a bias"
+        if head is None or getattr(head, "bias", None) is not None or changed:
+            what = ", ".join(changed) or ("no head" if head is None else "a bias")
             raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
         self.model = model
 

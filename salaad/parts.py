@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from salaad.checkpoint import read_index, read_surrogates
 from salaad.decomposition import PostHoc
+from salaad.errors import UserError
 from salaad.prox import soft_threshold
 from salaad.slr import Slr
 from salaad.surrogate import low_rank_of
@@ -21,12 +22,19 @@ Parts = dict[str, Slr]
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:
-    """The named blocks of a checkpoint's surrogate folder, one after the other."""
+    """The named blocks of a checkpoint's surrogate folder, one after the other.
+
+    Raises:
+        UserError: one holds numbers that are not finite, which have no singular values.
+    """
     index = read_index(surrogate)
     for name in names:
         state = read_surrogates(surrogate, (name,))[name]
         T, R, tau = state["target"], state["residual"], state["thresholds"][2]
-        yield name, Slr.from_parts(low_rank_of(T, R, tau), soft_threshold(R, tau), index[name]["rank"])
+        L, S = low_rank_of(T, R, tau), soft_threshold(R, tau)
+        if not (L.isfinite().all() and S.isfinite().all()):
+            raise UserError(f"{name} in {surrogate} is not finite; give an earlier checkpoint")
+        yield name, Slr.from_parts(L, S, index[name]["rank"])
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:
@@ -35,14 +43,24 @@ def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: tor
         yield name, post_hoc.split(X.to(device))
 
 
-def cached_parts(path: Path, names: list[str], make: Callable[[], Iterator[tuple[str, Slr]]]) -> Parts:
-    """The parts in the file at `path`, or those that `make` yields, which are then kept there."""
+def cached_parts(
+    path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[], Iterator[tuple[str, Slr]]]
+) -> Parts:
+    """The parts in the file at `path`, or those that `make` yields, which are then kept there.
+
+    Args:
+        path: a safetensors file; of one that is broken, or holds other matrices, nothing is taken.
+        shapes: name → (n, m) of every block.
+        make: gives the parts of all of them.
+    """
     if path.is_file():
-        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
-            read = {name: {key: file.get_tensor(f"{name}/{key}") for key in Slr.TENSORS} for name in names}
-            return {name: Slr.from_tensors(tensors) for name, tensors in read.items()}
+        with suppress(SafetensorError, OSError, IndexError), safe_open(path, framework="pt") as file:
+            tensors = {name: {key: file.get_tensor(f"{name}/{key}") for key in Slr.TENSORS} for name in shapes}
+            read = {name: Slr.from_tensors(parts) for name, parts in tensors.items()}
+            if all(slr.shape == shapes[name] and slr.is_sound() for name, slr in read.items()):
+                return read
     what = "splitting blocks into L + S"
-    parts = dict(tqdm(make(), total=len(names), desc=what, unit="block", leave=False, disable=None))
+    parts = dict(tqdm(make(), total=len(shapes), desc=what, unit="block", leave=False, disable=None))
     tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
     with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
         path.parent.mkdir(parents=True, exist_ok=True)

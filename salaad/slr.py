@@ -98,6 +98,21 @@ class Slr:
         U, V, values = (part.to(device, dtype or part.dtype) for part in (self.U, self.V, self.values))
         return Slr(self.shape, U, V, self.positions.to(device), values)
 
+    def is_sound(self) -> bool:
+        """Whether the parts have the shapes of this matrix and every entry a place of its own; read ones may not."""
+        n, m = self.shape
+        shapes = [tuple(getattr(self, key).shape) for key in self.TENSORS]
+        if shapes != [(n, self.U.shape[-1]), (self.U.shape[-1], m), (self.nnz,), (self.nnz,)]:
+            return False
+        types = {part.dtype for part in (self.U, self.V, self.values)}
+        if len(types) > 1 or not self.U.is_floating_point() or self.positions.is_floating_point():
+            return False
+        if ((self.positions < 0) | (self.positions >= n * m)).any():
+            return False
+        taken = torch.zeros(n * m, dtype=torch.bool, device=self.positions.device)
+        taken[self.positions.long()] = True
+        return int(taken.sum()) == self.nnz
+
     def resorted(self) -> "Slr":
         """The same matrix, with singular terms and entries in order of size again."""
         return Slr.from_parts(self.U @ self.V, self.sparse(), self.rank)

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from salaad.checkpoint import Checkpoints
+from salaad.checks import section
+from salaad.config import DataConfig, SalaadConfig
 from salaad.errors import UserError
-from salaad.files import CHECKSUMS, digest_of, read_json, verify
+from salaad.files import CHECKSUMS, digest_of, is_file, read_object, verify
+from salaad.headers import is_count
+from salaad.locks import keep_from_deletion
 
 RECORD = "compression.json"
 
@@ -45,11 +49,11 @@ def open_source(folder: Path) -> Source:
     Raises:
         UserError: it is nothing we know, or some file is not what was written.
     """
-    if (folder / "checkpoints" / "latest").is_file():
-        folder = Checkpoints(folder / "checkpoints").latest()
-    if (folder / "model" / "config.json").is_file():
+    if is_file(folder / "checkpoints" / "latest"):
+        folder = _newest_of(Checkpoints(folder / "checkpoints"))
+    if is_file(folder / "model" / "config.json"):
         return _checkpoint(folder)
-    if (folder / "config.json").is_file():
+    if is_file(folder / "config.json"):
         return _model_folder(folder)
     raise UserError(
         f"--checkpoint {folder} is no run, no checkpoint and no Hugging Face folder; give one such as "
@@ -57,7 +61,15 @@ def open_source(folder: Path) -> Source:
     )
 
 
+def _newest_of(checkpoints: Checkpoints) -> Path:
+    """The newest checkpoint of a run that may be training: not one that is deleted before it is read."""
+    while not keep_from_deletion(newest := checkpoints.latest()):
+        pass
+    return newest
+
+
 def _checkpoint(folder: Path) -> Source:
+    keep_from_deletion(folder)
     digest = verify(folder, "model/*", "surrogate/*")
     surrogate = folder / "surrogate"
     own = folder.resolve()
@@ -66,8 +78,8 @@ def _checkpoint(folder: Path) -> Source:
     return Source(
         name=f"{run.name}/{own.name}" if inside else own.name,
         model=folder / "model",
-        surrogate=surrogate if (surrogate / "index.json").is_file() else None,
-        run=read_json(folder / "state" / "trainer.json").get("config", {}),
+        surrogate=surrogate if is_file(surrogate / "index.json") else None,
+        run=_run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state"),
         parameters=None,
         digest=digest,
         cache=run / "cache" / digest[:16] if inside else _caches() / digest[:16],
@@ -76,25 +88,39 @@ def _checkpoint(folder: Path) -> Source:
 
 
 def _model_folder(folder: Path) -> Source:
-    entry = read_json(folder / "config.json").get("quantization_config") or {}
-    if (folder / CHECKSUMS).is_file() and entry.get("quant_method") == "salaad-elastic":
+    entry = read_object(folder / "config.json").get("quantization_config")
+    elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
+    if not is_file(folder / CHECKSUMS):
+        digest = digest_of(sorted(filter(is_file, folder.iterdir())))
+    elif elastic:
         digest = verify(folder, "config.json") + digest_of([folder / CHECKSUMS])  # a size reads a part of the rest
-    elif (folder / CHECKSUMS).is_file():
-        digest = verify(folder, "*.safetensors", "config.json")
     else:
-        digest = digest_of(sorted(filter(Path.is_file, folder.iterdir())))
-    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+        digest = verify(folder, "*.safetensors", "config.json")
+    record = read_object(folder / RECORD) if is_file(folder / RECORD) else {}
+    parameters = record.get("parameters")
+    if record and not (isinstance(parameters, list) and len(parameters) == 2 and all(map(is_count, parameters))):
+        raise UserError(f"{folder / RECORD} does not count the parameters; give a whole copy of the folder")
     name = folder.resolve().name
     return Source(
         name=name,
         model=folder,
         surrogate=None,
-        run=record.get("run", {}),
-        parameters=record["parameters"][1] if record else None,
+        run=_run_of(record.get("run", {}), folder / RECORD),
+        parameters=parameters[1] if record else None,
         digest=digest,
         cache=_caches() / digest[:16],
         output=Path("evaluation") / name,
     )
+
+
+def _run_of(config: Any, place: Path) -> dict[str, Any]:
+    """The configuration of a run, of which later commands take these sections over."""
+    if not isinstance(config, dict):
+        raise UserError(f"{place} has no configuration of a run in it; give a whole checkpoint")
+    for name, kind in (("data", DataConfig), ("salaad", SalaadConfig)):
+        if name in config:
+            section(kind, config[name], place)
+    return config
 
 
 def _caches() -> Path:

@@ -10,9 +10,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from salaad.errors import UserError
+from salaad.files import is_file, read_object
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
+_LARGEST_CONFIG = 2**22  # bytes of what stands beside a vocabulary; reading it takes a hundred times as much memory
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
@@ -39,6 +41,10 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
 
 
 def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
+    if local:
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+            if is_file(Path(spec) / name):
+                read_object(Path(spec) / name, _LARGEST_CONFIG)
     try:
         try:  # the hub's cache first: without a network the hub's client retries for most of a minute
             tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=True)

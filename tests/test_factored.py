@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -699,18 +700,24 @@ def truncate(kept: float):
     ("damage", "what"),
     [
         (change_config(lambda entry: entry.update(format=7)), "has format 7, this version 1; use the version"),
-        (change_config(lambda entry: entry["blocks"].update({Q: [4, 102]})), "does not fit its config.json"),
-        (change_config(lambda entry: entry["blocks"].update({Q: [3, 103]})), "cannot be opened"),
+        (
+            change_config(lambda entry: entry["blocks"].update({Q: [4, 102]})),
+            f"{Q}.U is 32×3 of F32, where config.json wants 32×4",
+        ),
+        (
+            change_config(lambda entry: entry["blocks"].update({Q: [3, 103]})),
+            f"{Q}.S_values is 102 of F32, where config.json wants 103",
+        ),
         (change_config(lambda entry: entry["blocks"].pop(Q)), "does not fit its config.json"),
-        (truncate(0.9), "cannot be opened"),
-        (truncate(0.01), "cannot be opened"),
-        (truncate(0), "cannot be opened"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "cannot be opened"),
-        (lambda folder: (folder / "config.json").unlink(), "cannot be opened"),
-        (change_tensors(lambda tensors: tensors.pop(f"{Q}.U")), f"missing_keys: {Q}.U"),
-        (change_tensors(lambda tensors: tensors.pop(f"{Q}.V")), f"missing_keys: {Q}.V"),
-        (change_tensors(lambda tensors: tensors.pop(f"{Q}.S_values")), f"missing_keys: {Q}.S_values"),
-        (change_tensors(lambda tensors: tensors.pop(f"{Q}.S_packed")), "(missing_keys|cannot be opened)"),
+        (truncate(0.9), "is no whole safetensors file"),
+        (truncate(0.01), "is no whole safetensors file"),
+        (truncate(0), "is no whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (change_tensors(lambda tensors: tensors.pop(f"{Q}.U")), f"the files lack {Q}.U"),
+        (change_tensors(lambda tensors: tensors.pop(f"{Q}.V")), f"the files lack {Q}.V"),
+        (change_tensors(lambda tensors: tensors.pop(f"{Q}.S_values")), f"the files lack {Q}.S_values"),
+        (change_tensors(lambda tensors: tensors.pop(f"{Q}.S_packed")), f"the files lack {Q}.S_packed"),
         (change_tensors(lambda tensors: tensors.pop("model.norm.weight")), "missing_keys: model.norm.weight"),
         (change_tensors(lambda tensors: tensors.update(other=torch.ones(2))), "unexpected_keys: other"),
         (change_tensors(lambda tensors: tensors[f"{Q}.S_packed"].zero_()), "the bytes hold 0 integers, not 102"),
@@ -724,13 +731,13 @@ def test_a_damaged_folder_is_refused_in_a_sentence(one, tmp_path, damage, what):
     with pytest.raises(UserError, match=what) as caught:
         load_model(folder, torch.float32)
     assert "\n" not in str(caught.value)
-    assert "; give a whole" in str(caught.value) or "; use the version" in str(caught.value)
+    assert re.search("; (give a|use the version)", str(caught.value))
 
 
 def test_a_folder_that_lacks_one_of_its_files_is_refused_in_a_sentence(one, tmp_path):
     one.model.save_pretrained(tmp_path, max_shard_size="30KB")
     max(tmp_path.glob("*.safetensors")).unlink()
-    with pytest.raises(UserError, match=r"cannot be opened .*; give a whole") as caught:
+    with pytest.raises(UserError, match=r"safetensors is missing; give a whole") as caught:
         load_model(tmp_path, torch.float32)
     assert "\n" not in str(caught.value)
 

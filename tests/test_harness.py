@@ -10,13 +10,13 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import WORDS
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from salaad import harness
 from salaad.errors import UserError
 from salaad.harness import DEFAULT_TASKS, check_tasks, evaluate_tasks, harness_version
+from scripts.toy import WORDS
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -6,7 +6,6 @@ import string
 
 import pytest
 import sentencepiece
-from conftest import make_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from salaad.errors import UserError
 from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
+from scripts.toy import make_documents
 
 SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
 TEXTS = [

@@ -1,0 +1,268 @@
+"""Configurations and folders that no honest program wrote: each ends opened, or refused in one sentence.
+
+    python scripts/fuzz.py --cases 10000
+    python scripts/fuzz.py --replay '["dense", [["json", "config.json", 3, "replace", {"big": 30}]]]'
+
+Half of the cases are YAML files, as `train.py --config` reads and checks them before it reads a batch. The other half
+are folders: dense, factored, elastic, in several files, with tied weights, and training runs, in which JSON, headers,
+tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they give
+nothing away. What opens is used: a few tokens go through the model. A case fails that raises anything but a
+`UserError` of one line, that takes longer than --seconds, or that asks for memory out of proportion. All run in one
+process. The last line is the verdict.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from transformers import logging
+
+from salaad.cli import read_command_line
+from salaad.elastic_deployment import ElasticDeployment, open_deployment
+from salaad.errors import UserError
+from salaad.files import CHECKSUMS, write_checksums, write_json
+from salaad.models import describe_model, load_model
+from salaad.plan import check_run, plan_table
+from salaad.sources import open_source
+from salaad.tokenizer import load_tokenizer
+from salaad.variants import parse_variants
+from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, tamper
+
+ROOM = 3 * 2**30  # bytes that the process may grow by, over what it takes before the first case
+GROWTH = 2**29  # bytes that one case may take beyond the peak of those before; a few megabytes of tokens take half
+
+
+class TooSlow(BaseException):
+    """A case took longer than it may; no `except Exception` hears of it."""
+
+
+# ---- what is done with a case
+
+
+def open_config(path: Path) -> None:
+    """What train.py does before it reads a batch."""
+    config, _ = read_command_line(["--config", str(path), "--output", str(path.parent / "run")])
+    description = describe_model(config.model, config.data.sequence_length)
+    plan_table(config, description, 1)
+    check_run(config, description)
+
+
+def open_folder(folder: Path, run: bool) -> None:
+    """What evaluate.py and compress.py do with a folder: find out what it is, cut it, open it and use it."""
+    source = open_source(folder)
+    deployment = open_deployment(source)
+    elastic = isinstance(deployment, ElasticDeployment)
+    names = "X,L+S,0.8@0.5,0.8@energy" if run else "X"
+    if elastic:
+        names = f"L+S,{(deployment.fixed + 3 * (deployment.fixed + deployment.line.parameters)) // 4}"
+    wanted = parse_variants(names, deployment.dense)
+    deployment.check(wanted)
+    load_tokenizer(str(source.model))
+    ids = torch.tensor([[1, 2, 3]])
+    with deployment.opened(wanted[-1], torch.float32) as opened, torch.no_grad():
+        opened.model(input_ids=ids)
+    if not run and not elastic:
+        load_model(folder, torch.bfloat16)
+
+
+class Fuzz:
+    """Runs cases in a folder of its own and counts how they end.
+
+    Args:
+        root: an empty folder.
+        seconds: the most that a case may take.
+    """
+
+    def __init__(self, root: Path, seconds: float = 30) -> None:
+        self.root, self.seconds = root, seconds
+        self.refused, self.opened, self.failures, self.slowest = 0, 0, [], 0.0
+        os.environ["SALAAD_CACHE"] = str(root / "caches")
+        self.folders = make_folders(root / "folders")
+        self.begun = time.monotonic()
+        self.before = peak_memory()
+
+    def config(self, case: list) -> None:
+        """One configuration."""
+        path = self.root / "case.yaml"
+        path.write_bytes(config_bytes(case, self.folders))
+        self._end(case, lambda: open_config(path))
+
+    def folder(self, case: list) -> None:
+        """One folder."""
+        kind, steps, checksums = case
+        copy = self.root / "case" / kind
+        shutil.rmtree(copy.parent, ignore_errors=True)
+        shutil.copytree(self.folders[kind], copy)
+        model = copy / "checkpoints" / "step-0000001" if kind == "run" else copy
+        tamper(model, steps)
+        if checksums == "removed":
+            (model / CHECKSUMS).unlink(missing_ok=True) if not (model / CHECKSUMS).is_dir() else None
+        elif checksums == "rewritten" and not any(CHECKSUMS in map(str, step) for step in steps):
+            with contextlib.suppress(OSError):
+                _rewrite(model)
+        open_source.cache_clear()
+        self._end(case, lambda: open_folder(copy, kind == "run"))
+
+    def _end(self, case: list, action: Callable[[], None]) -> None:
+        begun, before = time.monotonic(), peak_memory()
+        said = io.StringIO()
+        try:
+            with time_limit(self.seconds), contextlib.redirect_stdout(said):
+                action()
+            self.opened += 1
+        except UserError as error:
+            sentence = str(error)
+            self.refused += 1
+            if "\n" in sentence or not sentence.strip():
+                self._fail(case, "not one line", sentence)
+            if "allocate" in sentence or "emory" in sentence:
+                self._fail(case, "memory was asked for", sentence)
+        except TooSlow:
+            self._fail(case, f"over {self.seconds} s", traceback.format_exc())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._fail(case, type(error).__name__, traceback.format_exc())
+        grown = peak_memory() - before
+        if grown > GROWTH:
+            self._fail(case, "too much memory", f"{grown / 2**20:.0f} MiB more than any case before")
+        self.slowest = max(self.slowest, time.monotonic() - begun)
+
+    def _fail(self, case: list, what: str, text: str) -> None:
+        self.failures.append((what, case))
+        print(f"FAILED ({what}): --replay {json.dumps(case)!r}\n{text}", flush=True)
+
+    def report(self, cases: int) -> dict[str, Any]:
+        """What --output writes."""
+        return {
+            "cases": cases,
+            "refused": self.refused,
+            "opened": self.opened,
+            "failures": len(self.failures),
+            "seconds": round(time.monotonic() - self.begun, 1),
+            "slowest_case_seconds": round(self.slowest, 2),
+            "memory_before_bytes": self.before,
+            "peak_memory_bytes": peak_memory(),
+        }
+
+
+def _rewrite(folder: Path) -> None:
+    """Checksums that fit what lies there now, of what can be read at all."""
+    listed = json.loads((folder / CHECKSUMS).read_text())
+    (folder / CHECKSUMS).unlink()
+    write_checksums(folder)
+    now = json.loads((folder / CHECKSUMS).read_text())
+    write_json({**{name: "0" for name in listed if not (folder / name).is_file()}, **now}, folder / CHECKSUMS)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow in the main thread when the time is over."""
+
+    def over(*_: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peak_memory() -> int:
+    """Bytes that this process had in memory at the most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def bounded_memory(room: int) -> Iterator[None]:
+    """Within this context the process gets no more than `room` bytes of addresses beside those it has."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def fuzz(root: Path, cases: int, start: int = 0, seconds: float = 30) -> Fuzz:
+    """Run so many cases, the same ones whenever `start` is the same."""
+    made = Fuzz(root, seconds)
+    half = cases // 2
+    for strategy, run, count in ((config_cases, made.config, cases - half), (folder_cases, made.folder, half)):
+        if count:
+            drawn = given(strategy)(_runner(run))
+            kept = settings(
+                max_examples=count,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            with bounded_memory(ROOM):
+                seed(start)(kept(drawn))()
+    return made
+
+
+def _runner(run: Callable[[list], None]) -> Callable[[list], None]:
+    def one(case: tuple) -> None:
+        run(json.loads(json.dumps(case)))  # plain data, as --replay gets it
+
+    return one
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000, help="how many, half of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="the most that a case may take (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, help="a JSON file for the verdict")
+    parser.add_argument("--replay", help="do a single case again, as printed where it failed")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as root:
+        if options.replay:
+            made = Fuzz(Path(root), options.seconds)
+            case = json.loads(options.replay)
+            (made.folder if len(case) == 3 else made.config)(case)
+            print(made.report(1))
+            return 1 if made.failures else 0
+        made = fuzz(Path(root), options.cases, options.seed, options.seconds)
+    report = made.report(made.refused + made.opened + sum(what != "not one line" for what, _ in made.failures))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(report | {"seed": options.seed}, options.output)
+    print(
+        f"{report['cases']} cases: {made.refused} refused in a sentence, {made.opened} opened, {len(made.failures)} "
+        f"failures, {report['seconds']:.0f} s, {report['peak_memory_bytes'] / 2**30:.2f} GB at most"
+    )
+    return 1 if made.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
