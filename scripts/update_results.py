@@ -4,8 +4,11 @@ python scripts/update_results.py
 """
 
 import re
-from dataclasses import fields, replace
+import sys
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad import sharding
 from salaad.cli import read_command_line
@@ -16,7 +19,9 @@ from salaad.report import accuracy_table, structure_table
 from salaad.roles import find_blocks
 from salaad.rpca import RpcaRow
 from salaad.sweep import ways_table
-from salaad.tables import markdown_table, millions
+from salaad.tables import markdown_table, megabytes, millions
+from scripts.torture import Row
+from scripts.torture import table as torture_table
 
 ROOT = Path(__file__).resolve().parent.parent
 NANO = ROOT / "results" / "nano"
@@ -43,6 +48,7 @@ def main() -> None:
             "inference": inference_table(),
             "ladder": ladder_table(),
             "lm-eval": harness_table(),
+            "reliability": reliability_table(),
         }
     )
 
@@ -258,6 +264,21 @@ def compression_table() -> str:
         times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]
         rows.append((path.stem.removeprefix("compression-"), result["machine"], str(result["blocks"]), *times))
     return markdown_table(("shapes", "machine", "blocks", "HPA", "energy", "refinement"), rows)
+
+
+def reliability_table() -> str:
+    """What scripts/torture.py and scripts/fuzz.py recorded."""
+    rows = read_json(ROOT / "results" / "reliability.json")["rows"]
+    fuzz = read_json(ROOT / "results" / "fuzz.json")
+    hostile = Row(
+        "hostile configurations and model folders",
+        fuzz["cases"],
+        note=f"{fuzz['refused']:,} refused in a sentence, {fuzz['opened']:,} opened, no other end; at most "
+        f"{megabytes(fuzz['peak_memory_bytes'])}",
+        lost=["something"] * bool(fuzz["failures"]),
+    )
+    machine = rows[0]["machine"]
+    return f"{torture_table([*rows, asdict(hostile)])}\n\n{machine}"
 
 
 def fill_readme(sections: dict[str, str]) -> None:

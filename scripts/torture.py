@@ -1,0 +1,550 @@
+"""Break a training run in every way a cluster knows, and measure what is lost: nothing, and the seconds to recover.
+
+    python scripts/torture.py                     every drill, about half an hour on two cores
+    python scripts/torture.py --quick             a few tries of each, two minutes
+    python scripts/torture.py --drills kill,disk  some of them; a --output that is there keeps the rows of the others
+
+Every drill starts the trainer as a user does, breaks it from outside, starts the same command again, and compares the
+finished run with one that was left alone: weights, L and S, optimizer, place in the data, and every line of the
+records, bit for bit. Prints a table; the last line is the verdict, and the exit code is 0 if nothing was lost.
+"""
+
+import argparse
+import json
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from salaad.files import read_json, write_json
+from salaad.run import provenance
+from salaad.tables import markdown_table
+from scripts import playing_hub
+from scripts.toy import ROOT, launch_command, toy_arguments, write_text, write_tokenizer
+
+PATIENCE = 180  # seconds until a process that does nothing counts as hanging
+GRACE = 30  # seconds that a cluster leaves between its two signals
+TIMES = ("seconds", "tokens_per_second")
+RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
+POISON = 97  # every so many steps a gradient is spoiled
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    fault: str
+    tries: int = 0
+    lost: list[str] = field(default_factory=list)
+    recovery: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+class Training:
+    """A trainer that was started as users do."""
+
+    def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
+        command, environment = launch_command(arguments, output, processes)
+        if processes == 1:  # the launcher alone takes seconds to start
+            command = [sys.executable, *command[command.index("train.py") :]]
+        self.output, self.begun = output, time.monotonic()
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = psutil.Popen(command, cwd=ROOT, env=environment, **pipe)
+        self._lines: list[str] = []
+        self._reader = Thread(target=lambda: self._lines.extend(self.process.stdout), daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher still runs."""
+        return self.process.poll() is None
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    def trainers(self) -> list[psutil.Process]:
+        """The processes of this run that train, without launcher and data workers."""
+        tree = [self.process, *self.process.children(recursive=True)]
+        return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once."""
+        for process in (self.process, *self.process.children(recursive=True)):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+    def wait(self, seconds: float = PATIENCE * 10) -> int:
+        """Its exit code."""
+        try:
+            code = self.process.wait(seconds)
+            self._reader.join(seconds)
+            return code
+        except psutil.TimeoutExpired:
+            self.kill()
+            raise SystemExit(f"hangs after {seconds} s:\n{self.said()[-3000:]}") from None
+
+    def finish(self) -> None:
+        """Wait for the end of the run."""
+        if self.wait() or not (self.output / "summary.json").exists():
+            raise SystemExit(f"the run in {self.output} did not finish:\n{self.said()[-3000:]}")
+
+    def until(self, condition: Callable[[], bool], pause: float = 0.005) -> float:
+        """Wait for a condition while the trainer lives; seconds since its start."""
+        while not condition():
+            if not self.alive:
+                raise SystemExit(f"ended before its time:\n{self.said()[-3000:]}")
+            if time.monotonic() - self.begun > PATIENCE:
+                self.kill()
+                raise SystemExit(f"hangs:\n{self.said()[-3000:]}")
+            time.sleep(pause)
+        return time.monotonic() - self.begun
+
+    def recovered(self) -> float:
+        """Wait until a step beyond the newest checkpoint is logged; seconds since the start."""
+        saved = saved_step(self.output)
+        # Lines behind the checkpoint are dropped when the run goes on, so that this is a new one.
+        old = (self.output / "metrics.jsonl").stat().st_mtime if saved else 0
+        return self.until(
+            lambda: last_step(self.output) > saved and (self.output / "metrics.jsonl").stat().st_mtime > old
+        )
+
+
+def _is_worker(process: psutil.Process, tree: list[psutil.Process]) -> bool:
+    return any(process.ppid() == other.pid and "train.py" in other.cmdline() for other in tree)
+
+
+def saved_step(run: Path) -> int:
+    """The step of the checkpoint that `latest` names; 0 without one."""
+    pointer = run / "checkpoints" / "latest"
+    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else 0
+
+
+def last_step(run: Path) -> int:
+    """The last step that metrics.jsonl holds."""
+    lines = records(run, "metrics.jsonl")
+    return lines[-1]["step"] if lines else 0
+
+
+def records(run: Path, name: str) -> list[dict[str, Any]]:
+    """The whole lines of a record, without what measures time."""
+    path = run / name
+    text = path.read_text() if path.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def differences(whole: Path, broken: Path) -> list[str]:
+    """What is not the same, to the bit, in two finished runs."""
+    found = [name for name in RECORDS if records(whole, name) != records(broken, name)]
+    one, two = (run / "checkpoints" / f"step-{saved_step(run):07d}" for run in (whole, broken))
+    names = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
+    if names != {path.relative_to(two) for path in two.rglob("*") if path.is_file()}:
+        return [*found, "the files of a checkpoint"]
+    for name in sorted(map(str, names - {Path("checksums.json")})):
+        if name == "state/trainer.json":
+            first, second = (read_json(folder / name) for folder in (one, two))
+            same = {**first, "seconds": None} == {**second, "seconds": None}
+        elif name.endswith(".pt"):
+            first, second = (torch.load(folder / name, weights_only=True) for folder in (one, two))
+            same = _plain(first) == _plain(second)
+        else:
+            same = (one / name).read_bytes() == (two / name).read_bytes()
+        found += [] if same else [name]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return (str(value.dtype), value.tolist()) if torch.is_tensor(value) else value
+
+
+class Drills:
+    """Every way to break a run.
+
+    Args:
+        work: folder for the runs.
+        quick: a few tries instead of many.
+        seed: of the moments at which something happens.
+    """
+
+    def __init__(self, work: Path, quick: bool, seed: int) -> None:
+        self.work, self.quick, self.pick = work, quick, random.Random(seed)
+        (work / "tokenizer").mkdir(parents=True)
+        self.text, self.tokenizer = write_text(work), write_tokenizer(work / "tokenizer")
+
+    def options(self, steps: int, **more: object) -> list[str]:
+        """Options of a toy run with data workers, a staggered schedule, evaluations and frequent checkpoints."""
+        usual = {
+            "train__steps": steps,
+            "train__save_every": 5,
+            "train__eval_every": 100,
+            "data__workers": 1,
+            "salaad__schedule": "staggered",
+        }
+        return toy_arguments(self.text, self.tokenizer, **usual | more)
+
+    def whole(self, name: str, arguments: list[str], processes: int = 1) -> Path:
+        """A run that is left alone."""
+        Training(arguments, self.work / name, processes).finish()
+        return self.work / name
+
+    def kill(self) -> Iterator[Row]:
+        """SIGKILL at random moments: while it starts, between two steps, in the middle of a save."""
+        for processes in (1, 2):
+            checkpoints = self.work / f"k{processes}" / "checkpoints"
+            tries = (3 if processes == 1 else 2) if self.quick else 25
+            arguments = self.options(steps=400 if self.quick else 2500)
+            whole = self.whole(f"whole-{processes}", arguments, processes)
+            row, run = Row(f"SIGKILL, {processes} process{'es' if processes > 1 else ''}"), self.work / f"k{processes}"
+            saves = 0
+            for number in range(tries):
+                training = Training(arguments, run, processes)
+                moment = (
+                    ("save", "step", "start")[number % 3]
+                    if self.quick
+                    else self.pick.choice(["save", "step"] * 4 + ["start"])
+                )
+                if moment == "start":
+                    time.sleep(self.pick.uniform(0, 8))
+                else:
+                    seconds = training.recovered()
+                    row.recovery += [seconds] if number else []
+                    time.sleep(self.pick.uniform(0, 0.3))
+                if moment == "save":
+                    training.until(lambda c=checkpoints: any(c.glob(".partial-*")), pause=0.0005)
+                    time.sleep(self.pick.uniform(0, 0.02))
+                training.kill()
+                row.tries += 1
+                saves += any(checkpoints.glob(".partial-*"))
+            training = Training(arguments, run, processes)
+            row.recovery.append(training.recovered())
+            training.finish()
+            row.lost, row.note = differences(whole, run), f"{saves} of them during a save"
+            yield row
+
+    def preempt(self) -> Iterator[Row]:
+        """SIGTERM: save within the grace time, say how to go on, leave with 0."""
+        for processes in (1, 2):
+            arguments = self.options(steps=400 if self.quick else 2500)
+            whole = self.work / f"whole-{processes}"
+            if not whole.exists():
+                self.whole(whole.name, arguments, processes)
+            row, run = Row(f"SIGTERM, {processes} process{'es' if processes > 1 else ''}"), self.work / f"t{processes}"
+            longest = 0.0
+            for number in range(1 if self.quick else 5):
+                training = Training(arguments, run, processes)
+                row.recovery += [training.recovered()] if number else []
+                training.until(lambda run=run: last_step(run) > saved_step(run))
+                time.sleep(self.pick.uniform(0, 0.3))
+                trainers, asked = training.trainers(), time.monotonic()
+                training.process.send_signal(signal.SIGTERM)
+                _, left = psutil.wait_procs(trainers, timeout=GRACE)
+                longest = max(longest, time.monotonic() - asked)
+                training.wait(PATIENCE)
+                row.tries += 1
+                if left or "--resume auto" not in training.said():
+                    row.lost.append("the checkpoint within the grace time")
+            training = Training(arguments, run, processes)
+            row.recovery.append(training.recovered())
+            training.finish()
+            row.lost += differences(whole, run)
+            row.note = f"saved and gone {longest:.1f} s after the signal at the latest"
+            yield row
+
+    def world(self) -> Iterator[Row]:
+        """Checkpoints of 1, 2 and 3 processes go on with 1, 2 and 3."""
+        row = Row("another number of processes")
+        # Few steps: what rounds differently drifts apart, exponentially.
+        arguments = self.options(steps=20, train__batch=6, train__save_every=10, train__keep_last=0)
+        sizes = (1, 2, 3)
+        for size in sizes:
+            self.whole(f"world-{size}", arguments, size)
+        alone = {size: records(self.work / f"world-{size}", "metrics.jsonl") for size in sizes}
+        truth, changed = alone[1], 0.0
+        rounding = max(deviation(lines, truth) for lines in alone.values())
+        pairs = [pair for pair in product(sizes, sizes) if not self.quick or pair not in ((1, 1), (2, 2))]
+        for written, opened in pairs:
+            run = self.work / f"world-{written}-{opened}"
+            shutil.copytree(self.work / f"world-{written}", run)
+            (run / "summary.json").unlink()
+            (run / "checkpoints" / "latest").write_text("step-0000010\n")
+            training = Training(arguments, run, opened)
+            training.finish()
+            row.tries += 1
+            lines = records(run, "metrics.jsonl")
+            if [(r["step"], r["tokens"]) for r in lines] != [(r["step"], r["tokens"]) for r in truth]:
+                row.lost.append(f"text from {written} to {opened}")
+            if written == opened:
+                row.lost += differences(self.work / f"world-{written}", run)
+            changed = max(changed, deviation(lines, truth))
+        if changed > 3 * rounding:
+            row.lost.append("the course of the loss")
+        row.note = (
+            f"from and to {', '.join(map(str, sizes))}: text exactly, loss within {changed:.0e} (without a change runs "
+            f"of different sizes differ by {rounding:.0e})"
+        )
+        yield row
+
+    def disk(self) -> Iterator[Row]:
+        """A disk that is full for a while: from outside the kernel refuses the trainer's files beyond some size."""
+        arguments = self.options(steps=400 if self.quick else 1500)
+        whole, run = self.whole("whole-disk", arguments), self.work / "disk"
+        row, training = Row("disk full for a while"), Training(arguments, run)
+        training.recovered()
+        for number in range(2 if self.quick else 10):
+            training.until(lambda: last_step(run) > saved_step(run) > 0)
+            [trainer] = training.trainers()
+            resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, ((0, 100_000)[number % 2], resource.RLIM_INFINITY))
+            before = training.said().count("cannot be written")
+            training.until(lambda before=before: training.said().count("cannot be written") > before + 1)
+            resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            freed, saved = time.monotonic(), saved_step(run)
+            training.until(lambda saved=saved: saved_step(run) > saved or (run / "summary.json").exists())
+            row.recovery.append(time.monotonic() - freed)
+            row.tries += 1
+        training.finish()
+        late = training.said().count("the checkpoint cannot be written")
+        row.lost, row.note = differences(whole, run), f"{late} checkpoints were put off, and all lines came later"
+        yield row
+
+    def files(self) -> Iterator[Row]:
+        """Files of the newest checkpoint cut off, with one bit flipped, or gone."""
+        arguments = self.options(steps=40, train__save_every=10, train__keep_last=0)
+        whole, row = self.whole("whole-files", arguments), Row("checkpoint file truncated, flipped or missing")
+        newest = whole / "checkpoints" / "step-0000040"
+        names = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+        ways = [(name, way) for name in names for way in ("truncated", "flipped", "missing")]
+        for name, way in self.pick.sample(ways, 2) if self.quick else ways:
+            run = self.work / "files"
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(whole, run)
+            (run / "summary.json").unlink()
+            spoil(run / "checkpoints" / newest.name / name, way)
+            training = Training(arguments, run)
+            training.finish()
+            row.recovery.append(time.monotonic() - training.begun)
+            row.tries += 1
+            if "step-0000030, the newest that is whole" not in training.said():
+                row.lost.append(f"the warning of {name} {way}")
+            row.lost += differences(whole, run)
+        row.note = "goes on from the newest whole one and says so; seconds until the ten steps were done again"
+        yield row
+
+    def shards(self) -> Iterator[Row]:
+        """A shard that vanishes in mid-run and comes back, for a moment or after the run has stopped."""
+        arguments = self.options(steps=300, data__workers=0, data__shuffle_window=5, data__retries=3)
+        whole, run = self.whole("whole-shards", arguments), self.work / "shards"
+        row, training = Row("shard of the text gone in mid-run"), Training(arguments, run)
+        shard = Path(self.text["train"][0])
+        away = shard.with_suffix(".away")
+        for seconds in (1, 1) if self.quick else (1, 2, 1, 2, 60):
+            training.until(lambda: last_step(run) > saved_step(run))
+            shard.rename(away)
+            tried, gone = training.said().count("trying again"), time.monotonic()
+            training.until(lambda t=training, tried=tried: t.said().count("trying again") > tried)
+            while time.monotonic() - gone < seconds and training.alive:
+                time.sleep(0.05)
+            away.rename(shard)
+            if not training.alive:
+                row.lost += [] if "stopped after step" in training.said() else ["the checkpoint at the stop"]
+                training = Training(arguments, run)
+                row.recovery.append(training.recovered())
+            row.tries += 1
+            known = last_step(run)
+            training.until(lambda known=known: last_step(run) > known or (run / "summary.json").exists())
+        training.finish()
+        row.lost += differences(whole, run)
+        row.note = "tried again with back-off, or saved and stopped with a sentence"
+        yield row
+
+    def hub(self) -> Iterator[Row]:
+        """A hub that answers 503 or 429, resets, stalls, or sends half a shard."""
+        command = [sys.executable, "scripts/playing_hub.py", self.tokenizer]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        row = Row("hub refuses, resets, stalls, cuts off", note="every document once")
+        found = json.loads(done.stdout)["found"] if not done.returncode else {}
+        for fault in playing_hub.FAULTS:
+            row.tries += playing_hub.TIMES * (fault != "none")
+            if found.get(fault) != [[index, text] for index, text in enumerate(playing_hub.texts_of(fault))]:
+                row.lost.append(f"documents at {fault}")
+        yield row
+
+    def numbers(self) -> Iterator[Row]:
+        """NaN in a gradient, now and then."""
+        steps = 300 if self.quick else 2000
+        arguments = self.options(steps, train__on_nonfinite="skip", train__max_skipped=steps)
+        run = self.work / "numbers"
+        code = "from scripts.torture import train_poisoned; train_poisoned()"
+        command = [sys.executable, "-c", code, *arguments, f"--output={run}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 5)
+        row = Row("NaN in a gradient", tries=steps // POISON)
+        lines = records(run, "metrics.jsonl")
+        if done.returncode or lines[-1]["discarded"] != row.tries or len(lines) != steps:
+            row.lost.append("the run")
+        elif not all(row["loss"] is None or row["loss"] < 10 for row in lines):
+            row.lost.append("the course of the loss")
+        row.note = "the step is discarded on the device, its batch counted"
+        yield row
+
+    def second(self) -> Iterator[Row]:
+        """Another trainer into a folder that one writes into."""
+        row, run, arguments = Row("second run into one folder"), self.work / "second", self.options(steps=100_000)
+        training = Training(arguments, run)
+        training.recovered()
+        for _ in range(1 if self.quick else 3):
+            other = Training(arguments, run)
+            other.wait(PATIENCE)
+            row.tries += 1
+            if "is being written by process" not in other.said() or not training.alive:
+                row.lost.append("the first run")
+        training.kill()
+        row.note = "is refused"
+        yield row
+
+    def endurance(self) -> Iterator[Row]:
+        """Many steps: memory and open files stay where they are after the warm-up."""
+        steps = 1000 if self.quick else 20_000
+        arguments = self.options(steps, train__save_every=500, train__eval_every=1000, train__log_every=10)
+        training = Training(arguments, self.work / "endurance")
+        training.recovered()
+        seen: list[tuple[int, int, int]] = []
+        while training.alive:
+            try:
+                tree = [training.process, *training.process.children(recursive=True)]
+                memory, handles = sum(p.memory_info().rss for p in tree), sum(p.num_fds() for p in tree)
+            except psutil.Error:
+                break
+            seen.append((last_step(training.output), memory, handles))
+            time.sleep(0.5)
+        training.finish()
+        row = Row(f"{steps:,} steps at a stretch", tries=1)
+        early = [(m, h) for step, m, h in seen if 0.1 * steps <= step <= 0.3 * steps]
+        late = [(m, h) for step, m, h in seen if 0.8 * steps <= step < steps - 10]
+        growth = statistics.median(m for m, _ in late) / statistics.median(m for m, _ in early) - 1
+        more = statistics.median(h for _, h in late) - statistics.median(h for _, h in early)
+        if growth > 0.02:
+            row.lost.append(f"memory (grows by {growth:.1%})")
+        if more > 0:
+            row.lost.append(f"{more:.0f} file handles")
+        if [line["step"] for line in records(training.output, "metrics.jsonl")] != list(range(10, steps + 1, 10)):
+            row.lost.append("lines of metrics.jsonl")
+        row.note = f"memory {growth:+.1%} after the warm-up, file handles {more:+.0f}, every line there"
+        yield row
+
+
+def deviation(lines: list[dict[str, Any]], truth: list[dict[str, Any]]) -> float:
+    """The largest relative difference in the loss of a step."""
+    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, truth, strict=True))
+
+
+def spoil(path: Path, way: str) -> None:
+    """Damage one file."""
+    content = bytearray(path.read_bytes())
+    if way == "missing":
+        path.unlink()
+        return
+    if way == "flipped":
+        content[len(content) // 2] ^= 1
+    else:
+        del content[-1:]
+    path.unlink()  # a checkpoint's files may have a second name elsewhere
+    path.write_bytes(bytes(content))
+
+
+def train_poisoned() -> None:
+    """train.py with a gradient of NaN every so many steps."""
+    import train
+    from salaad.cli import read_command_line
+    from salaad.errors import run_command
+    from salaad.gradients import Gradients
+
+    original = Gradients.clip
+
+    def clip(self: Gradients, step: int) -> None:
+        if step % POISON == 0:
+            next(iter(self._named.values())).grad[0, 0] = float("nan")
+        original(self, step)
+
+    Gradients.clip = clip
+    run_command(lambda: train.main(*read_command_line()))
+
+
+DRILLS = ("kill", "preempt", "world", "disk", "files", "shards", "hub", "numbers", "second", "endurance")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+
+    def recovery(seconds: list[float]) -> str:
+        return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "–"
+
+    header = ("fault", "tries", "lost", "seconds to recover: median (most)", "")
+    lines = [
+        (r["fault"], str(r["tries"]), ", ".join(r["lost"]) or "nothing", recovery(r["recovery"]), r["note"])
+        for r in rows
+    ]
+    return markdown_table(header, lines)
+
+
+def main() -> int:
+    """Run the drills; 0 if nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few tries of each drill")
+    parser.add_argument("--drills", default=",".join(DRILLS), help=f"some of {', '.join(DRILLS)}")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments at which something happens")
+    parser.add_argument("--output", type=Path, help="JSON file to write; rows of other drills in it are kept")
+    options = parser.parse_args()
+    chosen = options.drills.split(",")
+    if set(chosen) - set(DRILLS):
+        parser.error(f"--drills {options.drills} names none of {', '.join(DRILLS)}")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as work:
+        drills = Drills(Path(work), options.quick, options.seed)
+        for name in chosen:
+            for row in getattr(drills, name)():
+                rows.append(row)
+                print(
+                    f"{row.fault}: {row.tries} tries, lost: {', '.join(row.lost) or 'nothing'}; {row.note}", flush=True
+                )
+                if options.output:
+                    save(row, options.output)
+    print("\n" + table([asdict(row) for row in rows]) + "\n")
+    lost = [f"{row.fault} ({', '.join(row.lost)})" for row in rows if row.lost]
+    tries = sum(row.tries for row in rows)
+    print(f"LOST: {'; '.join(lost)}" if lost else f"{len(rows)} faults, {tries} tries: nothing was lost")
+    return 1 if lost else 0
+
+
+def save(row: Row, path: Path) -> None:
+    """Put a row into the file, in place of an older one of the same fault."""
+    old = read_json(path)["rows"] if path.exists() else []
+    rows = [r for r in old if r["fault"] != row.fault] + [asdict(row) | provenance()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json({"command": "python scripts/torture.py --output results/reliability.json", "rows": rows}, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
