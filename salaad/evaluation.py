@@ -71,6 +71,7 @@ class VariantEvaluation:
             row = {
                 "perplexity": result.perplexity,
                 "loss": result.loss,
+                "legacy_perplexity": result.legacy_perplexity,
                 "tokens": result.tokens,
                 "parameters": parameters,
                 "implied_kappa": kappa,

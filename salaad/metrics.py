@@ -93,7 +93,12 @@ class Recorder:
         if not self.active:
             return
         row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
-        row |= {"tokens": result.tokens, "precision": precision, **figures}
+        row |= {
+            "legacy_perplexity": result.legacy_perplexity,
+            "tokens": result.tokens,
+            "precision": precision,
+            **figures,
+        }
         self._files["evaluations.jsonl"].add(row)
         self._write_out("evaluations.jsonl")
         if self._wandb:

@@ -13,27 +13,42 @@ from salaad.cross_entropy import IGNORED
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean negative log-likelihood in nats and the number of predicted tokens it is the mean of."""
+    """A model's loss on a text.
+
+    Args:
+        loss: mean negative log-likelihood in nats.
+        tokens: predicted tokens it is the mean of.
+        legacy_loss: what the field's older tables call the loss: the sum of the batches' means over one more than
+            their number, which reads low, and lower the fewer batches there are.
+    """
 
     loss: float
     tokens: int
+    legacy_loss: float
 
     @property
     def perplexity(self) -> float:
         """Exp of the loss."""
         return math.exp(min(self.loss, 700.0))
 
+    @property
+    def legacy_perplexity(self) -> float:
+        """Exp of the legacy loss, for comparison with older tables only."""
+        return math.exp(min(self.legacy_loss, 700.0))
+
 
 @torch.no_grad()
 def evaluate(loss: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> Perplexity:
     """Perplexity of a `SummedLoss` over every rank's `batches` together; the same figure on every rank."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros(4, dtype=torch.float64, device=device)  # loss, tokens, sum of means, batches
     training = loss.training
     loss.eval()
     for batch in batches:
         labels = batch["labels"].to(device, non_blocking=True)
-        total[0] += loss(batch["input_ids"].to(device, non_blocking=True), labels).double()
-        total[1] += (labels[:, 1:] != IGNORED).sum()
+        summed = loss(batch["input_ids"].to(device, non_blocking=True), labels).double()
+        tokens = (labels[:, 1:] != IGNORED).sum()
+        total += torch.stack([summed, tokens, summed / tokens.clamp_min(1), torch.ones_like(summed)])
     loss.train(training)
-    summed, tokens = sharding.all_sum(total).tolist()
-    return Perplexity(summed / max(1.0, tokens), int(tokens))
+    summed, tokens, means, batches = sharding.all_sum(total).tolist()
+    # Every rank counted one batch too many.
+    return Perplexity(summed / max(1.0, tokens), int(tokens), means / (batches + sharding.world_size()))

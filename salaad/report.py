@@ -153,7 +153,7 @@ def structure_table(rows: Sequence[RpcaRow]) -> str:
 def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Write rows of a table into a JSON file with where they come from; other rows that are there already stay."""
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
-    measured = ("perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
+    measured = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
 
     def identity(row: Mapping[str, Any]) -> str:
         return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)
