@@ -27,9 +27,7 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
     """
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
     for label, folder in runs.items():
-        rows = read_lines(folder / "metrics.jsonl")
-        steps = [row["step"] for row in rows]
-        panels[0, 0].plot(steps, _smooth([row["loss"] for row in rows]), label=label, linewidth=1.2)
+        panels[0, 0].plot(*loss_curve(folder), label=label, linewidth=1.2)
         blocks = read_lines(folder / "blocks.jsonl")
         if blocks:
             _band(panels[0, 1], blocks, "rank_ratio", label)
@@ -40,12 +38,14 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
     panels[1, 0].set(title="density Υ(S)", xlabel="step", ylim=(0, 1.02))
     panels[1, 1].set(title="reconstruction error ‖X−L−S‖ / ‖X‖", xlabel="step", ylim=(0, None))
     for panel in panels.flat:
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        if panel.lines:
-            panel.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        dress(panel, legend=bool(panel.lines))
+    save(figure, path)
+
+
+def loss_curve(run: Path) -> tuple[list[int], list[float]]:
+    """Steps and the smoothed training loss of a run; where no step was taken since the last line, there is none."""
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row["loss"] is not None]
+    return [row["step"] for row in rows], _smooth([row["loss"] for row in rows])
 
 
 def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
@@ -89,11 +89,9 @@ def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
         if point["shipped"]:
             panel.scatter([point["size"]], [point["X"]], s=220, facecolors="none", edgecolors="C3", label="shipped")
     panel.set(xlabel="parameters of L + S over those of the dense blocks", ylabel="validation perplexity")
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    dress(panel)
     figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -160,11 +158,23 @@ def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
 
 def _finish(figure: Figure, panels: Sequence[Axes], path: Path) -> None:
     for panel in panels:
-        panel.grid(alpha=0.25, which="both")
+        dress(panel, which="both")
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("{x:g}")
-        panel.spines[["top", "right"]].set_visible(False)
     shown = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
+    save(figure, path)
+
+
+def dress(panel: Axes, *, legend: bool = False, which: str = "major") -> None:
+    """What all panels share: a faint grid, no box, and a legend where one is wanted."""
+    panel.grid(alpha=0.25, which=which)
+    panel.spines[["top", "right"]].set_visible(False)
+    if legend:
+        panel.legend(frameon=False)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the PNG and forget the figure."""
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,7 +1,7 @@
 """Break a training run in every way a cluster knows, and measure what is lost: nothing, and the seconds to recover.
 
-    python scripts/torture.py                     every drill, about half an hour on two cores
-    python scripts/torture.py --quick             a few tries of each, two minutes
+    python scripts/torture.py                     every drill, about an hour on two cores
+    python scripts/torture.py --quick             a few tries of each, ten minutes
     python scripts/torture.py --drills kill,disk  some of them; a --output that is there keeps the rows of the others
 
 Every drill starts the trainer as a user does, breaks it from outside, starts the same command again, and compares the
@@ -409,6 +409,18 @@ class Drills:
         row.note = "the step is discarded on the device, its batch counted"
         yield row
 
+    def hostile(self) -> Iterator[Row]:
+        """Configurations and folders that scripts/fuzz.py has tampered with."""
+        verdict = self.work / "fuzz.json"
+        command = [sys.executable, "scripts/fuzz.py", "--cases", "300" if self.quick else "10000", "--output", verdict]
+        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=3600)
+        found = read_json(verdict)
+        row = Row("hostile configurations and model folders", tries=found["cases"])
+        row.lost += [f"{found['failures']} cases"] if found["failures"] else []
+        peak = found["peak_memory_bytes"] / 2**30
+        row.note = f"{found['refused']:,} refused in a sentence, {found['opened']:,} opened, {peak:.1f} GiB at the most"
+        yield row
+
     def second(self) -> Iterator[Row]:
         """Another trainer into a folder that one writes into."""
         row, run, arguments = Row("second run into one folder"), self.work / "second", self.options(steps=100_000)
@@ -469,7 +481,7 @@ def spoil(path: Path, way: str) -> None:
     if way == "flipped":
         content[len(content) // 2] ^= 1
     else:
-        del content[-1:]
+        del content[len(content) // 2 :]
     path.unlink()  # a checkpoint's files may have a second name elsewhere
     path.write_bytes(bytes(content))
 
@@ -492,7 +504,7 @@ def train_poisoned() -> None:
     run_command(lambda: train.main(*read_command_line()))
 
 
-DRILLS = ("kill", "preempt", "world", "disk", "files", "shards", "hub", "numbers", "second", "endurance")
+DRILLS = ("kill", "preempt", "world", "disk", "files", "shards", "hub", "numbers", "hostile", "second", "endurance")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ python scripts/update_results.py
 
 import re
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,8 +19,7 @@ from salaad.report import accuracy_table, structure_table
 from salaad.roles import find_blocks
 from salaad.rpca import RpcaRow
 from salaad.sweep import ways_table
-from salaad.tables import markdown_table, megabytes, millions
-from scripts.torture import Row
+from salaad.tables import markdown_table, millions
 from scripts.torture import table as torture_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,18 +266,9 @@ def compression_table() -> str:
 
 
 def reliability_table() -> str:
-    """What scripts/torture.py and scripts/fuzz.py recorded."""
+    """What scripts/torture.py recorded."""
     rows = read_json(ROOT / "results" / "reliability.json")["rows"]
-    fuzz = read_json(ROOT / "results" / "fuzz.json")
-    hostile = Row(
-        "hostile configurations and model folders",
-        fuzz["cases"],
-        note=f"{fuzz['refused']:,} refused in a sentence, {fuzz['opened']:,} opened, no other end; at most "
-        f"{megabytes(fuzz['peak_memory_bytes'])}",
-        lost=["something"] * bool(fuzz["failures"]),
-    )
-    machine = rows[0]["machine"]
-    return f"{torture_table([*rows, asdict(hostile)])}\n\n{machine}"
+    return f"{torture_table(rows)}\n\n{rows[0]['machine']}"
 
 
 def fill_readme(sections: dict[str, str]) -> None:

@@ -1,0 +1,155 @@
+"""Reproduce the paper, table by table, at any scale.
+
+    python scripts/reproduce.py --scale nano --list          every item, its trainings, its cost, and what is there
+    python scripts/reproduce.py --scale nano table1          train what is missing, measure, keep the result
+    python scripts/reproduce.py --scale nano all             everything, two trainings side by side
+    python scripts/reproduce.py --scale 60m table1 --text FOLDER --tokenizer FOLDER
+    python scripts/reproduce.py --scale 350m all --launcher print     the commands, for a cluster
+
+Finished trainings and results are kept, and a training that was interrupted goes on, so it can be stopped at any point.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import logging
+
+from salaad.errors import UserError, run_command
+from salaad.tables import markdown_table
+from scripts.reproduction.catalogue import ITEMS
+from scripts.reproduction.claims import claims_table
+from scripts.reproduction.cost import MACHINES, hours
+from scripts.reproduction.grid import ROOT, SCALES, Run, Scale, train
+from scripts.reproduction.items import Item
+from scripts.reproduction.report import write_report
+
+
+def chosen_items(names: list[str]) -> list[Item]:
+    """The items of these names, in the paper's order; all for `all`."""
+    unknown = set(names) - {item.name for item in ITEMS} - {"all"}
+    if unknown:
+        raise UserError(f"there is no item {unknown.pop()}; give all, or any of {', '.join(i.name for i in ITEMS)}")
+    return [item for item in ITEMS if "all" in names or item.name in names]
+
+
+def listing(scale: Scale, items: list[Item]) -> list[dict]:
+    """One row an item: what it is, what it takes, whether it is there."""
+    rows = []
+    for item in items:
+        runs = list(dict.fromkeys(item.runs(scale)))
+        left = [run for run in runs if not run.done(scale)]
+        rows.append(
+            {
+                "item": item.name,
+                "title": item.title,
+                "section": item.section,
+                "runs": [run.name(scale) for run in runs],
+                "runs_left": [run.name(scale) for run in left],
+                "flops": sum(run.flops(scale) for run in runs),
+                "hours": {machine: sum(hours(run, scale, machine) for run in runs) for machine in MACHINES},
+                "done": item.done(scale),
+                "result": str(item.result(scale).relative_to(ROOT)),
+                "command": item.command(scale),
+                "hub": item.hub,
+            }
+        )
+    return rows
+
+
+def listing_table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        (
+            row["item"],
+            row["title"] + (" (needs the hub)" if row["hub"] else ""),
+            row["section"],
+            f"{len(row['runs']) - len(row['runs_left'])} of {len(row['runs'])}",
+            f"{row['flops']:.1e}",
+            *(f"{row['hours'][machine]:.2g} h" for machine in MACHINES),
+            row["result"] if row["done"] else "–",
+        )
+        for row in rows
+    ]
+    return markdown_table(("item", "what", "paper", "trainings done", "FLOPs", *MACHINES, "result"), lines)
+
+
+def train_all(runs: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> None:
+    """Train what is not there, `jobs` side by side, telling what is left and how long it will take."""
+    left = [run for run in runs if not run.done(scale)]
+    begun, failed = time.monotonic(), []
+    with ThreadPoolExecutor(jobs) as pool:
+        threads = max(1, torch.get_num_threads() // jobs)
+        futures = {pool.submit(train, run, scale, launcher, threads): run for run in left}
+        for number, future in enumerate(as_completed(futures), 1):
+            name, problem = futures[future].name(scale), future.result()
+            failed += [name] if problem else []
+            remaining = (time.monotonic() - begun) / number * (len(left) - number) / 60
+            print(f"{name}: {problem or 'trained'}; {len(left) - number} left, about {remaining:.0f} min", flush=True)
+    if failed:
+        raise UserError(f"{len(failed)} trainings failed ({', '.join(failed)}); mend what they say and start again")
+
+
+def main() -> None:
+    """List, print, or train and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("items", nargs="*", help="names from --list, or all")
+    parser.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
+    parser.add_argument("--list", action="store_true", help="show the items (all, or those named) and do nothing")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
+    parser.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
+    parser.add_argument("--text", type=Path, help="folder with train-*.jsonl[.xz] and validation.jsonl[.xz]")
+    parser.add_argument("--tokenizer", help="for --text: a hub name or folder")
+    parser.add_argument("--task-data", type=Path, help="folder with the tasks' data for the downstream table")
+    options = parser.parse_args()
+    if options.jobs < 1:
+        raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    scale = with_text(SCALES[options.scale], options.text, options.tokenizer, options.task_data)
+    items = chosen_items(options.items or (["all"] if options.list else []))
+    if options.list:
+        rows = listing(scale, items)
+        print(json.dumps(rows, indent=1) if options.json else listing_table(rows))
+        return
+    if not items:
+        raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
+    runs = list(dict.fromkeys(run for item in items for run in item.runs(scale)))
+    if options.launcher == "print":
+        left = [run for run in runs if not run.done(scale)]
+        print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in left))
+        return
+    launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
+    train_all(runs, scale, options.jobs, launcher)
+    for item in items:
+        if not item.done(scale):
+            result = item.write(scale)
+            print(f"\n## {result['title']}\n")
+            for caption, table in result["tables"].items():
+                print(f"{caption}\n\n{table}\n")
+            pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+            print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+    print(f"\n{claims_table(scale)}")
+
+
+def with_text(scale: Scale, text: Path | None, tokenizer: str | None, task_data: Path | None) -> Scale:
+    """The scale with local files in place of its own text."""
+    if text is None:
+        return replace(scale, task_data=task_data)
+    globs = {"files": f"{text}/train-*.jsonl*", "validation_files": f"{text}/validation.jsonl*"}
+    own = ["--data.source=files", "--data.packing=true", *(f"--data.{key}={glob}" for key, glob in globs.items())]
+    own += [f"--data.tokenizer={tokenizer}"] if tokenizer else []
+    return replace(scale, options=(*scale.options, *own), task_data=task_data)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,179 @@
+"""The ten claims of the paper: what each says, by what it is judged, the paper's numbers, and ours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from salaad.errors import UserError
+from salaad.files import read_json
+from scripts.reproduction import judges
+from scripts.reproduction.grid import Scale
+from scripts.reproduction.judges import Judge, Verdict
+
+__all__ = ["CLAIMS", "Claim", "Verdict", "claims_table", "text_table", "verdicts"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim.
+
+    Args:
+        name: in a few words.
+        section: of the paper.
+        statement: what the paper says.
+        measure: what is computed, and when that agrees.
+        paper: the paper's value.
+        items: names of those it is judged from.
+        judge: from their results to a verdict.
+    """
+
+    name: str
+    section: str
+    statement: str
+    measure: str
+    paper: str
+    items: tuple[str, ...]
+    judge: Judge
+
+    def verdict(self, folder: Path, scale: Scale) -> Verdict:
+        """Judged from the results in a folder."""
+        missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
+        if missing:
+            command = f"python scripts/reproduce.py --scale {scale.name} {' '.join(missing)}"
+            return Verdict("–", None, f"not measured yet: {command}")
+        results = {name: read_json(folder / f"{name}.json") for name in self.items}
+        try:
+            return self.judge(results)
+        except (KeyError, StopIteration) as error:
+            files = " or ".join(f"{name}.json" for name in self.items)
+            told = f"{folder} holds a {files} without what the claim {self.name!r} needs ({error!r})"
+            raise UserError(f"{told}; delete it and run its command again") from error
+
+
+CLAIMS = (
+    Claim(
+        "L + S stands for X",
+        "5.1, Table 1",
+        "The structured surrogate L + S matches X at fewer parameters.",
+        "perplexity of L + S over that of X: in every seed at most 2 % above, with at most 95 % of the parameters",
+        "60M −1.0 % at 86 %, 130M −1.1 % at 94 %, 350M −1.4 % at 75 %, 1B −0.1 % at 68 %",
+        ("table1",),
+        judges.central,
+    ),
+    Claim(
+        "A smooth elastic curve",
+        "5.1, Flexible deployment",
+        "One checkpoint deploys at any budget, smoothly, where vanilla weights split by robust PCA degrade rapidly.",
+        "perplexity of SALAAD below vanilla + RPCA at every budget and seed, cut by HPA at κ* as in the paper, and "
+        "also by energy with refinement; and by HPA a smaller largest step between budgets",
+        "a figure: SALAAD below vanilla + RPCA at all budgets, by HPA; no other cut was tried",
+        ("flexible",),
+        judges.elastic,
+    ),
+    Claim(
+        "κ* is stable and above 0.5",
+        "5.3",
+        "The best allocation ratio hardly depends on the budget, and gives the low-rank side more of what is removed.",
+        "κ* of every budget below L + S and every seed: all above 0.5 and in a band of at most 0.3",
+        "0.55 to 0.8 over sizes and budgets (Table 1 0.6 to 0.8; with the embedding 0.55 to 0.8)",
+        ("kappa",),
+        judges.kappa,
+    ),
+    Claim(
+        "The embedding is benign",
+        "5.1, appendix",
+        "The embedding takes low-rank and sparse structure at no cost.",
+        "X and L + S with the embedding among the blocks at most 1 % above those without, in the mean over the seeds, "
+        "with fewer parameters in every seed; the embedding itself ends at a rank ratio and a density of at most 0.3",
+        "X +0.1 %, +0.2 %, +0.1 %; L + S +0.1 %, −0.8 %, −0.1 % (60M, 130M, 350M); 48 M for 50 M, 113 M for 126 M, "
+        "231 M for 276 M; at 350M rank ratio 0.21, density 0.12",
+        ("embedding", "lm_head"),
+        judges.embedding,
+    ),
+    Claim(
+        "The LM head is not",
+        "5.1, appendix",
+        "The LM head takes no stable structure at a small ρ, and at a larger one it costs loss.",
+        "at neither of two ρ does the head both end at a rank ratio and a density of at most 0.3 and cost at most 1 % "
+        "of perplexity against the run without it; and the larger ρ costs over 0.01 nats more with the head",
+        "a figure at 60M: no stable structure at ρ = 1e-7; structure, and a higher training loss, at 1e-6",
+        ("lm_head",),
+        judges.lm_head,
+    ),
+    Claim(
+        "Δα, Δβ and ρ trade perplexity for size",
+        "5.3, appendix",
+        "A larger Δα, Δβ or ρ raises perplexity and lowers the parameters.",
+        "pairs of settings that differ in one of the three: in at least 75 % of them the larger has fewer parameters, "
+        "a higher perplexity of X, and a higher one of L + S",
+        "of the 130M grid's 27 pairs each: fewer parameters Δα 100 %, Δβ 89 %, ρ 100 %; X 93 %, 81 %, 93 %; "
+        "L + S 78 %, 96 %, 89 %",
+        ("ablation350m", "ablation350m_rho", "ablation130m", "ablation130m_pairs"),
+        judges.knobs,
+    ),
+    Claim(
+        "K/J trades structure for error",
+        "appendix",
+        "More frequent ADMM updates give stronger structure and a larger reconstruction error at almost the same loss.",
+        "over rising K: rank ratio and parameters of L + S rise, mean δ falls, and the final losses lie within 3 %",
+        "K/J 5, 10, 20 at 1B: loss 2.84, 2.84, 2.78; mean δ 10.16, 7.74, 5.73; ranks of the shown blocks rise with K",
+        ("frequency",),
+        judges.frequency,
+    ),
+    Claim(
+        "The reconstruction error is bounded",
+        "4.1, appendix",
+        "The mean distance of X from L + S stays bounded all through training.",
+        "mean δ in the second half of the updates never above 1.5 times its largest value of the first half, and in "
+        "the last quarter at most 10 % above the third, on average",
+        "figures at four sizes: bounded",
+        ("dynamics",),
+        judges.bounded,
+    ),
+    Claim(
+        "bfloat16 costs little",
+        "5.1, appendix",
+        "SALAAD can be trained in bfloat16 with a moderate loss of perplexity.",
+        "X and L + S trained in bfloat16 at most 10 % above those in float32, in the mean over the seeds, both with "
+        "the embedding among the blocks",
+        "X +4.0 %, +5.8 %, +3.9 %; L + S +4.2 %, +7.6 %, +5.0 % (60M, 130M, 350M), with a slightly larger ρ",
+        ("bf16",),
+        judges.bf16,
+    ),
+    Claim(
+        "Robust PCA finds what is there",
+        "appendix A",
+        "Robust PCA finds no useful structure in vanilla weights, and finds that of SALAAD weights.",
+        "RPCA's L + S of vanilla no smaller than X, as the paper means it; rank ratio and density of vanilla at least "
+        "0.8 of those of Gaussian noise of the same variance; those of SALAAD's blocks found within 0.1 of the trained "
+        "ones, in the mean",
+        "1B: vanilla rank 0.48 ± 0.02, density 0.32 ± 0.05 (no noise to compare); SALAAD found 0.25 ± 0.08 and "
+        "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03",
+        ("rpca_vanilla", "rpca_salaad", "flexible"),
+        judges.rpca,
+    ),
+)
+
+
+def verdicts(scale: Scale, folder: Path | None = None) -> list[tuple[Claim, Verdict]]:
+    """Every claim with its verdict at a scale; `folder` holds its results, if not the usual one."""
+    return [(claim, claim.verdict(folder or scale.results, scale)) for claim in CLAIMS]
+
+
+def claims_table(scale: Scale, folder: Path | None = None) -> str:
+    """The claims as Markdown: claim, measure, the paper's value, ours, agrees or not, note."""
+    lines = [
+        (f"{claim.name} ({claim.section})", claim.measure, claim.paper, found.value, answer(found), found.note or "–")
+        for claim, found in verdicts(scale, folder)
+    ]
+    return text_table(("claim", "measure", "the paper", "ours", "agrees", "note"), lines)
+
+
+def answer(found: Verdict) -> str:
+    """Yes, no, or a dash where it is not measured."""
+    return {True: "yes", False: "no", None: "–"}[found.agrees]
+
+
+def text_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of sentences, which are set to the left and not padded."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))

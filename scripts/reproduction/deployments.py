@@ -1,0 +1,126 @@
+"""The paper's figures of what checkpoints deploy: the elastic curve, κ, HPA's cuts, robust PCA, downstream accuracy."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from salaad import harness, hpa
+from salaad.config import SalaadConfig
+from salaad.figures import elastic_figure, sweep_figure
+from salaad.models import load_model
+from salaad.report import accuracy_table, structure_table
+from salaad.roles import find_blocks
+from salaad.rpca import model_statistics
+from salaad.sources import open_source
+from salaad.sweep import best, elastic_table, grid_table, stable_band, ways_table
+from salaad.tables import markdown_table, millions
+from salaad.tokenizer import load_tokenizer
+from salaad.variants import Variant, parse_budget
+from scripts.reproduction import pictures, trainings
+from scripts.reproduction.grid import Scale
+from scripts.reproduction.items import Measured
+from scripts.reproduction.records import at_budget, elastic, evaluation, post_hoc
+
+
+def flexible(scale: Scale) -> Measured:
+    """SALAAD against vanilla + RPCA, by HPA at κ*, by energy, and refined."""
+    curves = {"SALAAD": [], "vanilla + RPCA": []}
+    for seed in scale.seeds:
+        salaad, vanilla = trainings.SALAAD.seeded(seed), trainings.VANILLA.seeded(seed)
+        curves["SALAAD"].append(elastic(salaad, scale))
+        curves["vanilla + RPCA"].append(elastic(vanilla, scale, post_hoc(vanilla, scale)))
+    first = {label: mine[0] for label, mine in curves.items()}
+    elastic_figure(first, scale.results / "flexible.png")
+    rows = [
+        {"label": label, "seed": seed, **row}
+        for label, mine in curves.items()
+        for seed, some in zip(scale.seeds, mine, strict=True)
+        for row in some
+    ]
+    tables = {"by HPA, as in the paper": elastic_table(first), "by every way to cut": ways_table(first)}
+    return Measured(rows, tables, {"perplexity over parameters": "flexible.png"}, ["tables and picture: seed 0"])
+
+
+def kappa_sweep(scale: Scale) -> Measured:
+    """κ* at every budget, and its range over the budgets."""
+    rows, tables = [], {}
+    for seed in scale.seeds:
+        cells = [row for row in elastic(trainings.SALAAD.seeded(seed), scale) if "energy" not in row["variant"]]
+        low, high = stable_band(cells)
+        rows += [{"seed": seed, **row} for row in cells]
+        tables[f"seed {seed}: κ* from {low:g} to {high:g}"] = grid_table(cells)
+        if seed == scale.seeds[0]:
+            sweep_figure(cells, scale.results / "kappa.png")
+    winners = [row["kappa"] for seed in scale.seeds for row in best([cell for cell in rows if cell["seed"] == seed])]
+    notes = [f"κ* over all budgets and seeds: {min(winners):g} to {max(winners):g}"]
+    return Measured(rows, tables, {"perplexity over κ (gray: the range of κ*), seed 0": "kappa.png"}, notes)
+
+
+def hpa_blocks(scale: Scale) -> Measured:
+    """What HPA keeps of every block at the budget of Table 1."""
+    row = at_budget(trainings.SALAAD, scale, scale.table_budget)
+    deployment = evaluation(trainings.SALAAD.folder(scale), scale).deployment
+    before = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in deployment.parts.items()}
+    budget = parse_budget(scale.table_budget, deployment.dense)
+    after = hpa.fit(before, fixed=deployment.fixed, budget=budget, kappa=row["kappa"])
+    pictures.hpa_blocks(before, after, scale.results / "hpa.png")
+    rows = [
+        dict(
+            zip(("block", "n", "m", "rank", "nnz", "rank_kept", "nnz_kept"), (name, *sizes, *after[name]), strict=True)
+        )
+        for name, sizes in before.items()
+    ]
+    notes = [f"budget {millions(budget)}, κ* = {row['kappa']:g}"]
+    return Measured(rows, {}, {"HPA across the blocks": "hpa.png"}, notes)
+
+
+def rpca_vanilla(scale: Scale) -> Measured:
+    """Robust PCA of weights that were trained without SALAAD."""
+    model = load_model(open_source(trainings.VANILLA.folder(scale)).model, torch.float32)
+    found = list(model_statistics(find_blocks(model, SalaadConfig())))
+    pictures.rpca(found, scale.results / "rpca_vanilla.png")
+    rows = [asdict(row) for row in found]
+    return Measured(rows, {"robust PCA": structure_table(found)}, {"by layer and projection": "rpca_vanilla.png"})
+
+
+def rpca_salaad(scale: Scale) -> Measured:
+    """Robust PCA of a SALAAD run's L + S, as one dense matrix, beside the ranks and densities that training gave."""
+    parts = evaluation(trainings.SALAAD.folder(scale), scale).deployment.parts
+    rows = []
+    for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
+        n, m = parts[row.name].shape
+        true = {"true_rank_ratio": parts[row.name].rank / min(n, m), "true_density": parts[row.name].nnz / (n * m)}
+        rows.append({"block": row.name, **asdict(row), **true})
+    pictures.rpca_truth(rows, scale.results / "rpca_salaad.png")
+    lines = [
+        (
+            row["block"].removeprefix("model."),
+            *(f"{row[key]:.3f}" for key in ("rank_ratio", "true_rank_ratio", "density", "true_density")),
+        )
+        for row in rows
+    ]
+    header = ("block", "rank ratio found", "trained", "density found", "trained")
+    return Measured(rows, {"robust PCA": markdown_table(header, lines)}, {"found and trained": "rpca_salaad.png"})
+
+
+def downstream(scale: Scale) -> Measured:
+    """Zero-shot accuracy of X, L̃ + S̃ and vanilla by the evaluation harness."""
+    rows: list[dict[str, Any]] = []
+    harness.check_tasks(list(harness.DEFAULT_TASKS), scale.task_data)
+    kappa = at_budget(trainings.SALAAD, scale, scale.table_budget)["kappa"]
+    cut = f"{scale.table_budget}@{kappa:g}"
+    for run, names in ((trainings.SALAAD, ("X", cut)), (trainings.VANILLA, ("X",))):
+        deployment = evaluation(run.folder(scale), scale).deployment
+        tokenizer = load_tokenizer(str(deployment.source.model))
+        for name in names:
+            budget = parse_budget(scale.table_budget, deployment.dense)
+            variant = Variant(name) if name == "X" else Variant(name, budget, kappa)
+            with deployment.opened(variant, getattr(torch, scale.dtype)) as opened:
+                scores = harness.evaluate_tasks(
+                    opened.model, tokenizer, list(harness.DEFAULT_TASKS), task_data=scale.task_data
+                )
+            label = "Vanilla" if run.method == "full_rank" else ("X" if name == "X" else f"L̃+S̃ ({cut})")
+            about = {"model": scale.name, "variant": label, "dtype": scale.dtype}
+            rows += [{**about, **asdict(score), "harness": harness.harness_version()} for score in scores]
+    return Measured(rows, {"zero-shot accuracy": accuracy_table(rows)})

@@ -1,0 +1,170 @@
+"""The trainings behind the paper's tables and figures: a method, a seed, and factors on a scale's own settings."""
+
+import os
+import subprocess
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from salaad.cli import read_command_line
+from salaad.config import RunConfig
+from salaad.models import describe_model, outline, training_flops
+from salaad.report import save_result
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHORT = {
+    "salaad.rho_constant": "rho",
+    "salaad.delta_alpha": "da",
+    "salaad.delta_beta": "db",
+    "salaad.every": "k",
+    "salaad.embedding": "embedding",
+    "salaad.lm_head": "head",
+    "train.precision": "precision",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A size at which everything is done.
+
+    Args:
+        name: of its file in configs/.
+        options: of train.py, which say where its text lies.
+        seeds: of the runs behind a headline claim.
+        budgets: of the elastic curve, as fractions of the dense model.
+        table_budget: of L̃ + S̃ in Table 1.
+        dtype: of the evaluations.
+        tokens: validation tokens of an evaluation.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    budgets: tuple[str, ...] = ("0.9", "0.75", "0.64", "0.5", "0.43")
+    table_budget: str = "0.64"
+    dtype: str = "float32"
+    tokens: str = "10M"
+    task_data: Path | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """Its settings before any factor."""
+        return _config(tuple(self.command_options))
+
+    @property
+    def command_options(self) -> list[str]:
+        """What every train.py of this scale is given."""
+        return ["--config", f"{self.name}.yaml", *self.options]
+
+    @property
+    def runs(self) -> Path:
+        """Where its trainings go."""
+        return ROOT / "runs" / "reproduce" / self.name
+
+    @property
+    def results(self) -> Path:
+        """Where its results are kept."""
+        return ROOT / "results" / self.name / "reproduce"
+
+
+@cache
+def _config(options: tuple[str, ...]) -> RunConfig:
+    return read_command_line([*options, "--output", "unused"])[0]
+
+
+@cache
+def _flops_per_run(options: tuple[str, ...]) -> float:
+    config = _config(options)
+    model = outline(describe_model(config.model, config.data.sequence_length))
+    positions = config.train.steps * config.train.batch * config.data.sequence_length
+    return training_flops(model, config.data.sequence_length) * positions
+
+
+SCALES = {
+    "nano": Scale("nano", seeds=(0, 1, 2)),
+    "micro": Scale("micro"),
+    "60m": Scale("60m", table_budget="44M", dtype="bfloat16"),
+    "130m": Scale("130m", table_budget="97M", dtype="bfloat16"),
+    "350m": Scale("350m", table_budget="194M", dtype="bfloat16"),
+    "1b": Scale("1b", table_budget="646M", dtype="bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Args:
+        method: salaad or full_rank.
+        seed: of weights and order of the text.
+        factors: (setting, factor) on the scale's own value.
+        settings: (setting, value), other than the scale's own.
+    """
+
+    method: str = "salaad"
+    seed: int = 0
+    factors: tuple[tuple[str, float], ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def seeded(self, seed: int) -> "Run":
+        """The same with another seed."""
+        return replace(self, seed=seed)
+
+    def changes(self, scale: Scale) -> dict[str, str]:
+        """Settings that differ from the scale's, by name; so two ways to say the same are the same run."""
+        tree, changed = scale.config.to_dict(), {}
+        for name, factor in self.factors:
+            section, key = name.split(".")
+            value = tree[section][key] * factor
+            changed[name] = f"{value:.6g}"
+        changed |= dict(self.settings)
+        return {
+            name: value
+            for name, value in sorted(changed.items())
+            if str(tree[name.split(".")[0]][name.split(".")[1]]).lower() != value.lower()
+        }
+
+    def name(self, scale: Scale) -> str:
+        """Folder and file name, such as salaad,da=0.08,seed=1."""
+        parts = [f"{SHORT[key]}={value}" for key, value in self.changes(scale).items()]
+        return ",".join([self.method, *parts, *([f"seed={self.seed}"] if self.seed else [])])
+
+    def folder(self, scale: Scale) -> Path:
+        """Where it is trained."""
+        return scale.runs / self.name(scale)
+
+    def record(self, scale: Scale) -> Path:
+        """What is kept of it."""
+        return scale.results / "runs" / f"{self.name(scale)}.json"
+
+    def done(self, scale: Scale) -> bool:
+        """Whether it is trained and recorded."""
+        return (self.folder(scale) / "summary.json").exists() and self.record(scale).exists()
+
+    def command(self, scale: Scale) -> list[str]:
+        """Its train.py, as typed behind a launcher."""
+        changes = [word for name, value in self.changes(scale).items() for word in (f"--{name}", value)]
+        return [
+            "train.py",
+            *scale.command_options,
+            *("--method", self.method),
+            *("--seed", str(self.seed)),
+            *changes,
+            *("--output", str(self.folder(scale).relative_to(ROOT))),
+        ]
+
+    def flops(self, scale: Scale) -> float:
+        """Floating-point operations of its forward and backward passes."""
+        return _flops_per_run(tuple(scale.command_options))
+
+
+def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | None:
+    """Train to the end, or go on where it stopped, and record it; the last line of its error if it fails."""
+    if not run.done(scale):
+        command = run.command(scale)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode or not (run.folder(scale) / "summary.json").exists():
+            return next(iter(reversed(done.stderr.strip().splitlines())), f"exit code {done.returncode}")
+        save_result(run.folder(scale), run.record(scale), " ".join(["python", *command]))
+    return None

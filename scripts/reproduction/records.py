@@ -1,0 +1,88 @@
+"""What finished trainings recorded, and what they deploy: the numbers that the paper's tables are made of."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from salaad.config import DataConfig, SalaadConfig
+from salaad.decomposition import PostHoc
+from salaad.deployment import Deployment
+from salaad.evaluation import VariantEvaluation
+from salaad.files import read_json
+from salaad.metrics import read_lines
+from salaad.sources import open_source
+from salaad.sweep import best, by_energy, grid
+from salaad.variants import Variant, parse_budget, parse_count
+from scripts.reproduction.grid import Run, Scale
+
+KAPPAS = tuple(k / 10 for k in range(11))
+REFINE = 20  # alternations of the refined cuts
+
+
+@cache
+def evaluation(folder: Path, scale: Scale, post_hoc: PostHoc | None = None) -> VariantEvaluation:
+    """Perplexities of a run over its own validation text; what was measured once is kept in the run's cache."""
+    source = open_source(folder)
+    deployment = Deployment(source, post_hoc)
+    data = DataConfig(**source.run["data"])
+    return VariantEvaluation(deployment, data, tokens=parse_count(scale.tokens), dtype=scale.dtype, batch=32)
+
+
+def perplexity(run: Run, scale: Scale, name: str) -> dict[str, Any]:
+    """The row of X or L+S."""
+    return evaluation(run.folder(scale), scale)(Variant(name))
+
+
+def at_budget(run: Run, scale: Scale, budget: str) -> dict[str, Any]:
+    """The row of L̃ + S̃: HPA at κ*."""
+    measure = evaluation(run.folder(scale), scale)
+    count = parse_budget(budget, measure.deployment.dense)
+    cells = grid([count], KAPPAS)[2:]
+    measure.deployment.check(cells)
+    return best([measure(cell) for cell in cells])[0]
+
+
+def post_hoc(run: Run, scale: Scale, method: str = "rpca") -> PostHoc:
+    """The split of a vanilla run into the blocks that SALAAD has at this scale."""
+    settings = read_json(run.record(scale))["config"]["salaad"]
+    return PostHoc(SalaadConfig(**settings), method)
+
+
+def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[str, Any]]:
+    """X, L + S, HPA's grid, energy, and energy refined, at every budget of the scale."""
+    measure = evaluation(run.folder(scale), scale, split)
+    budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
+    variants = [*grid(budgets, KAPPAS), *by_energy(budgets, REFINE)]
+    measure.deployment.check(variants)
+    return [measure(variant) for variant in variants]
+
+
+def summary(run: Run, scale: Scale) -> dict[str, Any]:
+    """Its summary.json, as it was recorded."""
+    return read_json(run.record(scale))["summary"]
+
+
+def final_loss(run: Run, scale: Scale, share: float = 0.05) -> float:
+    """Mean training loss over the last part of the steps."""
+    rows = read_lines(run.folder(scale) / "metrics.jsonl")
+    return fmean(row["loss"] for row in rows[-max(1, round(share * len(rows))) :])
+
+
+def blocks_at_the_end(run: Run, scale: Scale) -> dict[str, dict[str, Any]]:
+    """Block → its last line of blocks.jsonl."""
+    return {row["block"]: row for row in read_lines(run.folder(scale) / "blocks.jsonl")}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation and the values themselves, one a seed."""
+    return {"mean": float(np.mean(values)), "deviation": float(np.std(values)), "values": list(values)}
+
+
+def shown(spread: dict[str, Any], digits: int = 2) -> str:
+    """Mean ± deviation; the mean alone of a single seed."""
+    mean = f"{spread['mean']:.{digits}f}"
+    return f"{mean} ± {spread['deviation']:.{digits}f}" if len(spread["values"]) > 1 else mean

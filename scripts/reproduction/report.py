@@ -1,0 +1,142 @@
+"""The report: claims, tables and figures of every scale that has results, from the JSON alone.
+
+results/README.md for reading on the web, and results/report.html, one file that holds its pictures.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from salaad.files import read_json
+from scripts.reproduction.claims import CLAIMS, answer, claims_table, text_table, verdicts
+from scripts.reproduction.grid import Scale
+from scripts.reproduction.items import Item
+from scripts.reproduction.page import Page
+
+TITLE = "The paper, table by table"
+ABOUT = (
+    "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
+    "Perplexity is exp of the mean loss over all validation tokens; beside it, where a table has it, stands the legacy "
+    "figure of the field, the mean of batch means with batches + 1 in the denominator.",
+    "The criterion of each claim was set before the runs it judges; a claim agrees only if all parts of it hold.",
+)
+
+Result = Mapping[str, Any]
+
+
+def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> list[Path]:
+    """Write README.md and report.html into the folder of all results, from what lies there; both paths."""
+    found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
+    found = {scale: measured for scale, measured in found.items() if measured}
+    readme, page = results / "README.md", results / "report.html"
+    readme.write_text(markdown(results, items, found))
+    page.write_text(html_page(results, items, found))
+    return [readme, page]
+
+
+def folder_of(results: Path, scale: Scale) -> Path:
+    """Where the results of a scale lie."""
+    return results / scale.name / "reproduce"
+
+
+def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
+    """Item → its result, of those that are there, in the order of the items."""
+    paths = {item.name: folder / f"{item.name}.json" for item in items}
+    return {name: read_json(path) for name, path in paths.items() if path.exists()}
+
+
+def facts(result: Result) -> list[tuple[str, str]]:
+    """Where an item's numbers come from."""
+    trainings = result["trainings"]
+    told = [("made by", f"`{result['command']}`")]
+    if result["hub"]:
+        told.append(("needs a model from the hub", f"`{result['hub']}`"))
+    told += [("measured at", f"commit {result['commit']}, {result['machine']}")]
+    if trainings:
+        tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
+        machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
+        told.append(("trained", f"{len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}"))
+    return told
+
+
+def trainings_table(result: Result) -> str:
+    """A line a training: its own command, commit, tokens and wall time."""
+    lines = [
+        (one["name"], f"{one['tokens'] / 1e6:,.2f} M", f"{one['hours']:.2f} h", one["commit"], f"`{one['command']}`")
+        for one in result["trainings"]
+    ]
+    return text_table(("training", "tokens", "wall time", "commit", "command"), lines)
+
+
+def left(items: Sequence[Item], scale: Scale, measured: Mapping[str, Result]) -> list[Item]:
+    """Items of a scale that have no result yet."""
+    return [item for item in items if item.name not in measured]
+
+
+def glance(results: Path, scales: Sequence[Scale]) -> str:
+    """Claim by scale: yes, no, or not measured."""
+    columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
+    lines = [(claim.name, *(answer(column[i][1]) for column in columns)) for i, claim in enumerate(CLAIMS)]
+    return text_table(("claim", *(scale.name for scale in scales)), lines)
+
+
+def markdown(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping[str, Result]]) -> str:
+    """The whole report as Markdown."""
+    parts = [f"# {TITLE}", " ".join(ABOUT)]
+    if len(found) > 1:
+        parts += ["## The claims at a glance", glance(results, list(found))]
+    for scale, measured in found.items():
+        parts += [f"## {scale.name}", f"### {scale.name}: the claims", claims_table(scale, folder_of(results, scale))]
+        for result in measured.values():
+            parts += markdown_item(result, scale)
+        if missing := left(items, scale, measured):
+            commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
+            parts += [f"### {scale.name}: not measured yet", "\n".join(commands)]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_item(result: Result, scale: Scale) -> list[str]:
+    """Heading, tables, pictures, notes and origin of one item."""
+    parts = [f"### {scale.name}: {result['title']} ({result['section']})"]
+    for caption, table in result["tables"].items():
+        parts += [f"**{plain(caption)}**", table]
+    for caption, name in result["pictures"].items():
+        parts += [f"![{plain(caption)}]({scale.name}/reproduce/{name})", plain(caption)]
+    parts += ["\n".join(f"- {note}" for note in result["notes"])] if result["notes"] else []
+    parts.append("\n".join(f"- {what}: {how}" for what, how in facts(result)))
+    if result["trainings"]:
+        parts.append(f"<details><summary>the trainings</summary>\n\n{trainings_table(result)}\n\n</details>")
+    return parts
+
+
+def plain(caption: str) -> str:
+    """A caption whose stars, as in κ*, are no marks of Markdown."""
+    return caption.replace("*", r"\*")
+
+
+def html_page(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping[str, Result]]) -> str:
+    """The whole report as one page."""
+    page = Page(TITLE)
+    for sentence in ABOUT:
+        page.text(sentence)
+    if len(found) > 1:
+        page.heading("The claims at a glance", "glance")
+        page.markdown(glance(results, list(found)))
+    for scale, measured in found.items():
+        page.heading(scale.name, scale.name)
+        page.heading("The claims", f"{scale.name}-claims", level=3)
+        page.claims(verdicts(scale, folder_of(results, scale)))
+        for name, result in measured.items():
+            page.heading(result["title"], f"{scale.name}-{name}", level=3, aside=result["section"])
+            for caption, table in result["tables"].items():
+                page.table(caption, table)
+            for caption, file in result["pictures"].items():
+                page.picture(caption, folder_of(results, scale) / file)
+            page.notes(result["notes"])
+            page.facts(facts(result))
+            if result["trainings"]:
+                page.folded("the trainings", trainings_table(result))
+        if missing := left(items, scale, measured):
+            page.heading("Not measured yet", f"{scale.name}-missing", level=3)
+            page.facts([(item.title, f"`{item.command(scale)}`") for item in missing])
+    return page.html()

@@ -1,0 +1,55 @@
+"""The picture of the ablations: three settings, two perplexities and a size in one plane."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib import colormaps
+from matplotlib.lines import Line2D
+
+from salaad.figures import dress, save
+
+MARKERS = "os^DvPX*<>hp"
+REACH = 1.4  # a setting that is worse than the best by more than this would flatten all others
+
+
+def ablation(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity of X and of L + S over the parameters of L + S, one mark per setting.
+
+    Args:
+        rows: with `rho`, `alpha` and `beta` (factors on ρ, Δα and Δβ), `X` and `L+S` (perplexities), `parameters`.
+        path: the PNG to write.
+    """
+    rhos, alphas, betas = (sorted({row[key] for row in rows}) for key in ("rho", "alpha", "beta"))
+    colors = dict(zip(rhos, colormaps["viridis"](_even(0, 0.9, len(rhos))), strict=True))
+    markers = dict(zip(alphas, cycle(MARKERS), strict=False))
+    sizes = dict(zip(betas, _even(5, 14, len(betas)), strict=True))
+    figure, panels = plt.subplots(1, 2, figsize=(10.4, 5.4), sharex=True, sharey=True, layout="constrained")
+    values = [row[variant] for row in rows for variant in ("X", "L+S") if isfinite(row[variant])]
+    top = 1.01 * max(value for value in values if value <= REACH * min(values))
+    for panel, variant in zip(panels, ("X", "L+S"), strict=True):
+        for row in sorted(rows, key=lambda row: -row["beta"]):  # large ones first, so that they hide no small one
+            look = {"color": colors[row["rho"]], "marker": markers[row["alpha"]], "markersize": sizes[row["beta"]]}
+            panel.plot(row["parameters"] / 1e6, row[variant], **look, alpha=0.85, markeredgecolor="white")
+        beyond = sum(not row[variant] <= top for row in rows)
+        title = f"perplexity of {variant.replace('+', ' + ')}"
+        panel.set_title(f"{title} ({beyond} above the frame)" if beyond else title)
+        panel.set(xlabel="parameters of L + S, millions", ylim=(0.99 * min(values), top))
+        dress(panel)
+    panels[0].set_ylabel("validation perplexity")
+    entries = []
+    for letter, key, looks in (("ρ", "color", colors), ("Δα", "marker", markers), ("Δβ", "markersize", sizes)):
+        entries.append(Line2D([], [], linestyle="none", label=f"factor on {letter}"))
+        for factor, look in looks.items():
+            plain = {"color": "0.5", "linestyle": "none", "marker": "o", "markersize": 9}
+            entries.append(Line2D([], [], **plain | {key: look}, label=f"{factor:g}"))
+    figure.legend(handles=entries, loc="outside right upper", frameon=False)
+    save(figure, path)
+
+
+def _even(low: float, high: float, count: int) -> list[float]:
+    """`count` numbers from `low` to `high`."""
+    return [low + (high - low) * i / max(1, count - 1) for i in range(count)]

@@ -1,0 +1,264 @@
+"""The paper's tables, each as rows of plain values and as Markdown in the paper's own layout."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from salaad.files import read_json
+from salaad.tables import markdown_table, millions
+from scripts.reproduction import trainings
+from scripts.reproduction.grid import ROOT, Run, Scale
+from scripts.reproduction.items import Measured
+from scripts.reproduction.records import (
+    at_budget,
+    blocks_at_the_end,
+    final_loss,
+    perplexity,
+    shown,
+    spread,
+    summary,
+)
+
+VARIANTS = ("X", "L+S", "L̃+S̃")
+
+
+def paper(table: str, scale: Scale) -> dict[str, Any]:
+    """The paper's numbers of a table at this scale, or nothing where it has none."""
+    return read_json(ROOT / "results" / "paper.json").get(table, {}).get(scale.name, {})
+
+
+def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None = None) -> list[dict[str, Any]]:
+    """One row a variant: perplexity, legacy figure, parameters and κ* over the seeds of the scale."""
+    rows = []
+    for variant in variants:
+        seeds = [run.seeded(seed) for seed in scale.seeds]
+        if variant == "L̃+S̃":
+            cells = [at_budget(one, scale, budget or scale.table_budget) for one in seeds]
+        else:
+            cells = [perplexity(one, scale, variant) for one in seeds]
+        rows.append(
+            {
+                "method": run.method,
+                "variant": variant,
+                "perplexity": spread([cell["perplexity"] for cell in cells]),
+                "legacy_perplexity": spread([cell["legacy_perplexity"] for cell in cells]),
+                "parameters": spread([cell["parameters"] for cell in cells]),
+                "kappas": [cell["kappa"] for cell in cells],
+                "tokens": cells[0]["tokens"],
+                "dtype": cells[0]["dtype"],
+            }
+        )
+    return rows
+
+
+def layout(rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> str:
+    """Method, perplexity, parameters; the legacy figure beside, and the paper's numbers where it has any."""
+    header = ["method", "PPL", "Prm (M)", "κ*", "legacy PPL", *(["paper PPL", "paper Prm (M)"] if theirs else [])]
+    lines = []
+    for row in rows:
+        name = "full-rank" if row["method"] == "full_rank" else f"SALAAD {row['variant']}"
+        kappas = [f"{kappa:g}" for kappa in row["kappas"] if kappa is not None]
+        cells = [shown(row["perplexity"]), f"{row['parameters']['mean'] / 1e6:.2f}", ", ".join(kappas) or "–"]
+        known = theirs.get("full-rank" if row["method"] == "full_rank" else row["variant"], ("–", "–"))
+        lines.append([name, *cells, shown(row["legacy_perplexity"]), *(map(str, known) if theirs else ())])
+    return markdown_table(header, lines)
+
+
+def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
+    """What the numbers of a table are of."""
+    seeds = f"{len(scale.seeds)} seeds, mean ± standard deviation" if len(scale.seeds) > 1 else "one seed"
+    return f"{seeds}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}"
+
+
+def table1(scale: Scale) -> Measured:
+    """Full-rank, X, L + S and L̃ + S̃ (Table 1)."""
+    rows = trained(trainings.VANILLA, scale, ["X"]) + trained(trainings.SALAAD, scale, VARIANTS)
+    table = layout(rows, paper("table1", scale))
+    return Measured(rows, {"perplexity and parameters": table}, notes=[provenance_note(rows, scale)])
+
+
+def embedding(scale: Scale) -> Measured:
+    """With the embedding among the blocks, beside without."""
+    rows, tables = [], {}
+    for label, run in (
+        ("embedding included", trainings.WITH_EMBEDDING),
+        ("without the embedding", trainings.WITHOUT_EMBEDDING),
+    ):
+        mine = [{**row, "blocks": label} for row in trained(run, scale, VARIANTS)]
+        ends = [blocks_at_the_end(run.seeded(seed), scale) for seed in scale.seeds]
+        structure = [row for end in ends for name, row in end.items() if "embed" in name]
+        for key in ("rank_ratio", "density") if structure else ():
+            mine[1][f"embedding_{key}"] = spread([row[key] for row in structure])
+        own = paper("embedding" if run is trainings.WITH_EMBEDDING else "table1", scale)
+        tables[label] = layout(mine, own)
+        rows += mine
+    return Measured(rows, tables, notes=[provenance_note(rows, scale)])
+
+
+def bf16(scale: Scale) -> Measured:
+    """Pure bfloat16, training and weights alike, beside float32."""
+    rows = []
+    for label, run, variants in (
+        ("bf16", trainings.VANILLA_BF16, ["X"]),
+        ("bf16", trainings.SALAAD_BF16, VARIANTS),
+        ("fp32", trainings.VANILLA, ["X"]),
+        ("fp32", trainings.WITH_EMBEDDING, VARIANTS),
+    ):
+        rows += [{**row, "precision": label} for row in trained(run, scale, variants)]
+    tables = {
+        "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),
+        "trained in float32": layout([r for r in rows if r["precision"] == "fp32"], {}),
+    }
+    return Measured(rows, tables, notes=[provenance_note(rows, scale)])
+
+
+def ablation_rows(runs: Sequence[Run], scale: Scale) -> list[dict[str, Any]]:
+    """One row a setting of ρ, Δα and Δβ, as factors on the scale's own, from what the runs themselves evaluated."""
+    rows = []
+    for run in runs:
+        factors = dict(run.factors)
+        X, structured = (summary(run, scale)["variants"][name] for name in ("X", "L+S"))
+        rows.append(
+            {
+                "alpha": factors.get(trainings.ALPHA, 1),
+                "beta": factors.get(trainings.BETA, 1),
+                "rho": factors.get(trainings.RHO, 1),
+                "X": X["perplexity"],
+                "L+S": structured["perplexity"],
+                "parameters": structured["parameters"],
+                "rank_ratio": structured["rank_ratio"],
+                "density": structured["density"],
+            }
+        )
+    return rows
+
+
+def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
+    """The paper's layout: a column per value of one factor."""
+    symbol = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}[key]
+    lines = [
+        ("PPL (X)", *(f"{row['X']:.2f}" for row in rows)),
+        ("PPL (L+S)", *(f"{row['L+S']:.2f}" for row in rows)),
+        ("Prm (M)", *(f"{row['parameters'] / 1e6:.3f}" for row in rows)),
+    ]
+    return markdown_table((f"{symbol} ×", *(f"{row[key]:g}" for row in rows)), lines)
+
+
+def two_ablations(runs: Sequence[Run], betas: int, scale: Scale) -> Measured:
+    """Δβ in the first so many runs, Δα in the others."""
+    rows = ablation_rows(runs, scale)
+    first, second = rows[:betas], rows[betas:]
+    tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
+    tables["Δα at the scale's own Δβ"] = ablation_table(second, "alpha")
+    marked = [{**row, "grid": "beta"} for row in first] + [{**row, "grid": "alpha"} for row in second]
+    return Measured(marked, tables, notes=["factors on the scale's own settings; one seed"])
+
+
+def ablation_350m(scale: Scale) -> Measured:
+    """The paper's ablation of Δβ and Δα at 350M."""
+    return two_ablations(trainings.ablation_350m(scale), len(trainings.BETAS_350M), scale)
+
+
+def ablation_130m(scale: Scale) -> Measured:
+    """The paper's ablation of Δβ and Δα at 130M, over decades."""
+    return two_ablations(trainings.ablation_130m(scale), len(trainings.BETAS_130M), scale)
+
+
+def pairs(runs: Sequence[Run], scale: Scale) -> Measured:
+    """ρ under every pair of (Δα, Δβ)."""
+    rows = ablation_rows(runs, scale)
+    lines = [
+        (
+            f"{row['alpha']:g}, {row['beta']:g}",
+            f"{row['rho']:g}",
+            f"{row['X']:.2f}",
+            f"{row['L+S']:.2f}",
+            f"{row['parameters'] / 1e6:.3f}",
+            f"{row['rank_ratio']:.2f}",
+            f"{row['density']:.2f}",
+        )
+        for row in rows
+    ]
+    header = ("Δα ×, Δβ ×", "ρ ×", "PPL (X)", "PPL (L+S)", "Prm (M)", "rank ratio", "density")
+    return Measured(rows, {"ρ under pairs": markdown_table(header, lines)}, notes=["factors; one seed"])
+
+
+def ablation_rho_350m(scale: Scale) -> Measured:
+    """The paper's ablation of ρ at 350M."""
+    return pairs(trainings.ablation_rho_350m(scale), scale)
+
+
+def ablation_pairs_130m(scale: Scale) -> Measured:
+    """The paper's grid of ρ, Δα and Δβ at 130M."""
+    return pairs(trainings.ablation_pairs_130m(scale), scale)
+
+
+def update_frequency(scale: Scale) -> Measured:
+    """Final loss, δ, sizes, and the structure of some blocks at three K."""
+    rows, ends = [], {}
+    for run in trainings.update_frequency(scale):
+        K = read_json(run.record(scale))["config"]["salaad"]["every"]
+        ends[K] = blocks_at_the_end(run, scale)
+        variants = summary(run, scale)["variants"]
+        structured = {key: variants["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
+        perplexities = {name: variants[name]["perplexity"] for name in ("X", "L+S")}
+        delta = sum(row["delta"] for row in ends[K].values()) / len(ends[K])
+        rows.append({"K": K, "loss": final_loss(run, scale), "delta": delta, **perplexities, **structured})
+    lines = [
+        (
+            row["K"],
+            f"{row['loss']:.3f}",
+            f"{row['delta']:.2f}",
+            f"{row['X']:.2f}",
+            f"{row['L+S']:.2f}",
+            millions(row["parameters"]),
+        )
+        for row in rows
+    ]
+    sample = sorted(ends[rows[0]["K"]])[:: max(1, len(ends[rows[0]["K"]]) // 6)][:6]
+    stats = [
+        (
+            name.removeprefix("model."),
+            *(f"{ends[K][name]['rank_ratio']:.1%} / {1 - ends[K][name]['density']:.1%}" for K in ends),
+        )
+        for name in sample
+    ]
+    tables = {
+        "K/J": markdown_table(("K/J", "final loss", "mean δ", "PPL (X)", "PPL (L+S)", "Prm"), lines),
+        "rank ratio / sparsity of some blocks": markdown_table(("block", *(f"K/J = {K}" for K in ends)), stats),
+    }
+    return Measured(rows, tables, notes=["one seed"])
+
+
+def lm_head(scale: Scale) -> Measured:
+    """The LM head and the embedding as blocks, at two ρ."""
+    rows = []
+    for run in trainings.lm_head(scale):
+        head = "salaad.lm_head" in dict(run.settings)
+        ends = blocks_at_the_end(run, scale)
+        block = next(row for name, row in ends.items() if ("lm_head" in name) == head and ("embed" in name) != head)
+        variants = summary(run, scale)["variants"]
+        rows.append(
+            {
+                "block": "LM head" if head else "embedding",
+                "rho": dict(run.factors)[trainings.RHO],
+                "loss": final_loss(run, scale),
+                "X": variants["X"]["perplexity"],
+                "L+S": variants["L+S"]["perplexity"],
+                "rank_ratio": block["rank_ratio"],
+                "density": block["density"],
+            }
+        )
+    lines = [
+        (
+            row["block"],
+            f"{row['rho']:g}",
+            f"{row['loss']:.3f}",
+            f"{row['X']:.2f}",
+            f"{row['L+S']:.2f}",
+            f"{row['rank_ratio']:.3f}",
+            f"{row['density']:.3f}",
+        )
+        for row in rows
+    ]
+    header = ("among the blocks", "ρ ×", "final loss", "PPL (X)", "PPL (L+S)", "its rank ratio", "its density")
+    return Measured(rows, {"the LM head beside the embedding": markdown_table(header, lines)}, notes=["one seed"])
