@@ -15,8 +15,7 @@ from salaad import run, sharding
 from salaad.checkpoint import Checkpoints, NotSavedError
 from salaad.cli import TrainOptions, read_command_line
 from salaad.config import ModelConfig, RunConfig
-from salaad.cross_entropy import IGNORED
-from salaad.data import Text, TrainingStream, merge_states, open_text, validation_batches
+from salaad.data import Text, TrainingStream, count_targets, merge_states, open_text, validation_batches
 from salaad.errors import run_command
 from salaad.files import read_json
 from salaad.gradients import Gradients
@@ -30,7 +29,7 @@ from salaad.optimizer import build_optimizer, step_unless
 from salaad.perplexity import evaluate
 from salaad.plan import check_run, plan_table
 from salaad.report import summarize, summary_table
-from salaad.resume import TrainingParts
+from salaad.resume import FRESH, TrainingParts, read_state
 from salaad.salaad import NotFiniteError
 from salaad.tally import Tally
 
@@ -69,9 +68,8 @@ class Trainer:
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        fresh = {"step": 0, "tokens": 0, "sums": (0, 0, 0), "discarded": 0, "seconds": None, "data": None}
-        state = read_json(checkpoint / "state" / "trainer.json") if checkpoint else fresh
-        self.step = state["step"]
+        state = read_state(checkpoint) if checkpoint else FRESH
+        self.step, self.due = state["step"], state["due"]
         self.tally = Tally(self.device, state["sums"])
 
         source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
@@ -90,6 +88,7 @@ class Trainer:
         apart = self.method.float32_gradients()
         self.loss = distribute(accelerator, SummedLoss(self.model), apart, config)
         self.method.discard()
+        self.request = StopRequest()
         self.stream = TrainingStream(
             text,
             config.data,
@@ -98,13 +97,13 @@ class Trainer:
             world_size=sharding.world_size(),
             seed=config.seed,
             state=state["data"],
+            stop=self.request,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
-        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
-        parts = (self.model, text.tokenizer, self.method, self.optimizer, self.schedule, self.recorder)
-        self.parts = TrainingParts(*parts)
+        self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
         if checkpoint:
             self.parts.restore(checkpoint, state)
+        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
         self.nonfinite = NonFinite(self.gradients, config.train, folder, self.recorder, state["discarded"])
         self.stopwatch = Stopwatch(self.device, state["seconds"])
         self.saved_step = self.step if checkpoint else -1
@@ -112,9 +111,10 @@ class Trainer:
     def train(self) -> None:
         """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
         train = self.config.train
-        request, agreement = StopRequest(), Agreement(self.device)
-        batches = iter(self.stream)
-        while self.step < train.steps:
+        agreement, batches = Agreement(self.device), iter(self.stream)
+        if self.due:
+            self.evaluate()
+        while self.step < train.steps and not self.due:
             agreement.read()
             if agreement.broken:
                 self.nonfinite.check(self.step)
@@ -122,7 +122,7 @@ class Trainer:
                 self.stop()
                 return
             batch = next(batches)
-            stop = request.asked or self.stream.error is not None
+            stop = self.request.asked or self.stream.error is not None
             targets = agreement.exchange(count_targets(batch["labels"]), stop, self.gradients.broken)
 
             # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 3).
@@ -144,12 +144,16 @@ class Trainer:
                 if last:
                     self.method.finish()
 
-            if last or (train.eval_every and self.step % train.eval_every == 0):
+            self.due = last or (train.eval_every > 0 and self.step % train.eval_every == 0)
+            if self.due:
                 self.evaluate()
             if last or self.step % train.log_every == 0:
                 self.log(lr)
             if last or (train.save_every and self.step % train.save_every == 0):
                 self.save(last)
+        if self.due:
+            self.stop()
+            return
         self.recorder.close()
         if self.accelerator.is_main_process:
             print(summarize(self.folder, self.stopwatch.take()))
@@ -192,21 +196,21 @@ class Trainer:
         self.tally.clear()
 
     def evaluate(self) -> None:
-        """Perplexity of X and of what the method deploys, on the validation text."""
+        """Perplexity of X and of what the method deploys, on the validation text; still due if a stop comes between."""
         self.recorder.blocks(self.method.drain_records())
-        train, data = self.config.train, self.config.data
+        train, rank, size = self.config.train, sharding.rank(), sharding.world_size()
+        found = []
         for variant, context, figures in self.method.variants():
-            batches = validation_batches(
-                self.text,
-                data,
-                rank=sharding.rank(),
-                world_size=sharding.world_size(),
-                rows=train.micro_batch,
-                max_tokens=train.eval_tokens,
-            )
+            which = {"rank": rank, "world_size": size, "rows": train.micro_batch, "max_tokens": train.eval_tokens}
+            batches = validation_batches(self.text, self.config.data, **which)
             with self.stopwatch.phase("evaluate"), context, self.accelerator.autocast():
-                result = evaluate(SummedLoss(self.model), batches, self.device)
-            self.recorder.evaluation(self.step, variant, result, train.precision, figures)
+                result = evaluate(SummedLoss(self.model), batches, self.device, lambda: self.request.asked)
+            if result is None:
+                return
+            found.append((variant, result, train.precision, figures))
+        for row in found:
+            self.recorder.evaluation(self.step, *row)
+        self.due = False
 
     def stop(self) -> None:
         """Save, say how to go on, and raise what the data could not go on for; collective."""
@@ -227,6 +231,7 @@ class Trainer:
                 "step": self.step,
                 "tokens": self.recorder.tokens,
                 "discarded": self.nonfinite.discarded,
+                "due": self.due,
                 "seconds": self.stopwatch.read(),
                 "sums": self.tally.read(),
                 "data": merge_states(sharding.gather(self.stream.state_dict())),
@@ -235,15 +240,10 @@ class Trainer:
                 "config": self.config.to_dict(),
             }
             try:
-                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer))
+                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer, self.recorder))
                 self.saved_step = self.step
             except NotSavedError as error:
                 self.recorder.say(run.not_saved(self.folder, self.config.train, self.step, str(error), last))
-
-
-def count_targets(labels: Tensor) -> int:
-    """Tokens of these rows that are predicted: all but padding and each row's first."""
-    return int((labels[:, 1:] != IGNORED).sum())
 
 
 if __name__ == "__main__":

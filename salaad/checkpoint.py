@@ -67,12 +67,15 @@ class Checkpoints:
         """Whether a checkpoint was ever written, whole or not."""
         return any(True for _ in self._all())
 
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
+    def newest_whole(self, read: Callable[[Path], Any] = lambda checkpoint: None) -> tuple[Path | None, list[str]]:
         """The checkpoint to go on from, every file of it compared with its checksum; for the run that writes here.
 
+        Args:
+            read: raises a UserError of a checkpoint that is of no use.
+
         Returns:
-            The one that `latest` names if it is whole, or else the newest that is; and what is wrong with those passed
-            over, a sentence each. None if there has never been any.
+            The one that `latest` names if it is whole, or else the newest before it that is; and what is wrong with
+            those passed over, a sentence each. None if there has never been any.
 
         Raises:
             UserError: there are some, and none is whole.
@@ -81,12 +84,14 @@ class Checkpoints:
         candidates, wrong = sorted(self._all(), reverse=True), []
         try:
             named = self.latest()
-            candidates.sort(key=lambda path: path != named)
+            # Those behind it are of a life that was given up, whose records are gone.
+            candidates = [path for path in candidates if named is None or path <= named]
         except UserError as error:
             wrong.append(str(error))
         for path in candidates:
             try:
                 verify(path)
+                read(path)
             except UserError as error:
                 wrong.append(str(error))
             else:
@@ -103,7 +108,7 @@ class Checkpoints:
             write: writes files; once it has written one it exchanges nothing with other ranks.
 
         Raises:
-            NotSavedError: on every rank, if any could not write. Nothing is left of the attempt.
+            NotSavedError: on every rank, if any could not write. `latest` names what it did before.
         """
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
@@ -168,7 +173,8 @@ class Checkpoints:
 
     def _delete_old(self, newest: Path) -> None:
         """`latest` names `newest`."""
-        older = sorted(path for path in self._all() if path != newest)
+        # Later ones are of a life that this run has gone back from.
+        older = sorted((path for path in self._all() if path != newest), key=lambda path: (path < newest, path))
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
             if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
                 delete_unless_kept(path)
@@ -180,7 +186,7 @@ def _together(action: Callable[[], None], rank: int | None = None) -> None:
     try:
         if rank in (None, sharding.rank()):
             action()
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save and safetensors have their own classes
+    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # libraries and `files` have own classes
         problem = " ".join(str(error).split())[:200]
     problems = [found for found in sharding.gather(problem) if found is not None]
     if problems:

@@ -267,5 +267,9 @@ def write_config(config: RunConfig, comments: Sequence[str], path: Path) -> None
     """Write the resolved configuration, readable by --config again, with `comments` as its first lines."""
     text = "".join(line + "\n" for line in comments) + yaml.safe_dump(config.to_dict(), sort_keys=False)
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text)
+    try:
+        temporary.write_text(text)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     temporary.replace(path)

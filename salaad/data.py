@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -21,7 +22,8 @@ from salaad import python_docs
 from salaad.config import DataConfig
 from salaad.cross_entropy import IGNORED
 from salaad.documents import c4_files, expand, require_document, size_of
-from salaad.errors import UserError
+from salaad.errors import Stopped, UserError
+from salaad.interrupt import StopRequest
 from salaad.streams import Cursor, Plan, RowStream
 from salaad.tokenizer import Encoder, load_tokenizer, text_pieces
 from salaad.workers import Workers
@@ -118,6 +120,7 @@ class TrainingStream:
         world_size: W.
         seed: seeds the order of the text.
         state: from `merge_states`, or of one rank that was alone.
+        stop: ends a wait for the next batch; the one before is still handed out.
 
     Raises:
         UserError: the state belongs to other files, another order, or to some ranks only.
@@ -133,8 +136,9 @@ class TrainingStream:
         world_size: int = 1,
         seed: int = 0,
         state: dict | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
-        self._text = text
+        self._text, self._stop = text, stop
         files = fingerprint(text.train_files, text.sizes)
         self._order = {"files": files, "seed": seed, "shuffle_window": config.shuffle_window}
         self._rows = 0
@@ -165,10 +169,11 @@ class TrainingStream:
 
         Raises:
             UserError: the text cannot be read on.
+            Stopped: a stop was asked for before there was a batch.
         """
         self._look_ahead()
         if self._ahead is None:
-            raise UserError(self._error)
+            raise Stopped if self.error is None else self.error
         items, batch = self._ahead
         self._ahead = None
         for item in items:
@@ -180,8 +185,8 @@ class TrainingStream:
 
     @property
     def error(self) -> UserError | None:
-        """Why the batch behind the last one handed out cannot be had; `__next__` raises it."""
-        return None if self._error is None else UserError(self._error)
+        """Why the batch behind the last one handed out cannot be had, unless nobody waited; `__next__` raises it."""
+        return None if self._error is None or (self._stop and self._stop.asked) else UserError(self._error)
 
     def _look_ahead(self) -> None:
         """Have the next batch, or the sentence that says why there is none."""
@@ -191,7 +196,8 @@ class TrainingStream:
         try:
             if self._workers is None:
                 self._workers = Workers(share, self._count)
-            items = [next(self._workers) for _ in range(max(1, self._count))]
+            with self._stop.ends_waiting() if self._stop else nullcontext():
+                items = [next(self._workers) for _ in range(max(1, self._count))]
             for item in items:
                 if isinstance(item, UserError):
                     raise item
@@ -202,6 +208,8 @@ class TrainingStream:
             self._ahead = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)
         except UserError as error:
             self._error = str(error)  # the exception itself would hold on to the loader
+        except Stopped:
+            self._error = "a stop was asked for while text was waited for"
         if self._error is not None:
             self.close()
 
@@ -312,6 +320,11 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
         )
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(np.where(mask, ids, IGNORED))}
     return {name: value.pin_memory() for name, value in batch.items()} if torch.cuda.is_available() else batch
+
+
+def count_targets(labels: torch.Tensor) -> int:
+    """Tokens of these rows that are predicted: all but padding and each row's first."""
+    return int((labels[:, 1:] != IGNORED).sum())
 
 
 def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:

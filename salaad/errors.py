@@ -25,6 +25,10 @@ class UserError(Exception):
         super().__init__(shown if len(shown) <= _LONGEST else f"{shown[:half]} … {shown[-half:]}")
 
 
+class Stopped(BaseException):
+    """A stop was asked for; no error, so that nothing on the way takes it for one."""
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point; a `UserError` becomes its sentence on standard error and exit code 2.
 
@@ -36,6 +40,9 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(2)
+    except Stopped:
+        print("stopped before the first step of this start; the same command goes on", file=sys.stderr)
+        _leave(0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         _leave(130)

@@ -109,7 +109,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def write_checksums(folder: Path) -> None:
     """List the SHA-256 of every file below `folder` in its checksums.json."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+    files = sorted(_files_below(folder))
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         digests = pool.map(_digest, files)
         write_json(
@@ -119,21 +119,24 @@ def write_checksums(folder: Path) -> None:
 
 
 def verify(folder: Path, *patterns: str) -> str:
-    """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
+    """Compare the files of `folder` that match one of the patterns with its checksums.json; without any, all there are.
 
     Returns:
         One digest for all of them, the key of whatever is derived from them.
 
     Raises:
-        UserError: the list is missing, or a file is missing or not what was written.
+        UserError: the list is missing, a file is missing or not what was written, or was not written at all.
     """
     if not (folder / CHECKSUMS).is_file():
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
     listed = read_json(folder / CHECKSUMS)
-    patterns = patterns or ("*",)
-    names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
+    chosen = patterns or ("*",)
+    names = [name for name in listed if any(fnmatch(name, p) for p in chosen)] if isinstance(listed, dict) else []
     if not names:
         raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
+    foreign = set() if patterns else {str(path.relative_to(folder)) for path in _files_below(folder)} - set(names)
+    if foreign:
+        raise UserError(f"{folder / min(foreign)} is none of the files that were written here; take it out")
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(_digest, [inside(folder, name) for name in names]))
     for name, digest in zip(names, found, strict=True):
@@ -145,6 +148,10 @@ def verify(folder: Path, *patterns: str) -> str:
                 f"{str(listed[name])[:8]}); give a whole copy of the folder"
             )
     return combined_digest(names, found)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
 
 
 def digest_of(files: list[Path]) -> str:

@@ -5,14 +5,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
 from torch import Tensor
 
 from salaad import sharding
+from salaad.errors import Stopped
 
 _SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl
+
+
+def follow_launcher() -> None:
+    """Let the launcher's end be a SIGTERM: with one process it passes none on, and would leave a training behind."""
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopRequest:
@@ -25,9 +37,9 @@ class StopRequest:
         self.asked = False
         self._when = 0.0
         self._process = os.getpid()
+        self._waiting = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
-        _hear_of_the_launchers_end()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         # A data worker inherits this handler when it is forked, but has nothing to finish.
@@ -36,12 +48,19 @@ class StopRequest:
             os._exit(128 + number)
         if not self.asked:
             self.asked, self._when = True, time.monotonic()
+            if self._waiting:
+                raise Stopped
 
-
-def _hear_of_the_launchers_end() -> None:
-    """A launcher of one process passes no signal on, and its end would leave the training behind without a master."""
-    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
+    @contextmanager
+    def ends_waiting(self) -> Iterator[None]:
+        """Within this context a request raises `Stopped` at once: for a wait whose end nobody needs then."""
+        if self.asked:
+            raise Stopped
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
 
 
 class Agreement:

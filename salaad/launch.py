@@ -11,11 +11,13 @@ from transformers.utils import logging
 from salaad import locks, sharding
 from salaad.config import RunConfig
 from salaad.errors import UserError
+from salaad.interrupt import follow_launcher
 from salaad.models import SummedLoss
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
     """Ranks, device and precision; refuses what is not supported."""
+    follow_launcher()
     logging.disable_progress_bar()  # every checkpoint would draw one
     # accelerate knows no other name for the setting yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -1,6 +1,7 @@
 """The records of a run: metrics.jsonl, blocks.jsonl, evaluations.jsonl, Weights & Biases and the progress bar."""
 
 import json
+import math
 import os
 import secrets
 import sys
@@ -171,12 +172,22 @@ def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     temporary = path.with_name(path.name + ".partial")
-    with path.open() as old, temporary.open("w") as new:
+    with path.open(errors="replace") as old, temporary.open("w") as new:
         for line in old:
             # A line cut off by a kill has no end; everything behind the checkpoint is written again anyway.
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
+            if line.endswith("\n") and _step_of(line) <= step:
                 new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
     temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; of one that no program of ours wrote, such as after a power cut, none that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

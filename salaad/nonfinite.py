@@ -4,9 +4,9 @@ A step whose loss or gradient is not finite is discarded on the device, before i
 it here, with the next statistics, tells it and counts it.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
-from salaad import sharding
 from salaad.checkpoint import Checkpoints
 from salaad.config import TrainConfig
 from salaad.errors import UserError
@@ -35,6 +35,9 @@ class NonFinite:
         self._gradients, self._config, self._folder, self._recorder = gradients, config, folder, recorder
         self.discarded = discarded
         gradients.discarded += discarded
+        weight = gradients.broken_weight()
+        if weight:
+            raise UserError(f"{weight} is not finite in the model to begin with; give another model or checkpoint")
 
     def check(self, step: int) -> None:
         """Tell what was discarded up to `step`; waits for the device.
@@ -63,7 +66,7 @@ def diverged(folder: Path, step: int, where: str, discarded: int, cure: str = ""
     """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with."""
     last = str(Checkpoints(folder / "checkpoints").latest() or "none")
     diagnosis = {"step": step, "block": where, "discarded_steps": discarded, "last_good_checkpoint": last}
-    if sharding.rank() == 0:
+    with suppress(OSError):  # a full disk must not hide the sentence
         write_json(diagnosis, folder / "diagnosis.json")
     return UserError(
         f"a number is not finite at step {step}, first in {where} (steps discarded so far: {discarded}); go on with "

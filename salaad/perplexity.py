@@ -1,7 +1,7 @@
 """Perplexity: exp of the token-weighted mean negative log-likelihood over non-padding tokens."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,17 +38,31 @@ class Perplexity:
 
 
 @torch.no_grad()
-def evaluate(loss: nn.Module, batches: Iterable[dict[str, Tensor]], device: torch.device) -> Perplexity:
-    """Perplexity of a `SummedLoss` over every rank's `batches` together; the same figure on every rank."""
-    total = torch.zeros(4, dtype=torch.float64, device=device)  # loss, tokens, sum of means, batches
+def evaluate(
+    loss: nn.Module,
+    batches: Iterable[dict[str, Tensor]],
+    device: torch.device,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Perplexity | None:
+    """Perplexity of a `SummedLoss` over every rank's `batches` together; the same figure on every rank.
+
+    None, on every rank, if any was `stopped` before its last batch.
+    """
+    # Loss, tokens, sum of means, batches, ranks that left something out.
+    total = torch.zeros(5, dtype=torch.float64, device=device)
     training = loss.training
     loss.eval()
     for batch in batches:
+        if stopped():
+            total[4] = 1
+            break
         labels = batch["labels"].to(device, non_blocking=True)
         summed = loss(batch["input_ids"].to(device, non_blocking=True), labels).double()
         tokens = (labels[:, 1:] != IGNORED).sum()
-        total += torch.stack([summed, tokens, summed / tokens.clamp_min(1), torch.ones_like(summed)])
+        total[:4] += torch.stack([summed, tokens, summed / tokens.clamp_min(1), torch.ones_like(summed)])
     loss.train(training)
-    summed, tokens, means, batches = sharding.all_sum(total).tolist()
+    summed, tokens, means, batches, left_out = sharding.all_sum(total).tolist()
+    if left_out:
+        return None
     # Every rank counted one batch too many.
     return Perplexity(summed / max(1.0, tokens), int(tokens), means / (batches + sharding.world_size()))

@@ -14,10 +14,40 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from salaad import sharding
 from salaad.checkpoint import load_surrogates, save_surrogates
 from salaad.errors import UserError
-from salaad.files import write_json
+from salaad.files import read_object, write_json
 from salaad.methods import FullRank
 from salaad.metrics import Recorder
 from salaad.optimizer import load_optimizer_state
+
+# What trainer.json holds, as it is before the first step.
+FRESH = {
+    "step": 0,
+    "tokens": 0,
+    "sums": (0, 0, 0),
+    "discarded": 0,
+    "due": False,
+    "seconds": None,
+    "data": None,
+    "method": None,
+    "config": None,
+}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer.json of a checkpoint.
+
+    Raises:
+        UserError: it is broken, or of another version.
+    """
+    path = checkpoint / "state" / "trainer.json"
+    state = read_object(path)
+    missing = [key for key in FRESH if key not in state]
+    if missing:
+        raise UserError(
+            f"{path} does not say {missing[0]}, so another version wrote it; go on with that one, or begin a new run "
+            f"from its model with --model.path {checkpoint / 'model'}"
+        )
+    return state
 
 
 @dataclass(frozen=True)
@@ -30,7 +60,6 @@ class TrainingParts:
         method: its surrogates go into `surrogate/`.
         optimizer: its moments go into `state/`.
         schedule: placed by the step.
-        recorder: its lines up to here are on the disk before the checkpoint is.
     """
 
     model: PreTrainedModel
@@ -38,10 +67,15 @@ class TrainingParts:
     method: FullRank
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    recorder: Recorder
 
-    def write(self, folder: Path, trainer: dict[str, Any]) -> None:
-        """This rank's part of a checkpoint; `trainer` holds the step, the data position and what else JSON can say."""
+    def write(self, folder: Path, trainer: dict[str, Any], recorder: Recorder) -> None:
+        """This rank's part of a checkpoint, and the records' lines up to it.
+
+        Args:
+            folder: the checkpoint's.
+            trainer: the step, the data position and what else JSON can say; `read_state` reads it.
+            recorder: its lines are on the disk before the checkpoint is.
+        """
         save_surrogates(self.method.surrogates(), folder / "surrogate")
         torch.save(_random_state(), folder / "state" / _random_file())
         if sharding.rank() == 0:
@@ -49,7 +83,7 @@ class TrainingParts:
             self.tokenizer.save_pretrained(folder / "model")
             torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
             write_json(trainer, folder / "state" / "trainer.json")
-            self.recorder.secure()
+            recorder.secure()
 
     def restore(self, checkpoint: Path, trainer: dict[str, Any]) -> None:
         """Take over what `write` wrote, at any world size. The model is built from its own folder already."""

@@ -16,8 +16,9 @@ from salaad.checkpoint import Checkpoints
 from salaad.cli import TrainOptions, read_plain_yaml, write_config
 from salaad.config import DataConfig, RunConfig, TrainConfig
 from salaad.errors import UserError
-from salaad.files import read_json, verify
+from salaad.files import verify
 from salaad.metrics import RECORDS
+from salaad.resume import read_state
 
 # What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
 # size of it, losing and repeating nothing.
@@ -51,6 +52,11 @@ _TUNABLE = (
 )
 
 
+BEGUN_FROM = "begun from"
+# What a run that took no step leaves in its folder.
+_OURS = {"config.yaml", "config.yaml.partial", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
+
+
 def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from, if any, the same on every rank; collective.
 
@@ -74,17 +80,16 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             raise UserError(
                 f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000"
             )
-        verify(checkpoint)
-        own = checkpoint.resolve().parent.parent == folder.resolve()
-        _compare(
-            read_json(checkpoint / "state" / "trainer.json")["config"], config, checkpoint, () if own else _TUNABLE
-        )
-        if _begun(folder) and not own:
+        own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+        if own or not _begun(folder):
+            verify(checkpoint)
+            _compare(read_state(checkpoint)["config"], config, checkpoint, () if own else _TUNABLE)
+            return folder, checkpoint
+        if f"# {BEGUN_FROM}: {checkpoint}" not in (folder / "config.yaml").read_text().splitlines():
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
-        return folder, checkpoint
+        # The same command again: the run that this one began goes on.
     if not _begun(folder):
-        ours = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
-        if folder.exists() and (not folder.is_dir() or any(path.name not in ours for path in folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(path.name not in _OURS for path in folder.iterdir())):
             raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
         return folder, None
     if options.resume == "none":
@@ -95,7 +100,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         said = f"--output {folder} holds a run without a readable config.yaml ({error})"
         raise UserError(f"{said}; give another folder") from None
     _compare(begun_with, config, folder)
-    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole()
+    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(read_state)
     for sentence in wrong:
         print(f"passed over: {sentence}", file=sys.stderr)
     if wrong:
@@ -134,15 +139,21 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     Raises:
         UserError: another process writes into the folder.
     """
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    try:
+        checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error.strerror}); give one you can write to") from None
     locks.claim(folder)
-    life = provenance() | {"corpus": corpus_hash or "not hashed", "begun from": str(checkpoint or "random weights")}
+    if checkpoint is None and checkpoints.begun():
+        raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
+    (folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended, and now goes on from before
+    life = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
     path = folder / "config.yaml"
     earlier = (
         [line for line in path.read_text().splitlines() if line.startswith("#")] if checkpoint and path.exists() else []
     )
     write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in life.items())], path)
-    checkpoints = Checkpoints(folder / "checkpoints")
     if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
         checkpoints.point_to(checkpoint)
     elif checkpoint:

@@ -101,7 +101,7 @@ class Salaad:
                 self._update(name)
 
     def skip(self) -> None:
-        """Let the penalty join the next backward; for a step whose gradient was discarded, in place of `step`."""
+        """Let the penalty join the next backward, in place of `step`, where a gradient was thrown away."""
         self._pending = set(self.surrogates)
 
     def finish(self) -> None:
@@ -121,8 +121,11 @@ class Salaad:
         """Every rank's ADMM updates since the last call, as (step, block, record), in order; the same on every rank.
 
         Raises:
-            NotFiniteError: a surrogate holds NaN or infinity.
+            NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
         """
+        broken = [name for name, surrogate in self.surrogates.items() if not surrogate.is_finite()]
+        for name in chain.from_iterable(sharding.gather(broken)):
+            raise NotFiniteError(name, self.steps)
         rows = torch.stack([values for *_, values in self._records]).tolist() if self._records else []
         mine = [(step, name, row) for (step, name, _), row in zip(self._records, rows, strict=True)]
         self._records = []

@@ -152,6 +152,12 @@ class Surrogate:
         """L truncated to its effective rank, plus S (n×m): what every reported L + S figure uses."""
         return truncate(self.low_rank(), self.rank)[0] + self.sparse()
 
+    def is_finite(self) -> bool:
+        """Whether everything the next update begins with is; waits for the device."""
+        state = (self.R, self.T, self.sigma, self.tau_L, self.tau_S, self._tau_R)
+        # A sum is not finite as soon as one entry is not, and takes no memory.
+        return all(bool(part.sum(dtype=torch.float64).isfinite()) for part in state)
+
     @property
     def alpha(self) -> float:
         """α = ρ·τ_L, the weight of the nuclear norm."""

@@ -1,7 +1,7 @@
 """Configurations and folders that no honest program wrote: each ends opened, or refused in one sentence.
 
     python scripts/fuzz.py --cases 10000
-    python scripts/fuzz.py --replay '["dense", [["json", "config.json", 3, "replace", {"big": 30}]]]'
+    python scripts/fuzz.py --replay '["dense", [["json", "config.json", 3, "replace", {"big": 30}]], "rewritten"]'
 
 Half of the cases are YAML files, as `train.py --config` reads and checks them before it reads a batch. The other half
 are folders: dense, factored, elastic, in several files, with tied weights, and training runs, in which JSON, headers,
@@ -36,16 +36,17 @@ from transformers import logging
 
 from salaad.cli import read_command_line
 from salaad.elastic_deployment import ElasticDeployment, open_deployment
-from salaad.errors import UserError
+from salaad.errors import UserError, run_command
 from salaad.files import CHECKSUMS, write_checksums, write_json
 from salaad.models import describe_model, load_model
 from salaad.plan import check_run, plan_table
 from salaad.sources import open_source
 from salaad.tokenizer import load_tokenizer
 from salaad.variants import parse_variants
-from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, tamper
+from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, read_case, tamper
 
 ROOM = 3 * 2**30  # bytes that the process may grow by, over what it takes before the first case
+LONGEST = 86_400  # seconds that --seconds may allow
 GROWTH = 2**29  # bytes that one case may take beyond the peak of those before; a few megabytes of tokens take half
 
 
@@ -231,8 +232,13 @@ def _runner(run: Callable[[list], None]) -> Callable[[list], None]:
     return one
 
 
-def main() -> int:
-    """The command line."""
+def main() -> None:
+    """The command line.
+
+    Raises:
+        UserError: an option is wrong; no case has begun.
+        SystemExit: with the verdict.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000, help="how many, half of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: %(default)s)")
@@ -242,27 +248,41 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a JSON file for the verdict")
     parser.add_argument("--replay", help="do a single case again, as printed where it failed")
     options = parser.parse_args()
+    if options.cases < 1:
+        raise UserError(f"--cases {options.cases}: must be at least 1")
+    if not 0 < options.seconds <= LONGEST:
+        raise UserError(f"--seconds {options.seconds:g}: must be above 0, and at most {LONGEST:,}")
+    replayed = None if options.replay is None else read_case(options.replay)
+    if options.output:
+        require_output(options.output)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     with TemporaryDirectory() as root:
-        if options.replay:
-            made = Fuzz(Path(root), options.seconds)
-            case = json.loads(options.replay)
-            (made.folder if len(case) == 3 else made.config)(case)
-            print(made.report(1))
-            return 1 if made.failures else 0
-        made = fuzz(Path(root), options.cases, options.seed, options.seconds)
-    report = made.report(made.refused + made.opened + sum(what != "not one line" for what, _ in made.failures))
+        if replayed is None:
+            made = fuzz(Path(root), options.cases, options.seed, options.seconds)
+            cases = made.refused + made.opened + sum(what != "not one line" for what, _ in made.failures)
+        else:
+            made, cases = Fuzz(Path(root), options.seconds), 1
+            (made.folder if len(replayed) == 3 else made.config)(replayed)
+    report = made.report(cases)
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(report | {"seed": options.seed}, options.output)
     print(
         f"{report['cases']} cases: {made.refused} refused in a sentence, {made.opened} opened, {len(made.failures)} "
         f"failures, {report['seconds']:.0f} s, {report['peak_memory_bytes'] / 2**30:.2f} GB at most"
     )
-    return 1 if made.failures else 0
+    raise SystemExit(1 if made.failures else 0)
+
+
+def require_output(path: Path) -> None:
+    """Raise a UserError unless the file `path` can be written; what is in it stays until the verdict."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written ({error.strerror}); give a file you can write") from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

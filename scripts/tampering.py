@@ -35,6 +35,7 @@ from salaad.config import RunConfig, SalaadConfig
 from salaad.elastic import save_elastic
 from salaad.elastic_deployment import open_deployment
 from salaad.energy import Line
+from salaad.errors import UserError
 from salaad.factored import factor
 from salaad.files import CHECKSUMS, write_checksums, write_json
 from salaad.salaad import Salaad
@@ -186,12 +187,12 @@ tampering = st.one_of(
     st.tuples(st.just("bytes"), st.sampled_from(FILES), places, st.sampled_from(["flip", "cut", "grow", "noise"])),
     st.tuples(st.just("file"), st.sampled_from(FILES), st.sampled_from(KINDS)),
 )
+FOLDERS = ["dense", "factored", "factored", "shards", "tied", "elastic", "elastic", "elastic-tied", "run", "run"]
+SUMS = ["rewritten", "rewritten", "rewritten", "rewritten", "left", "removed"]
 folder_cases = st.tuples(
-    st.sampled_from(
-        ["dense", "factored", "factored", "shards", "tied", "elastic", "elastic", "elastic-tied", "run", "run"]
-    ),
+    st.sampled_from(FOLDERS),
     st.lists(tampering, min_size=1, max_size=1) | st.lists(tampering, min_size=1, max_size=3),
-    st.sampled_from(["rewritten", "rewritten", "rewritten", "rewritten", "left", "removed"]),
+    st.sampled_from(SUMS),
 )
 
 
@@ -461,9 +462,8 @@ lines = st.one_of(
     st.tuples(st.sampled_from(known_keys()), yaml_values),
     st.tuples(st.tuples(texts, texts), yaml_values),
 )
-odd_files = st.sampled_from(
-    ["bomb", "deep", "deep-flow", "large", "binary", "utf-16", "nul", "empty", "list", "scalar"]
-)
+ODD_FILES = ["bomb", "deep", "deep-flow", "large", "binary", "utf-16", "nul", "empty", "list", "scalar"]
+odd_files = st.sampled_from(ODD_FILES)
 config_cases = st.one_of(
     st.lists(lines, min_size=1, max_size=1).map(lambda drawn: ["keys", drawn]),
     st.lists(lines, min_size=1, max_size=3).map(lambda drawn: ["keys", drawn]),
@@ -507,4 +507,41 @@ def config_bytes(case: list, folders: dict[str, Path]) -> bytes:
     }
     if (kind, drawn) == ("odd", "binary"):
         return bytes(range(256)) * 4
-    return (drawn if kind == "text" else odd[drawn]).encode("utf-16" if drawn == "utf-16" else "utf-8")
+    text, encoding = (drawn, "utf-8") if kind == "text" else (odd[drawn], "utf-16" if drawn == "utf-16" else "utf-8")
+    return text.encode(encoding, errors="surrogatepass")
+
+
+# ---- cases that somebody typed
+
+
+def read_case(text: str) -> list:
+    """The case of a folder (three parts) or of a configuration (two) that was printed as `text`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        case = json.loads(text)
+    except (ValueError, RecursionError):
+        case = None
+    match case:
+        case [str(kind), list(steps), str(sums)] if kind in FOLDERS and sums in SUMS:
+            sound = all(isinstance(step, list) and step for step in steps)
+        case ["keys", list(drawn)]:
+            sound = all(_is_line(line) for line in drawn)
+        case ["odd", str(name)]:
+            sound = name in ODD_FILES
+        case ["text" | "path", str()]:
+            sound = True
+        case _:
+            sound = False
+    if not sound:
+        raise UserError(f"--replay {text} is no case; give one as the line FAILED prints it")
+    return case
+
+
+def _is_line(line: Any) -> bool:
+    match line:
+        case [[str(), *rest], str()]:
+            return len(rest) < 2 and all(isinstance(part, str) for part in rest)
+    return False

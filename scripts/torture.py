@@ -20,29 +20,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad.files import read_json, write_json
+from salaad.errors import UserError, run_command
+from salaad.files import read_json, require_writable, write_json
 from salaad.run import provenance
 from salaad.tables import markdown_table
 from scripts import playing_hub
-from scripts.toy import ROOT, launch_command, toy_arguments, write_text, write_tokenizer
+from scripts.launched import PATIENCE, Training, deviation, differences, last_step, records, saved_step, spoil
+from scripts.toy import ROOT, toy_arguments, write_text, write_tokenizer
 
-PATIENCE = 180  # seconds until a process that does nothing counts as hanging
 GRACE = 30  # seconds that a cluster leaves between its two signals
-TIMES = ("seconds", "tokens_per_second")
-RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
 POISON = 97  # every so many steps a gradient is spoiled
+DRIFT = 1e-4  # the most by which a loss may differ, relatively, after a change of the number of processes
 
 
 @dataclass
@@ -54,131 +54,6 @@ class Row:
     lost: list[str] = field(default_factory=list)
     recovery: list[float] = field(default_factory=list)
     note: str = ""
-
-
-class Training:
-    """A trainer that was started as users do."""
-
-    def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
-        command, environment = launch_command(arguments, output, processes)
-        if processes == 1:  # the launcher alone takes seconds to start
-            command = [sys.executable, *command[command.index("train.py") :]]
-        self.output, self.begun = output, time.monotonic()
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = psutil.Popen(command, cwd=ROOT, env=environment, **pipe)
-        self._lines: list[str] = []
-        self._reader = Thread(target=lambda: self._lines.extend(self.process.stdout), daemon=True)
-        self._reader.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the launcher still runs."""
-        return self.process.poll() is None
-
-    def said(self) -> str:
-        """What it has printed so far."""
-        return "".join(self._lines)
-
-    def trainers(self) -> list[psutil.Process]:
-        """The processes of this run that train, without launcher and data workers."""
-        tree = [self.process, *self.process.children(recursive=True)]
-        return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
-
-    def kill(self) -> None:
-        """SIGKILL to everything at once."""
-        for process in (self.process, *self.process.children(recursive=True)):
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait()
-
-    def wait(self, seconds: float = PATIENCE * 10) -> int:
-        """Its exit code."""
-        try:
-            code = self.process.wait(seconds)
-            self._reader.join(seconds)
-            return code
-        except psutil.TimeoutExpired:
-            self.kill()
-            raise SystemExit(f"hangs after {seconds} s:\n{self.said()[-3000:]}") from None
-
-    def finish(self) -> None:
-        """Wait for the end of the run."""
-        if self.wait() or not (self.output / "summary.json").exists():
-            raise SystemExit(f"the run in {self.output} did not finish:\n{self.said()[-3000:]}")
-
-    def until(self, condition: Callable[[], bool], pause: float = 0.005) -> float:
-        """Wait for a condition while the trainer lives; seconds since its start."""
-        while not condition():
-            if not self.alive:
-                raise SystemExit(f"ended before its time:\n{self.said()[-3000:]}")
-            if time.monotonic() - self.begun > PATIENCE:
-                self.kill()
-                raise SystemExit(f"hangs:\n{self.said()[-3000:]}")
-            time.sleep(pause)
-        return time.monotonic() - self.begun
-
-    def recovered(self) -> float:
-        """Wait until a step beyond the newest checkpoint is logged; seconds since the start."""
-        saved = saved_step(self.output)
-        # Lines behind the checkpoint are dropped when the run goes on, so that this is a new one.
-        old = (self.output / "metrics.jsonl").stat().st_mtime if saved else 0
-        return self.until(
-            lambda: last_step(self.output) > saved and (self.output / "metrics.jsonl").stat().st_mtime > old
-        )
-
-
-def _is_worker(process: psutil.Process, tree: list[psutil.Process]) -> bool:
-    return any(process.ppid() == other.pid and "train.py" in other.cmdline() for other in tree)
-
-
-def saved_step(run: Path) -> int:
-    """The step of the checkpoint that `latest` names; 0 without one."""
-    pointer = run / "checkpoints" / "latest"
-    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else 0
-
-
-def last_step(run: Path) -> int:
-    """The last step that metrics.jsonl holds."""
-    lines = records(run, "metrics.jsonl")
-    return lines[-1]["step"] if lines else 0
-
-
-def records(run: Path, name: str) -> list[dict[str, Any]]:
-    """The whole lines of a record, without what measures time."""
-    path = run / name
-    text = path.read_text() if path.exists() else ""
-    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
-
-
-def differences(whole: Path, broken: Path) -> list[str]:
-    """What is not the same, to the bit, in two finished runs."""
-    found = [name for name in RECORDS if records(whole, name) != records(broken, name)]
-    one, two = (run / "checkpoints" / f"step-{saved_step(run):07d}" for run in (whole, broken))
-    names = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
-    if names != {path.relative_to(two) for path in two.rglob("*") if path.is_file()}:
-        return [*found, "the files of a checkpoint"]
-    for name in sorted(map(str, names - {Path("checksums.json")})):
-        if name == "state/trainer.json":
-            first, second = (read_json(folder / name) for folder in (one, two))
-            same = {**first, "seconds": None} == {**second, "seconds": None}
-        elif name.endswith(".pt"):
-            first, second = (torch.load(folder / name, weights_only=True) for folder in (one, two))
-            same = _plain(first) == _plain(second)
-        else:
-            same = (one / name).read_bytes() == (two / name).read_bytes()
-        found += [] if same else [name]
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return (str(value.dtype), value.tolist()) if torch.is_tensor(value) else value
 
 
 class Drills:
@@ -222,11 +97,7 @@ class Drills:
             saves = 0
             for number in range(tries):
                 training = Training(arguments, run, processes)
-                moment = (
-                    ("save", "step", "start")[number % 3]
-                    if self.quick
-                    else self.pick.choice(["save", "step"] * 4 + ["start"])
-                )
+                moment = self._moment(number)
                 if moment == "start":
                     time.sleep(self.pick.uniform(0, 8))
                 else:
@@ -244,6 +115,12 @@ class Drills:
             training.finish()
             row.lost, row.note = differences(whole, run), f"{saves} of them during a save"
             yield row
+
+    def _moment(self, number: int) -> str:
+        """When the kill of this number comes: each in turn if there are few, otherwise mostly in mid-run."""
+        if self.quick:
+            return ("save", "step", "start")[number % 3]
+        return self.pick.choice(["save", "step"] * 4 + ["start"])
 
     def preempt(self) -> Iterator[Row]:
         """SIGTERM: save within the grace time, say how to go on, leave with 0."""
@@ -300,7 +177,7 @@ class Drills:
             if written == opened:
                 row.lost += differences(self.work / f"world-{written}", run)
             changed = max(changed, deviation(lines, truth))
-        if changed > 3 * rounding:
+        if changed > 3 * rounding or changed > DRIFT:
             row.lost.append("the course of the loss")
         row.note = (
             f"from and to {', '.join(map(str, sizes))}: text exactly, loss within {changed:.0e} (without a change runs "
@@ -467,30 +344,10 @@ class Drills:
         yield row
 
 
-def deviation(lines: list[dict[str, Any]], truth: list[dict[str, Any]]) -> float:
-    """The largest relative difference in the loss of a step."""
-    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, truth, strict=True))
-
-
-def spoil(path: Path, way: str) -> None:
-    """Damage one file."""
-    content = bytearray(path.read_bytes())
-    if way == "missing":
-        path.unlink()
-        return
-    if way == "flipped":
-        content[len(content) // 2] ^= 1
-    else:
-        del content[len(content) // 2 :]
-    path.unlink()  # a checkpoint's files may have a second name elsewhere
-    path.write_bytes(bytes(content))
-
-
 def train_poisoned() -> None:
     """train.py with a gradient of NaN every so many steps."""
     import train
     from salaad.cli import read_command_line
-    from salaad.errors import run_command
     from salaad.gradients import Gradients
 
     original = Gradients.clip
@@ -521,42 +378,87 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
-def main() -> int:
-    """Run the drills; 0 if nothing was lost."""
+def main() -> None:
+    """Run the drills; exit code 0 if nothing was lost.
+
+    Raises:
+        UserError: an option is wrong; no drill has begun.
+        SystemExit: with the verdict.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few tries of each drill")
     parser.add_argument("--drills", default=",".join(DRILLS), help=f"some of {', '.join(DRILLS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which something happens")
     parser.add_argument("--output", type=Path, help="JSON file to write; rows of other drills in it are kept")
     options = parser.parse_args()
-    chosen = options.drills.split(",")
-    if set(chosen) - set(DRILLS):
-        parser.error(f"--drills {options.drills} names none of {', '.join(DRILLS)}")
+    chosen = list(dict.fromkeys(name.strip() for name in options.drills.split(",")))
+    unknown = [name for name in chosen if name not in DRILLS]
+    if unknown:
+        raise UserError(f"--drills {options.drills}: {unknown[0]!r} is no drill; give some of {', '.join(DRILLS)}")
+    if options.output:
+        require_table(options.output)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
-        drills = Drills(Path(work), options.quick, options.seed)
-        for name in chosen:
-            for row in getattr(drills, name)():
-                rows.append(row)
-                print(
-                    f"{row.fault}: {row.tries} tries, lost: {', '.join(row.lost) or 'nothing'}; {row.note}", flush=True
-                )
-                if options.output:
-                    save(row, options.output)
+        for row in run_drills(Drills(Path(work), options.quick, options.seed), chosen):
+            rows.append(row)
+            print(f"{row.fault}: {row.tries} tries, lost: {', '.join(row.lost) or 'nothing'}; {row.note}", flush=True)
+            if options.output and row.tries:  # what broke off has no row that a later run would replace
+                save(row, options.output)
     print("\n" + table([asdict(row) for row in rows]) + "\n")
     lost = [f"{row.fault} ({', '.join(row.lost)})" for row in rows if row.lost]
     tries = sum(row.tries for row in rows)
     print(f"LOST: {'; '.join(lost)}" if lost else f"{len(rows)} faults, {tries} tries: nothing was lost")
-    return 1 if lost else 0
+    raise SystemExit(1 if lost else 0)
+
+
+def run_drills(drills: Drills, names: list[str]) -> Iterator[Row]:
+    """The rows of these drills; after one that breaks off comes a row without tries, and no other drill."""
+    for name in names:
+        try:
+            yield from getattr(drills, name)()
+        except Exception:
+            traceback.print_exc()
+            for training in Training.started:
+                if training.alive:
+                    training.kill()
+            yield Row(name, lost=["the drill"], note="broke off")
+            return
+
+
+def require_table(path: Path) -> None:
+    """Put an empty table into the file if there is none; raise a UserError if none of ours can be there."""
+    try:
+        rows = read_rows(path)
+        require_writable(path)
+        write_rows(rows, path)
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written ({error.strerror}); give a file you can write") from None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in a file, none if there is no file; what is no table of ours is a UserError."""
+    if not path.exists():
+        return []
+    found = None
+    with suppress(UserError):  # whose cure is for checkpoints
+        found = read_json(path)
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "fault" in row for row in rows):
+        raise UserError(
+            f"--output {path} is there and no table of ours, which rows could be added to; give another one"
+        )
+    return rows
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the table that update_results.py reads."""
+    write_json({"command": "python scripts/torture.py --output results/reliability.json", "rows": rows}, path)
 
 
 def save(row: Row, path: Path) -> None:
     """Put a row into the file, in place of an older one of the same fault."""
-    old = read_json(path)["rows"] if path.exists() else []
-    rows = [r for r in old if r["fault"] != row.fault] + [asdict(row) | provenance()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json({"command": "python scripts/torture.py --output results/reliability.json", "rows": rows}, path)
+    write_rows([r for r in read_rows(path) if r["fault"] != row.fault] + [asdict(row) | provenance()], path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

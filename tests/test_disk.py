@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +15,11 @@ import pytest
 import torch
 from training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights
 
+import train
 from salaad import locks, methods
 from salaad.checkpoint import Checkpoints, NotSavedError, read_surrogates
 from salaad.errors import UserError
-from salaad.files import verify
+from salaad.files import verify, write_checksums
 from salaad.sources import open_source
 from scripts.toy import toy_arguments
 
@@ -255,6 +257,105 @@ def test_a_second_run_into_the_folder_is_refused(toy, tmp_path):
     # When the first is gone its folder is free.
     run_training([*arguments, "--train.steps=1"], tmp_path / "other")
     locks.claim(tmp_path / "run")
+
+
+def test_a_run_that_goes_back_gives_up_what_came_after(trained, toy, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    more = {**SAVED, "train__save_every": 1, "train__keep_last": 2}
+
+    def stop_at_4(monkeypatch):
+        original = methods.SalaadMethod.after_step
+
+        def after_step(self):
+            original(self)
+            if self.salaad.steps == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(methods.SalaadMethod, "after_step", after_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_4(patch)
+        run_training([*toy(**more), f"--resume={run}/checkpoints/step-0000002"], run)
+    reached = int(last_checkpoint(run).name[5:])
+    assert 3 <= reached < 6
+    assert not (run / "summary.json").exists()  # which the life that was given up had written
+    # keep_last counts this life's: none of the later ones has taken a place.
+    steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    assert steps == [reached - 1, reached]
+    flipped(last_checkpoint(run) / "state" / "trainer.json")
+    shutil.copytree(trained / "checkpoints" / "step-0000006", run / "checkpoints" / "step-0000006")
+    capsys.readouterr()
+    run_training(toy(**more), run)
+    assert f"step-000000{reached - 1}, the newest that is whole" in capsys.readouterr().err
+    assert lines(run) == lines(trained)
+
+
+def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy, tmp_path):
+    arguments = [*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000002"]
+    run_training(arguments, tmp_path / "new")
+    (tmp_path / "new" / "summary.json").unlink()
+    (tmp_path / "new" / "checkpoints" / "latest").write_text("step-0000004\n")
+    run_training(arguments, tmp_path / "new")
+    assert [row["step"] for row in lines(tmp_path / "new")] == [4, 6]
+    with pytest.raises(UserError, match="already holds a run"):
+        run_training([*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new")
+
+
+def test_a_run_that_another_process_began_and_ended_meanwhile_is_not_begun_anew(trained, toy, tmp_path, monkeypatch):
+    original = train.open_text
+
+    def slowly(*args, **kwargs):
+        shutil.copytree(trained, tmp_path / "run", dirs_exist_ok=True)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(train, "open_text", slowly)
+    with pytest.raises(UserError, match="was begun by another process meanwhile; start again"):
+        run_training(toy(**SAVED), tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(trained)
+
+
+def test_a_checkpoint_of_another_version_or_with_a_foreign_file_is_one_sentence(trained, toy, tmp_path):
+    run = tmp_path / "run"
+    for change, said in (
+        (lambda state: (state / "trainer.json").write_text("{}"), "does not say step, so another version wrote it"),
+        (lambda state: (state / "random-00001.pt").write_bytes(b"x"), "is none of the files that were written here"),
+    ):
+        shutil.copytree(trained, run)
+        (run / "summary.json").unlink()
+        for step in (2, 4, 6):
+            checkpoint = run / "checkpoints" / f"step-000000{step}"
+            change(checkpoint / "state")
+            if "version" in said:
+                write_checksums(checkpoint)
+        with pytest.raises(UserError, match=said):
+            run_training(toy(**SAVED), run)
+        assert lines(run) == lines(trained)
+        shutil.rmtree(run)
+
+
+def test_a_line_that_a_power_cut_spoiled_is_dropped(trained, toy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "summary.json").unlink()
+    (run / "checkpoints" / "latest").write_text("step-0000004\n")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0\0\0\xff\n")
+    run_training(toy(**SAVED), run)
+    assert lines(run) == lines(trained)
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/null/run"])
+def test_an_output_that_cannot_be_made_is_a_sentence(toy, place):
+    with pytest.raises(UserError, match=r"cannot be made \(.*\); give one you can write to"):
+        run_training(toy(), Path(place))
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_a_folder_that_can_be_used_later(toy, tmp_path):
+    with largest_file(100), pytest.raises(OSError, match="File too large") as told:
+        run_training(toy(train__steps=1), tmp_path / "run")
+    assert told.value.filename == str(tmp_path / "run" / "config.yaml")
+    run_training(toy(train__steps=1), tmp_path / "run")
 
 
 def test_a_new_run_from_anothers_checkpoint_stands_on_its_own(trained, toy, tmp_path):

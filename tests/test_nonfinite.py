@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training import last_checkpoint, lines, run_training, weights
 
 import train
-from salaad import gradients, spectral, surrogate
+from salaad import gradients, methods, spectral, surrogate
 from salaad.checkpoint import read_surrogates
 from salaad.config import SalaadConfig
 from salaad.errors import UserError
@@ -125,6 +126,34 @@ def test_a_run_stops_at_the_first_or_after_so_many_and_names_the_place(toy, tmp_
     # The same run, told to skip, goes on and ends.
     run_training(toy(train__save_every=2, train__on_nonfinite="skip"), tmp_path / "run")
     assert lines(tmp_path / "run")[-1]["step"] == 12
+
+
+@pytest.mark.parametrize("part", ["R", "T"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_poisoned_surrogate_is_named_and_never_saved(toy, tmp_path, monkeypatch, part, policy):
+    original = methods.SalaadMethod.after_step
+
+    def after_step(self):
+        original(self)
+        if self.salaad.steps == 7:
+            getattr(self.salaad.surrogates[BLOCK], part)[1, 2] = float("nan")
+
+    monkeypatch.setattr(methods.SalaadMethod, "after_step", after_step)
+    with pytest.raises(UserError, match=rf"first in .*{BLOCK}"):
+        run_training(toy(train__save_every=2, train__log_every=100, train__on_nonfinite=policy), tmp_path / "run")
+    assert last_checkpoint(tmp_path / "run").name == "step-0000006"
+    parts = read_surrogates(last_checkpoint(tmp_path / "run") / "surrogate")
+    assert all(bool(tensor.isfinite().all()) for block in parts.values() for tensor in block.values())
+
+
+def test_a_model_to_begin_with_that_is_not_finite_is_refused_by_name(toy, tmp_path):
+    run_training(toy(train__steps=1), tmp_path / "first")
+    model = last_checkpoint(tmp_path / "first") / "model"
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is not finite in the model to begin with"):
+        run_training(toy(model__path=model), tmp_path / "second")
 
 
 def test_step_unless_leaves_weight_and_state_to_the_bit():

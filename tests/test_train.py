@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import train
 from salaad import methods
 from salaad.checkpoint import read_surrogates
 from salaad.errors import UserError
@@ -225,18 +227,80 @@ def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path
 
 def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     # A step of minutes, which the first signal would let come to its end.
-    arguments = toy(train__batch=100_000, train__micro_batch=1)
+    arguments = toy(train__batch=20_000, train__micro_batch=1)
     command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
-    time.sleep(2)
+    time.sleep(8)  # until its text is there
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=5) == 128 + signal.SIGTERM
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files):
+    """A shard is gone, and is waited for with back-off: the step that is ready is taken and saved all the same."""
+    files = [shutil.copy(file, tmp_path) for file in text_files["train"]]
+    for workers in (0, 1):
+        run = tmp_path / f"run-{workers}"
+        arguments = toy(
+            train__steps=100000, data__workers=workers, data__files=json.dumps(files), data__shuffle_window=5
+        )
+        command = [sys.executable, "train.py", *arguments, f"--output={run}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_for_steps(process, run)
+        for file in files:
+            Path(file).rename(f"{file}.away")
+        while "trying again" not in process.stderr.readline():
+            pass
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "stopped after step" in out
+        step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
+        assert step == lines(run)[-1]["step"]
+        for file in files:
+            Path(f"{file}.away").rename(file)
+
+
+def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp_path, monkeypatch):
+    options = {"train__eval_every": 4, "train__micro_batch": 1}
+    run_training(toy(**options), tmp_path / "whole")
+    original, calls = train.evaluate, []
+
+    def interrupted(loss, batches, device, stopped):
+        calls.append(1)
+        if len(calls) == 4:  # the second evaluation, and of it the second variant
+            batches = iter(batches)
+            first = next(batches)
+            os.kill(os.getpid(), signal.SIGTERM)
+            batches = [first, *batches]
+        return original(loss, batches, device, stopped)
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    run_training(toy(**options), tmp_path / "parts")
+    assert last_checkpoint(tmp_path / "parts").name == "step-0000008"
+    assert {row["step"] for row in lines(tmp_path / "parts", "evaluations.jsonl")} == {4}
+    run_training(toy(**options), tmp_path / "parts")
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(toy, tmp_path, monkeypatch):
+    run_training(toy(), tmp_path / "whole")
+    monkeypatch.setattr(train, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run_training(toy(), tmp_path / "parts")
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    monkeypatch.undo()
+    run_training(toy(), tmp_path / "parts")
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert (tmp_path / "parts" / "summary.json").exists()
 
 
 def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):

@@ -1,0 +1,171 @@
+"""A training that was started as users do, and what two finished runs differ in."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import psutil
+import torch
+
+from salaad.files import read_json
+from scripts.toy import ROOT, launch_command
+
+PATIENCE = 180  # seconds until a process that does nothing counts as hanging
+TIMES = ("seconds", "tokens_per_second")
+RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
+
+
+class Broken(Exception):
+    """A training hangs, or ended before its time; the text says what it printed last."""
+
+
+class Training:
+    """A trainer that was started as users do."""
+
+    started: ClassVar[list["Training"]] = []  # all of this process, so that none has to be left behind
+
+    def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
+        command, environment = launch_command(arguments, output, processes)
+        if processes == 1:  # the launcher alone takes seconds to start
+            command = [sys.executable, *command[command.index("train.py") :]]
+        self.output, self.begun = output, time.monotonic()
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = psutil.Popen(command, cwd=ROOT, env=environment, **pipe)
+        self._lines: list[str] = []
+        self._reader = Thread(target=lambda: self._lines.extend(self.process.stdout), daemon=True)
+        self._reader.start()
+        self.started.append(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher still runs."""
+        return self.process.poll() is None
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    def trainers(self) -> list[psutil.Process]:
+        """The processes of this run that train, without launcher and data workers."""
+        tree = [self.process, *self.process.children(recursive=True)]
+        return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once."""
+        for process in (self.process, *self.process.children(recursive=True)):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+    def wait(self, seconds: float = PATIENCE * 10) -> int:
+        """Its exit code."""
+        try:
+            code = self.process.wait(seconds)
+            self._reader.join(seconds)
+            return code
+        except psutil.TimeoutExpired:
+            self.kill()
+            raise Broken(f"hangs after {seconds} s:\n{self.said()[-3000:]}") from None
+
+    def finish(self) -> None:
+        """Wait for the end of the run."""
+        if self.wait() or not (self.output / "summary.json").exists():
+            raise Broken(f"the run in {self.output} did not finish:\n{self.said()[-3000:]}")
+
+    def until(self, condition: Callable[[], bool], pause: float = 0.005) -> float:
+        """Wait for a condition while the trainer lives; seconds since its start."""
+        while not condition():
+            if not self.alive:
+                raise Broken(f"ended before its time:\n{self.said()[-3000:]}")
+            if time.monotonic() - self.begun > PATIENCE:
+                self.kill()
+                raise Broken(f"hangs:\n{self.said()[-3000:]}")
+            time.sleep(pause)
+        return time.monotonic() - self.begun
+
+    def recovered(self) -> float:
+        """Wait until a step beyond the newest checkpoint is logged; seconds since the start."""
+        saved = saved_step(self.output)
+        # Lines behind the checkpoint are dropped when the run goes on, so that this is a new one.
+        old = (self.output / "metrics.jsonl").stat().st_mtime if saved else 0
+        return self.until(
+            lambda: last_step(self.output) > saved and (self.output / "metrics.jsonl").stat().st_mtime > old
+        )
+
+
+def _is_worker(process: psutil.Process, tree: list[psutil.Process]) -> bool:
+    return any(process.ppid() == other.pid and "train.py" in other.cmdline() for other in tree)
+
+
+def saved_step(run: Path) -> int:
+    """The step of the checkpoint that `latest` names; 0 without one."""
+    pointer = run / "checkpoints" / "latest"
+    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else 0
+
+
+def last_step(run: Path) -> int:
+    """The last step that metrics.jsonl holds."""
+    lines = records(run, "metrics.jsonl")
+    return lines[-1]["step"] if lines else 0
+
+
+def records(run: Path, name: str) -> list[dict[str, Any]]:
+    """The whole lines of a record, without what measures time."""
+    path = run / name
+    text = path.read_text() if path.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def differences(whole: Path, broken: Path) -> list[str]:
+    """What is not the same, to the bit, in two finished runs."""
+    found = [name for name in RECORDS if records(whole, name) != records(broken, name)]
+    one, two = (run / "checkpoints" / f"step-{saved_step(run):07d}" for run in (whole, broken))
+    names = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
+    if names != {path.relative_to(two) for path in two.rglob("*") if path.is_file()}:
+        return [*found, "the files of a checkpoint"]
+    for name in sorted(map(str, names - {Path("checksums.json")})):
+        if name == "state/trainer.json":
+            first, second = (read_json(folder / name) for folder in (one, two))
+            same = {**first, "seconds": None} == {**second, "seconds": None}
+        elif name.endswith(".pt"):
+            first, second = (torch.load(folder / name, weights_only=True) for folder in (one, two))
+            same = _plain(first) == _plain(second)
+        else:
+            same = (one / name).read_bytes() == (two / name).read_bytes()
+        found += [] if same else [name]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return (str(value.dtype), value.tolist()) if torch.is_tensor(value) else value
+
+
+def deviation(lines: list[dict[str, Any]], truth: list[dict[str, Any]]) -> float:
+    """The largest relative difference in the loss of a step."""
+    return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, truth, strict=True))
+
+
+def spoil(path: Path, way: str) -> None:
+    """Damage one file."""
+    content = bytearray(path.read_bytes())
+    if way == "missing":
+        path.unlink()
+        return
+    if way == "flipped":
+        content[len(content) // 2] ^= 1
+    else:
+        del content[len(content) // 2 :]
+    path.unlink()  # a checkpoint's files may have a second name elsewhere
+    path.write_bytes(bytes(content))
