@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ class Training:
         command, environment = launch_command(arguments, output, processes)
         if processes == 1:  # the launcher alone takes seconds to start
             command = [sys.executable, *command[command.index("train.py") :]]
-        self.output, self.begun = output, time.monotonic()
+        self.output, self.begun, self._since = output, time.monotonic(), time.time()
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = psutil.Popen(command, cwd=ROOT, env=environment, **pipe)
         self._lines: list[str] = []
@@ -92,12 +93,17 @@ class Training:
 
     def recovered(self) -> float:
         """Wait until a step beyond the newest checkpoint is logged; seconds since the start."""
-        saved = saved_step(self.output)
+        saved, metrics = saved_step(self.output), self.output / "metrics.jsonl"
         # Lines behind the checkpoint are dropped when the run goes on, so that this is a new one.
-        old = (self.output / "metrics.jsonl").stat().st_mtime if saved else 0
-        return self.until(
-            lambda: last_step(self.output) > saved and (self.output / "metrics.jsonl").stat().st_mtime > old
-        )
+        return self.until(lambda: last_step(self.output) > saved and metrics.stat().st_mtime > self._since)
+
+    def saving(self) -> bool:
+        """Whether it has begun to write a checkpoint and not finished; what an earlier life left does not count."""
+        for partial in (self.output / "checkpoints").glob(".partial-*"):
+            with suppress(FileNotFoundError):
+                if partial.stat().st_ctime > self._since:
+                    return True
+        return False
 
 
 def _is_worker(process: psutil.Process, tree: list[psutil.Process]) -> bool:

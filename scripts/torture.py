@@ -89,7 +89,6 @@ class Drills:
     def kill(self) -> Iterator[Row]:
         """SIGKILL at random moments: while it starts, between two steps, in the middle of a save."""
         for processes in (1, 2):
-            checkpoints = self.work / f"k{processes}" / "checkpoints"
             tries = (3 if processes == 1 else 2) if self.quick else 25
             arguments = self.options(steps=400 if self.quick else 2500)
             whole = self.whole(f"whole-{processes}", arguments, processes)
@@ -105,11 +104,11 @@ class Drills:
                     row.recovery += [seconds] if number else []
                     time.sleep(self.pick.uniform(0, 0.3))
                 if moment == "save":
-                    training.until(lambda c=checkpoints: any(c.glob(".partial-*")), pause=0.0005)
+                    training.until(training.saving, pause=0.0005)
                     time.sleep(self.pick.uniform(0, 0.02))
                 training.kill()
                 row.tries += 1
-                saves += any(checkpoints.glob(".partial-*"))
+                saves += training.saving()
             training = Training(arguments, run, processes)
             row.recovery.append(training.recovered())
             training.finish()
