@@ -39,28 +39,29 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        _leave(2)
+        leave(2)
     except Stopped:
         print("stopped before the first step of this start; the same command goes on", file=sys.stderr)
-        _leave(0)
+        leave(0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        _leave(130)
+        leave(130)
     except OSError as error:
         if error.errno not in _DISK:
             traceback.print_exc()
-            _leave(1)
+            leave(1)
         place = error.filename or "a file"
         print(
             f"error: {place} cannot be written or read ({error.strerror}); mend that and start again", file=sys.stderr
         )
-        _leave(2)
+        leave(2)
     except Exception:
         traceback.print_exc()
-        _leave(1)
+        leave(1)
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
+    """End the process here and now, with everything printed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

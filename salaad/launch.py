@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from salaad import locks, sharding
 from salaad.config import RunConfig
-from salaad.errors import UserError
+from salaad.errors import UserError, leave
 from salaad.interrupt import follow_launcher
 from salaad.models import SummedLoss
 
@@ -58,7 +58,13 @@ def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parame
 
 
 def leave_together(accelerator: Accelerator) -> None:
-    """End a run that is finished: a rank that leaves before the others can make them wait for good."""
+    """End a run that is finished: a rank that leaves before the others can make them wait for good.
+
+    Several ranks leave without tidying up. The thread of torch's gloo group asks for the interpreter at its end, which
+    whoever takes the group down holds while it waits for that thread: now and then neither goes on.
+    """
     accelerator.wait_for_everyone()
-    accelerator.end_training()
     locks.release()
+    if sharding.world_size() > 1:
+        leave(0)
+    accelerator.end_training()

@@ -85,7 +85,8 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             verify(checkpoint)
             _compare(read_state(checkpoint)["config"], config, checkpoint, () if own else _TUNABLE)
             return folder, checkpoint
-        if f"# {BEGUN_FROM}: {checkpoint}" not in (folder / "config.yaml").read_text().splitlines():
+        told = folder / "config.yaml"
+        if not told.is_file() or f"# {BEGUN_FROM}: {checkpoint}" not in told.read_text(errors="replace").splitlines():
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
         # The same command again: the run that this one began goes on.
     if not _begun(folder):
