@@ -90,7 +90,7 @@ class Checkpoints:
             wrong.append(str(error))
         for path in candidates:
             try:
-                verify(path)
+                verify(path, alone=True)
                 read(path)
             except UserError as error:
                 wrong.append(str(error))

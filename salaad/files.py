@@ -118,8 +118,10 @@ def write_checksums(folder: Path) -> None:
         )
 
 
-def verify(folder: Path, *patterns: str) -> str:
-    """Compare the files of `folder` that match one of the patterns with its checksums.json; without any, all there are.
+def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
+    """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
+
+    With `alone` no other file may lie there: whoever reads what is there, such as a trainer, would read it unchecked.
 
     Returns:
         One digest for all of them, the key of whatever is derived from them.
@@ -130,11 +132,11 @@ def verify(folder: Path, *patterns: str) -> str:
     if not (folder / CHECKSUMS).is_file():
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
     listed = read_json(folder / CHECKSUMS)
-    chosen = patterns or ("*",)
-    names = [name for name in listed if any(fnmatch(name, p) for p in chosen)] if isinstance(listed, dict) else []
+    patterns = patterns or ("*",)
+    names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
     if not names:
         raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
-    foreign = set() if patterns else {str(path.relative_to(folder)) for path in _files_below(folder)} - set(names)
+    foreign = {str(path.relative_to(folder)) for path in _files_below(folder)} - set(names) if alone else set()
     if foreign:
         raise UserError(f"{folder / min(foreign)} is none of the files that were written here; take it out")
     with ThreadPoolExecutor() as pool:

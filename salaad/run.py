@@ -82,7 +82,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             )
         own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
         if own or not _begun(folder):
-            verify(checkpoint)
+            verify(checkpoint, alone=True)
             _compare(read_state(checkpoint)["config"], config, checkpoint, () if own else _TUNABLE)
             return folder, checkpoint
         told = folder / "config.yaml"
