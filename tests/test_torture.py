@@ -44,7 +44,7 @@ def test_the_comparison_sees_a_difference(drills):
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Run a script's main as its command line does; its exit code, and what it printed on both."""
-    monkeypatch.setattr(errors, "_leave", sys.exit)  # which would end the tests
+    monkeypatch.setattr(errors, "leave", sys.exit)  # which would end the tests
 
     def run(script, *arguments: object) -> tuple[int, list[str], list[str]]:
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
