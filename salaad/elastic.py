@@ -24,12 +24,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.energy import Line
 from salaad.errors import UserError
-from salaad.factored import ignore_guards, is_smaller_dense, mark_factored, names_inside, outline_of, tied_modules
+from salaad.factored import (
+    CheckedQuantizer,
+    ignore_guards,
+    is_smaller_dense,
+    mark_factored,
+    names_inside,
+    outline_of,
+    tied_modules,
+)
 from salaad.headers import (
     BYTES,
     FLOATS,
@@ -37,7 +44,6 @@ from salaad.headers import (
     Headers,
     check_block,
     check_entry,
-    check_layers,
     check_room,
     check_tensors,
     headers_for,
@@ -119,21 +125,12 @@ class ElasticConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class ElasticQuantizer(HfQuantizer):
+class ElasticQuantizer(CheckedQuantizer):
     """What transformers calls when it opens or saves such a folder."""
 
     content: Mapping[str, Tensor]  # what a folder to be written holds of the blocks
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a folder of another format."""
-        found = self.quantization_config.format
-        if found != FORMAT:
-            raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
-
-    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Change nothing: of the hooks that see the configuration it is the one before the model is built from it."""
-        check_layers(config)
-        return config
+    FORMAT = FORMAT
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

@@ -210,20 +210,28 @@ class SlrConfig(QuantizationConfigMixin):
         self.blocks = check_entry(blocks or {}, 2)
 
 
-@register_quantizer(METHOD)
-class SlrQuantizer(HfQuantizer):
-    """What transformers calls when it opens or saves such a folder."""
+class CheckedQuantizer(HfQuantizer):
+    """What the quantizers of our folders share: a format, and a check before anything is built."""
+
+    FORMAT: int
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a folder of another format."""
         found = self.quantization_config.format
-        if found != FORMAT:
-            raise UserError(f"the folder has format {found}, this version {FORMAT}; use the version that wrote it")
+        if found != self.FORMAT:
+            raise UserError(f"the folder has format {found}, this version {self.FORMAT}; use the version that wrote it")
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Change nothing: of the hooks that see the configuration it is the one before the model is built from it."""
         check_layers(config)
         return config
+
+
+@register_quantizer(METHOD)
+class SlrQuantizer(CheckedQuantizer):
+    """What transformers calls when it opens or saves such a folder."""
+
+    FORMAT = FORMAT
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

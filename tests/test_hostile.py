@@ -236,7 +236,9 @@ def test_a_snapshot_in_the_hubs_cache_opens(folders, tmp_path, kind):
         shutil.copy(path, blobs / f"{len(list(blobs.iterdir())):040x}")
         (snapshot / path.name).symlink_to(Path("../../blobs") / max(blobs.iterdir()).name)
     fuzz.open_folder(snapshot, run=False)
-    AutoModelForCausalLM.from_pretrained(snapshot)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    first, second = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (folders[kind], snapshot))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors", "link.safetensors"])
