@@ -9,12 +9,10 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
-import io
 import json
 import os
 import re
 import shutil
-import string
 import sys
 import sysconfig
 import tempfile
@@ -23,11 +21,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import sentencepiece
 from tqdm import tqdm
 
 from salaad import prose
-from salaad.errors import UserError
+from salaad.tokenizer import train_tokenizer
 
 TRAIN_FILES = 8
 VALIDATION_ONE_IN = 50
@@ -73,9 +70,7 @@ def corpus(cache: Path | None = None) -> Corpus:
 
 
 def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
-    """A sentencepiece model of `vocab_size` pieces (bytes included, so no text is lost), trained once and cached.
-
-    Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
+    """A sentencepiece model of `vocab_size` pieces, trained once and cached.
 
     Raises:
         UserError: the corpus gives no such number of pieces.
@@ -83,33 +78,8 @@ def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
     folder = corpus.folder / f"tokenizer-{vocab_size}"
     with _made_once(folder) as make:
         if make:
-            try:
-                model = io.BytesIO()  # a file would carry its temporary name inside
-                sentencepiece.SentencePieceTrainer.train(
-                    sentence_iterator=_sentences(corpus.train_files),
-                    model_writer=model,
-                    vocab_size=vocab_size,
-                    model_type="unigram",
-                    byte_fallback=True,
-                    normalization_rule_name="identity",
-                    remove_extra_whitespaces=False,
-                    character_coverage=0.9995,
-                    # Else "<0x41>" in a text would be the byte A wherever "<" is no piece.
-                    required_chars=string.printable.strip(),
-                    pad_id=0,
-                    eos_id=1,
-                    unk_id=2,
-                    bos_id=-1,
-                    num_threads=4,
-                    minloglevel=2,
-                )
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0][-200:]
-                raise UserError(
-                    f"no tokenizer of model.vocab_size {vocab_size} can be trained on python-docs ({reason}); "
-                    f"give a number from 512 to 32000, or a data.tokenizer"
-                ) from error
-            (make / "tokenizer.model").write_bytes(model.getvalue())
+            model = train_tokenizer(_sentences(corpus.train_files), vocab_size)
+            (make / "tokenizer.model").write_bytes(model)
     return folder / "tokenizer.model"
 
 

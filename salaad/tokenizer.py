@@ -1,10 +1,13 @@
 """Tokenizers: a hub name, a folder or a sentencepiece model, always as a transformers fast tokenizer."""
 
 import json
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+from sentencepiece import SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -96,6 +99,43 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **_special_tokens(proto)
     )
+
+
+def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
+    """A sentencepiece model of `vocab_size` unigram pieces; the bytes are among them, so no text is lost.
+
+    Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
+
+    Raises:
+        UserError: the sentences give no such number of pieces.
+    """
+    model = BytesIO()  # a file would carry its own name inside
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="unigram",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            character_coverage=0.9995,
+            # Else "<0x41>" in a text would be the byte A wherever "<" is no piece.
+            required_chars=string.printable.strip(),
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=4,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][-200:]
+        raise UserError(
+            f"no tokenizer of a vocab_size of {vocab_size} can be trained on this text ({reason}); give another "
+            f"number, usually 512 to 32000, or more text"
+        ) from error
+    return model.getvalue()
 
 
 def _model(proto: spm.ModelProto) -> models.Model:

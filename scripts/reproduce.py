@@ -3,7 +3,7 @@
     python scripts/reproduce.py --scale nano --list          every item, its trainings, its cost, and what is there
     python scripts/reproduce.py --scale nano table1          train what is missing, measure, keep the result
     python scripts/reproduce.py --scale nano all             everything, two trainings side by side
-    python scripts/reproduce.py --scale 60m table1 --text FOLDER --tokenizer FOLDER
+    python scripts/reproduce.py --scale 60m --c4 FOLDER table1   C4 as scripts/fetch_c4.py brought it, without network
     python scripts/reproduce.py --scale 350m all --launcher print     the commands, for a cluster
 
 Finished trainings and results are kept, and a training that was interrupted goes on, so it can be stopped at any point.
@@ -25,6 +25,7 @@ from transformers import logging
 
 from salaad.errors import UserError, run_command
 from salaad.tables import markdown_table
+from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
@@ -107,15 +108,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
     parser.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
-    parser.add_argument("--text", type=Path, help="folder with train-*.jsonl[.xz] and validation.jsonl[.xz]")
-    parser.add_argument("--tokenizer", help="for --text: a hub name or folder")
+    parser.add_argument("--c4", type=Path, help="folder of scripts/fetch_c4.py, for the scales that train on C4")
+    parser.add_argument("--other-text", type=Path, help="a second validation file, on which Table 1 is measured too")
     parser.add_argument("--task-data", type=Path, help="folder with the tasks' data for the downstream table")
     options = parser.parse_args()
     if options.jobs < 1:
         raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    scale = with_text(SCALES[options.scale], options.text, options.tokenizer, options.task_data)
+    scale = asked_scale(options)
     items = chosen_items(options.items or (["all"] if options.list else []))
     if options.list:
         rows = listing(scale, items)
@@ -141,14 +142,23 @@ def main() -> None:
     print(f"\n{claims_table(scale)}")
 
 
-def with_text(scale: Scale, text: Path | None, tokenizer: str | None, task_data: Path | None) -> Scale:
-    """The scale with local files in place of its own text."""
-    if text is None:
-        return replace(scale, task_data=task_data)
-    globs = {"files": f"{text}/train-*.jsonl*", "validation_files": f"{text}/validation.jsonl*"}
-    own = ["--data.source=files", "--data.packing=true", *(f"--data.{key}={glob}" for key, glob in globs.items())]
-    own += [f"--data.tokenizer={tokenizer}"] if tokenizer else []
-    return replace(scale, options=(*scale.options, *own), task_data=task_data)
+def asked_scale(options: argparse.Namespace) -> Scale:
+    """The scale, and where its texts lie.
+
+    Raises:
+        UserError: its text is not there, or it has another than C4.
+    """
+    scale = SCALES[options.scale]
+    places = {"c4": options.c4, "other-text": options.other_text, "task-data": options.task_data}
+    asked = tuple(word for name, place in places.items() if place for word in (f"--{name}", str(place)))
+    scale = replace(scale, task_data=options.task_data, other_text=options.other_text, asked=asked)
+    if options.c4:
+        if scale.config.data.source != "c4":
+            raise UserError(f"--c4 is given, but {scale.name} has a text of its own; leave it out")
+        return replace(scale, options=(*scale.options, *shlex.split(" ".join(training_options(options.c4)))))
+    if scale.text and not options.list and not (ROOT / scale.text).is_dir():
+        raise UserError(f"{scale.text} is not there; bring it with python scripts/fetch_text.py --output {scale.text}")
+    return scale
 
 
 if __name__ == "__main__":

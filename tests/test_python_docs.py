@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from salaad import prose, python_docs
+from salaad.errors import UserError
 from salaad.tokenizer import load_tokenizer
 
 SENTENCE = "The {} walks along the {} and looks at every {} it meets on the way home."
@@ -153,7 +154,7 @@ def test_its_tokenizer_is_made_once_and_loses_nothing(machine):
 
 def test_a_vocabulary_that_cannot_be_is_refused(machine):
     corpus = python_docs.corpus(machine / "cache")
-    with pytest.raises(python_docs.UserError, match=r"model\.vocab_size 100 can be trained.*give a number"):
+    with pytest.raises(UserError, match=r"vocab_size of 100 can be trained.*give another number"):
         python_docs.tokenizer(corpus, 100)
 
 

@@ -79,7 +79,8 @@ def rows() -> dict[str, list[dict]]:
         "kappa": [row for row in elastic if row["variant"] != "energy"],
         "embedding": [
             variant("salaad", "X", (100.4, 101.6), 1_800_000, blocks="embedding included"),
-            variant("salaad", "L+S", (100.6, 101.2), 1_400_000, blocks="embedding included"),
+            variant("salaad", "L+S", (100.6, 101.2), 1_400_000, blocks="embedding included")
+            | {"embedding_rank_ratio": spread(0.2, 0.25), "embedding_density": spread(0.1, 0.15)},
             variant("salaad", "X", (100.0, 102.0), 1_800_000, blocks="without the embedding"),
             variant("salaad", "L+S", (100.5, 101.0), 1_600_000, blocks="without the embedding"),
         ],
@@ -196,7 +197,7 @@ DISAGREEING = (
         change("embedding", "perplexity", spread(99.0, 100.0), blocks="without the embedding"),
     ),
     ("embedding", "fewer", change("embedding", "parameters", spread(1.4e6, 1.3e6), blocks="without the embedding")),
-    ("embedding", "0.3", change("lm_head", "density", 0.31, block="embedding", rho=1)),
+    ("embedding", "0.3", change("embedding", "embedding_density", spread(0.1, 0.31), variant="L+S")),
     ("lm_head", "no benign structure at 1·ρ", change("lm_head", "X", 100.0, rho=1)),
     ("lm_head", "training loss", change("lm_head", "loss", 4.60, rho=1)),
     ("knobs", "Δα: smaller", change("ablation130m_pairs", "parameters", 9.9e6, alpha=1)),

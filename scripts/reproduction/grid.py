@@ -1,6 +1,7 @@
 """The trainings behind the paper's tables and figures: a method, a seed, and factors on a scale's own settings."""
 
 import os
+import shlex
 import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,16 +29,23 @@ class Scale:
     """A size at which everything is done.
 
     Args:
-        name: of its file in configs/.
-        options: of train.py, which say where its text lies.
+        name: as typed, and of its folders.
+        size: name of its file in configs/; its own name unless given.
+        text: folder with train-*.jsonl.xz and validation.jsonl.xz; what the config says unless given.
+        options: of train.py, beside its config and text.
         seeds: of the runs behind a headline claim.
         budgets: of the elastic curve, as fractions of the dense model.
         table_budget: of L̃ + S̃ in Table 1.
         dtype: of the evaluations.
         tokens: validation tokens of an evaluation.
+        task_data: folder of the downstream tasks; the hub unless given.
+        other_text: a second validation file, on which Table 1 is measured too.
+        asked: what was typed beside its name.
     """
 
     name: str
+    size: str | None = None
+    text: Path | None = None
     options: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[str, ...] = ("0.9", "0.75", "0.64", "0.5", "0.43")
@@ -45,6 +53,8 @@ class Scale:
     dtype: str = "float32"
     tokens: str = "10M"
     task_data: Path | None = None
+    other_text: Path | None = None
+    asked: tuple[str, ...] = ()
 
     @property
     def config(self) -> RunConfig:
@@ -54,7 +64,13 @@ class Scale:
     @property
     def command_options(self) -> list[str]:
         """What every train.py of this scale is given."""
-        return ["--config", f"{self.name}.yaml", *self.options]
+        globs = {"files": "train-*.jsonl.xz", "validation_files": "validation.jsonl.xz"} if self.text else {}
+        files = [f"--data.{key}={self.text / glob}" for key, glob in globs.items()]
+        return ["--config", f"{self.size or self.name}.yaml", *(TEXT if self.text else ()), *files, *self.options]
+
+    def command(self, *items: str) -> str:
+        """What makes some of its items."""
+        return shlex.join(["python", "scripts/reproduce.py", "--scale", self.name, *self.asked, *items])
 
     @property
     def runs(self) -> Path:
@@ -80,9 +96,12 @@ def _flops_per_run(options: tuple[str, ...]) -> float:
     return training_flops(model, config.data.sequence_length) * positions
 
 
+TEXT = ("--data.source=files", "--data.packing=true")
+WIKIPEDIA = Path("runs/wikipedia")
 SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2)),
-    "micro": Scale("micro"),
+    "micro": Scale("micro", text=WIKIPEDIA, options=(f"--data.tokenizer={WIKIPEDIA}-6400.model",), tokens="300K"),
+    "60m-wikipedia": Scale("60m-wikipedia", size="60m", text=WIKIPEDIA, options=("--train.steps=1400",)),
     "60m": Scale("60m", table_budget="44M", dtype="bfloat16"),
     "130m": Scale("130m", table_budget="97M", dtype="bfloat16"),
     "350m": Scale("350m", table_budget="194M", dtype="bfloat16"),

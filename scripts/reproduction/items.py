@@ -57,7 +57,7 @@ class Item:
 
     def command(self, scale: Scale) -> str:
         """What makes it."""
-        return f"python scripts/reproduce.py --scale {scale.name} {self.name}"
+        return scale.command(self.name)
 
     def write(self, scale: Scale) -> dict[str, Any]:
         """Measure it and keep the result."""

@@ -1,6 +1,7 @@
 """What finished trainings recorded, and what they deploy: the numbers that the paper's tables are made of."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +25,15 @@ REFINE = 20  # alternations of the refined cuts
 
 
 @cache
-def evaluation(folder: Path, scale: Scale, post_hoc: PostHoc | None = None) -> VariantEvaluation:
-    """Perplexities of a run over its own validation text; what was measured once is kept in the run's cache."""
+def evaluation(
+    folder: Path, scale: Scale, post_hoc: PostHoc | None = None, other_text: Path | None = None
+) -> VariantEvaluation:
+    """Perplexities of a run over its own validation text, unless another is given; the run's cache keeps them."""
     source = open_source(folder)
     deployment = Deployment(source, post_hoc)
     data = DataConfig(**source.run["data"])
+    if other_text:
+        data = replace(data, source="files", validation_files=(str(other_text),))
     return VariantEvaluation(deployment, data, tokens=parse_count(scale.tokens), dtype=scale.dtype, batch=32)
 
 
@@ -44,6 +49,12 @@ def at_budget(run: Run, scale: Scale, budget: str) -> dict[str, Any]:
     cells = grid([count], KAPPAS)[2:]
     measure.deployment.check(cells)
     return best([measure(cell) for cell in cells])[0]
+
+
+def on_other_text(run: Run, scale: Scale, row: dict[str, Any]) -> dict[str, Any]:
+    """The row of the same variant over the scale's second text."""
+    variant = Variant(row["variant"], row["budget"], row["kappa"], row["refine"])
+    return evaluation(run.folder(scale), scale, other_text=scale.other_text)(variant)
 
 
 def post_hoc(run: Run, scale: Scale, method: str = "rpca") -> PostHoc:

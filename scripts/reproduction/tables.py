@@ -12,6 +12,7 @@ from scripts.reproduction.records import (
     at_budget,
     blocks_at_the_end,
     final_loss,
+    on_other_text,
     perplexity,
     shown,
     spread,
@@ -35,6 +36,7 @@ def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None 
             cells = [at_budget(one, scale, budget or scale.table_budget) for one in seeds]
         else:
             cells = [perplexity(one, scale, variant) for one in seeds]
+        others = [on_other_text(one, scale, cell) for one, cell in zip(seeds, cells, strict=True) if scale.other_text]
         rows.append(
             {
                 "method": run.method,
@@ -45,6 +47,7 @@ def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None 
                 "kappas": [cell["kappa"] for cell in cells],
                 "tokens": cells[0]["tokens"],
                 "dtype": cells[0]["dtype"],
+                "other_perplexity": spread([cell["perplexity"] for cell in others]) if others else None,
             }
         )
     return rows
@@ -52,21 +55,26 @@ def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None 
 
 def layout(rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> str:
     """Method, perplexity, parameters; the legacy figure beside, and the paper's numbers where it has any."""
-    header = ["method", "PPL", "Prm (M)", "κ*", "legacy PPL", *(["paper PPL", "paper Prm (M)"] if theirs else [])]
+    header = ["method", "PPL", "Prm (M)", "κ*", "legacy PPL"]
+    header += ["PPL, other text"] if rows[0]["other_perplexity"] else []
+    header += ["paper PPL", "paper Prm (M)"] if theirs else []
     lines = []
     for row in rows:
         name = "full-rank" if row["method"] == "full_rank" else f"SALAAD {row['variant']}"
         kappas = [f"{kappa:g}" for kappa in row["kappas"] if kappa is not None]
         cells = [shown(row["perplexity"]), f"{row['parameters']['mean'] / 1e6:.2f}", ", ".join(kappas) or "–"]
         known = theirs.get("full-rank" if row["method"] == "full_rank" else row["variant"], ("–", "–"))
-        lines.append([name, *cells, shown(row["legacy_perplexity"]), *(map(str, known) if theirs else ())])
+        cells += [shown(row["legacy_perplexity"])]
+        cells += [shown(row["other_perplexity"])] if row["other_perplexity"] else []
+        lines.append([name, *cells, *(map(str, known) if theirs else ())])
     return markdown_table(header, lines)
 
 
 def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
     """What the numbers of a table are of."""
     seeds = f"{len(scale.seeds)} seeds, mean ± standard deviation" if len(scale.seeds) > 1 else "one seed"
-    return f"{seeds}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}"
+    other = f"; the other text is {scale.other_text.name}" if scale.other_text else ""
+    return f"{seeds}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}{other}"
 
 
 def table1(scale: Scale) -> Measured:

@@ -1,0 +1,50 @@
+"""Train a sentencepiece tokenizer on files of text, for models too small for the 32 000 pieces of T5's.
+
+python scripts/train_tokenizer.py 'runs/wikipedia/train-*' --vocab-size 6400 --output runs/wikipedia-6400.model
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from salaad.documents import expand, read_documents
+from salaad.errors import UserError, run_command
+from salaad.tokenizer import train_tokenizer
+
+
+def main() -> None:
+    """Train it and write the model."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", help="paths or globs of what data.files takes")
+    parser.add_argument("--vocab-size", type=int, required=True, help="pieces, as model.vocab_size")
+    parser.add_argument("--output", type=Path, required=True, help="file to write, ending in .model")
+    parser.add_argument("--characters", type=int, default=12_000_000, help="of text, evenly from all files")
+    options = parser.parse_args()
+    if options.output.suffix != ".model":
+        raise UserError(f"--output is {options.output}, but a tokenizer is opened by its ending; end it in .model")
+    if options.output.exists():
+        raise UserError(f"{options.output} is there already; give another --output, or remove it")
+    files = expand(options.files)
+    model = train_tokenizer(sentences(files, options.characters // len(files)), options.vocab_size)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_bytes(model)
+    print(f"Use it with --data.tokenizer {options.output} --model.vocab_size {options.vocab_size}")
+
+
+def sentences(files: Sequence[str], share: int) -> Iterator[str]:
+    """Lines of text, about `share` characters of every file."""
+    for file in files:
+        left = share
+        for _, text in read_documents(file):
+            if left <= 0:
+                break
+            if isinstance(text, str):
+                left -= len(text)
+                yield from text.split("\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
