@@ -1,6 +1,5 @@
 """The paper's figures of training itself, drawn from the records of its runs."""
 
-from salaad.files import read_json
 from salaad.tables import markdown_table
 from scripts.reproduction import pictures, tables, trainings
 from scripts.reproduction.grid import Scale
@@ -30,36 +29,39 @@ def time_breakdown(scale: Scale) -> Measured:
 
 def learning_dynamics(scale: Scale) -> Measured:
     """Loss, mean δ, and one block's structure and δ, over training."""
-    run = trainings.SALAAD
-    pictures.learning_dynamics(run.folder(scale), scale.results / "dynamics.png")
-    blocks = pictures.blocks_of(run.folder(scale))
-    steps, deltas = pictures.mean_over_blocks(blocks)
-    _, errors = pictures.mean_over_blocks(blocks, "error")
-    rows = [
-        {"step": step, "delta": delta, "error": error} for step, delta, error in zip(steps, deltas, errors, strict=True)
-    ]
-    thinned = [*rows[: -1 : max(1, len(rows) // 200)], rows[-1]]
-    return Measured(thinned, {}, {"learning dynamics": "dynamics.png"}, ["seed 0"])
+    pictures.learning_dynamics(trainings.SALAAD.folder(scale), scale.results / "dynamics.png")
+    rows = []
+    for seed in scale.seeds:
+        blocks = pictures.blocks_of(trainings.SALAAD.seeded(seed).folder(scale))
+        steps, deltas = pictures.mean_over_blocks(blocks)
+        _, errors = pictures.mean_over_blocks(blocks, "error")
+        course = [
+            {"seed": seed, "step": step, "delta": delta, "error": error}
+            for step, delta, error in zip(steps, deltas, errors, strict=True)
+        ]
+        rows += [*course[: -1 : max(1, len(course) // 200)], course[-1]]
+    return Measured(rows, {}, {"learning dynamics, seed 0": "dynamics.png"})
 
 
 def lm_head(scale: Scale) -> Measured:
     """The LM head among the blocks at two ρ."""
     measured = tables.lm_head(scale)
-    folders: dict[str, dict] = {"LM head": {}, "embedding": {}}
-    for run, row in zip(trainings.lm_head(scale), measured.rows, strict=True):
-        folders[row["block"]][row["rho"]] = run.folder(scale)
-    pictures.lm_head(folders["LM head"], folders["embedding"], scale.results / "lm_head.png")
-    measured.pictures["the LM head at two ρ"] = "lm_head.png"
+    heads, embeddings = (
+        {rho: run.folder(scale) for rho, run in zip(trainings.HEAD_RHOS, runs, strict=True)}
+        for runs in (trainings.HEADS, trainings.EMBEDDINGS)
+    )
+    pictures.lm_head(heads, embeddings, scale.results / "lm_head.png")
+    measured.pictures["the LM head at two ρ, seed 0"] = "lm_head.png"
     return measured
 
 
 def update_frequency(scale: Scale) -> Measured:
     """Three K: table and curves over the number of ADMM updates."""
     measured = tables.update_frequency(scale)
-    runs = trainings.update_frequency(scale)
-    folders = {read_json(run.record(scale))["config"]["salaad"]["every"]: run.folder(scale) for run in runs}
+    Ks = dict.fromkeys(row["K"] for row in measured.rows)
+    folders = {K: run.folder(scale) for K, run in zip(Ks, trainings.FREQUENCIES, strict=True)}
     pictures.update_frequency(folders, scale.results / "frequency.png")
-    measured.pictures["over the number of ADMM updates"] = "frequency.png"
+    measured.pictures["over the number of ADMM updates, seed 0"] = "frequency.png"
     return measured
 
 

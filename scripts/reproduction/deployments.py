@@ -77,31 +77,40 @@ def hpa_blocks(scale: Scale) -> Measured:
 
 def rpca_vanilla(scale: Scale) -> Measured:
     """Robust PCA of weights that were trained without SALAAD."""
-    model = load_model(open_source(trainings.VANILLA.folder(scale)).model, torch.float32)
-    found = list(model_statistics(find_blocks(model, SalaadConfig())))
-    pictures.rpca(found, scale.results / "rpca_vanilla.png")
-    rows = [asdict(row) for row in found]
-    return Measured(rows, {"robust PCA": structure_table(found)}, {"by layer and projection": "rpca_vanilla.png"})
+    found = {}
+    for seed in scale.seeds:
+        model = load_model(open_source(trainings.VANILLA.seeded(seed).folder(scale)).model, torch.float32)
+        found[seed] = list(model_statistics(find_blocks(model, SalaadConfig())))
+    first = found[scale.seeds[0]]
+    pictures.rpca(first, scale.results / "rpca_vanilla.png")
+    rows = [{"seed": seed, **asdict(row)} for seed, mine in found.items() for row in mine]
+    return Measured(
+        rows, {"robust PCA, seed 0": structure_table(first)}, {"by layer and projection, seed 0": "rpca_vanilla.png"}
+    )
 
 
 def rpca_salaad(scale: Scale) -> Measured:
     """Robust PCA of a SALAAD run's L + S, as one dense matrix, beside the ranks and densities that training gave."""
-    parts = evaluation(trainings.SALAAD.folder(scale), scale).deployment.parts
     rows = []
-    for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
-        n, m = parts[row.name].shape
-        true = {"true_rank_ratio": parts[row.name].rank / min(n, m), "true_density": parts[row.name].nnz / (n * m)}
-        rows.append({"block": row.name, **asdict(row), **true})
-    pictures.rpca_truth(rows, scale.results / "rpca_salaad.png")
+    for seed in scale.seeds:
+        parts = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale).deployment.parts
+        for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
+            n, m = parts[row.name].shape
+            true = {"true_rank_ratio": parts[row.name].rank / min(n, m), "true_density": parts[row.name].nnz / (n * m)}
+            rows.append({"block": row.name, "seed": seed, **asdict(row), **true})
+    first = [row for row in rows if row["seed"] == scale.seeds[0]]
+    pictures.rpca_truth(first, scale.results / "rpca_salaad.png")
     lines = [
         (
             row["block"].removeprefix("model."),
             *(f"{row[key]:.3f}" for key in ("rank_ratio", "true_rank_ratio", "density", "true_density")),
         )
-        for row in rows
+        for row in first
     ]
     header = ("block", "rank ratio found", "trained", "density found", "trained")
-    return Measured(rows, {"robust PCA": markdown_table(header, lines)}, {"found and trained": "rpca_salaad.png"})
+    return Measured(
+        rows, {"robust PCA, seed 0": markdown_table(header, lines)}, {"found and trained, seed 0": "rpca_salaad.png"}
+    )
 
 
 def downstream(scale: Scale) -> Measured:

@@ -134,10 +134,13 @@ def embedding(results: Results) -> Verdict:
 
 
 def lm_head(results: Results) -> Verdict:
-    """What the head as a block becomes and costs at two ρ, beside the embedding at the same two."""
+    """What the head as a block becomes and costs at two ρ, beside the embedding at the same two, over the seeds."""
     rows = results["lm_head"]["rows"]
     rhos = sorted(_distinct(rows, "rho"))
-    heads, embeddings = ([_of(rows, block=block, rho=rho) for rho in rhos] for block in ("LM head", "embedding"))
+    heads, embeddings = (
+        [_average(row for row in rows if row["block"] == block and row["rho"] == rho) for rho in rhos]
+        for block in ("LM head", "embedding")
+    )
     value, parts = [], {}
     for rho, head, without in zip(rhos, heads, embeddings, strict=True):
         worse = [head[name] / without[name] - 1 for name in ("X", "L+S")]
@@ -174,39 +177,53 @@ def knobs(results: Results) -> Verdict:
 
 
 def frequency(results: Results) -> Verdict:
-    """What more frequent ADMM updates do to structure, error and loss."""
+    """What more frequent ADMM updates do to structure, error and loss, in every seed."""
     rows = sorted(results["frequency"]["rows"], key=lambda row: row["K"])
-    losses = [row["loss"] for row in rows]
+    seeds = [[row for row in rows if row["seed"] == seed] for seed in _distinct(rows, "seed")]
+    Ks = _distinct(rows, "K")
+    means = [_average(row for row in rows if row["K"] == K) for K in Ks]
     shown = {
-        "loss": [f"{row['loss']:.3f}" for row in rows],
-        "mean δ": [f"{row['delta']:.2f}" for row in rows],
-        "rank ratio": [f"{row['rank_ratio']:.2f}" for row in rows],
-        "L + S": [millions(row["parameters"]) for row in rows],
+        "loss": [f"{row['loss']:.3f}" for row in means],
+        "mean δ": [f"{row['delta']:.2f}" for row in means],
+        "rank ratio": [f"{row['rank_ratio']:.2f}" for row in means],
+        "L + S": [millions(row["parameters"]) for row in means],
     }
-    value = f"K/J = {', '.join(str(row['K']) for row in rows)}: "
+    value = f"K/J = {', '.join(map(str, Ks))}: "
+    courses = {
+        key: [[row[key] for row in mine] for mine in seeds] for key in ("rank_ratio", "parameters", "delta", "loss")
+    }
     parts = {
-        "rank ratio grows with K": _rising([row["rank_ratio"] for row in rows]),
-        "parameters of L + S grow with K": _rising([row["parameters"] for row in rows]),
-        "mean δ falls with K": _rising([-row["delta"] for row in rows]),
-        "final losses within 3 %": max(losses) <= 1.03 * min(losses),
+        "rank ratio grows with K": all(map(_rising, courses["rank_ratio"])),
+        "parameters of L + S grow with K": all(map(_rising, courses["parameters"])),
+        "mean δ falls with K": all(_rising(course[::-1]) for course in courses["delta"]),
+        "final losses within 3 %": all(max(losses) <= 1.03 * min(losses) for losses in courses["loss"]),
     }
     return verdict(value + "; ".join(f"{what} {', '.join(cells)}" for what, cells in shown.items()), parts)
 
 
 def bounded(results: Results) -> Verdict:
-    """The course of the mean reconstruction error over training."""
+    """The course of the mean reconstruction error over training, in every seed."""
     rows = sorted(results["dynamics"]["rows"], key=lambda row: row["step"])
-    deltas = [row["delta"] for row in rows]
+    courses = [[row for row in rows if row["seed"] == seed] for seed in _distinct(rows, "seed")]
+    phases = [_phases([row["delta"] for row in course]) for course in courses]
+    parts = {
+        "in the second half never above 1.5 times the largest of the first": all(
+            late <= 1.5 * early < math.inf for early, late, _, _ in phases
+        ),
+        "last quarter at most 10 % above the third": all(last <= 1.1 * third for *_, third, last in phases),
+    }
+    early, late, third, last = (_range(values) for values in zip(*phases, strict=True))
+    value = f"mean δ: at most {early} in the first half, {late} in the second; on average {third} in the "
+    value += f"third quarter, {last} in the last"
+    errors = _range([100 * course[-1]["error"] for course in courses])
+    return verdict(value, parts, f"at the end {errors} % of the weights' norm")
+
+
+def _phases(deltas: Sequence[float]) -> tuple[float, float, float, float]:
+    """Largest value of the first and of the second half, mean of the third and of the last quarter."""
     half, quarter = max(1, len(deltas) // 2), max(1, len(deltas) // 4)
     early, late = max(map(_finite, deltas[:half])), max(map(_finite, deltas[half:] or deltas))
-    third, last = _mean(deltas[half:-quarter] or deltas), _mean(deltas[-quarter:])
-    parts = {
-        "in the second half never above 1.5 times the largest of the first": late <= 1.5 * early < math.inf,
-        "last quarter at most 10 % above the third": last <= 1.1 * third,
-    }
-    value = f"mean δ: at most {early:.3g} in the first half, {late:.3g} in the second; on average {third:.3g} in the "
-    value += f"third quarter, {last:.3g} in the last"
-    return verdict(value, parts, f"at the end {100 * rows[-1]['error']:.1f} % of the weights' norm")
+    return early, late, _mean(deltas[half:-quarter] or deltas), _mean(deltas[-quarter:])
 
 
 def bf16(results: Results) -> Verdict:
@@ -280,6 +297,18 @@ def _finite(value: float) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(map(_finite, values))
+
+
+def _average(rows: Iterable[Row]) -> Row:
+    """A row of means over seeds; of what is no number, the first row's."""
+    rows = list(rows)
+    return {key: value if isinstance(value, str) else fmean(row[key] for row in rows) for key, value in rows[0].items()}
+
+
+def _range(values: Sequence[float]) -> str:
+    """The smallest and the largest of the seeds, or the one value."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _below(one: float, other: float) -> bool:

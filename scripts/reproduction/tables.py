@@ -1,6 +1,7 @@
 """The paper's tables, each as rows of plain values and as Markdown in the paper's own layout."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from salaad.files import read_json
@@ -70,11 +71,15 @@ def layout(rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
+def seeds_note(scale: Scale) -> str:
+    """How many seeds stand behind each number."""
+    return f"{len(scale.seeds)} seeds, mean ± standard deviation" if len(scale.seeds) > 1 else "one seed"
+
+
 def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
     """What the numbers of a table are of."""
-    seeds = f"{len(scale.seeds)} seeds, mean ± standard deviation" if len(scale.seeds) > 1 else "one seed"
     other = f"; the other text is {scale.other_text.name}" if scale.other_text else ""
-    return f"{seeds}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}{other}"
+    return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}{other}"
 
 
 def table1(scale: Scale) -> Measured:
@@ -202,26 +207,16 @@ def ablation_pairs_130m(scale: Scale) -> Measured:
 
 def update_frequency(scale: Scale) -> Measured:
     """Final loss, δ, sizes, and the structure of some blocks at three K."""
-    rows, ends = [], {}
-    for run in trainings.update_frequency(scale):
+    rows, lines, ends = [], [], {}
+    for run in trainings.FREQUENCIES:
         K = read_json(run.record(scale))["config"]["salaad"]["every"]
+        mine = [{"K": K, "seed": seed, **_end(run.seeded(seed), scale)} for seed in scale.seeds]
         ends[K] = blocks_at_the_end(run, scale)
-        variants = summary(run, scale)["variants"]
-        structured = {key: variants["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
-        perplexities = {name: variants[name]["perplexity"] for name in ("X", "L+S")}
-        delta = sum(row["delta"] for row in ends[K].values()) / len(ends[K])
-        rows.append({"K": K, "loss": final_loss(run, scale), "delta": delta, **perplexities, **structured})
-    lines = [
-        (
-            row["K"],
-            f"{row['loss']:.3f}",
-            f"{row['delta']:.2f}",
-            f"{row['X']:.2f}",
-            f"{row['L+S']:.2f}",
-            millions(row["parameters"]),
-        )
-        for row in rows
-    ]
+        cells = [
+            shown(over_seeds(mine, key), digits) for key, digits in (("loss", 3), ("delta", 2), ("X", 2), ("L+S", 2))
+        ]
+        lines.append((K, *cells, millions(over_seeds(mine, "parameters")["mean"])))
+        rows += mine
     sample = sorted(ends[rows[0]["K"]])[:: max(1, len(ends[rows[0]["K"]]) // 6)][:6]
     stats = [
         (
@@ -232,41 +227,43 @@ def update_frequency(scale: Scale) -> Measured:
     ]
     tables = {
         "K/J": markdown_table(("K/J", "final loss", "mean δ", "PPL (X)", "PPL (L+S)", "Prm"), lines),
-        "rank ratio / sparsity of some blocks": markdown_table(("block", *(f"K/J = {K}" for K in ends)), stats),
+        "rank ratio / sparsity of some blocks, seed 0": markdown_table(("block", *(f"K/J = {K}" for K in ends)), stats),
     }
-    return Measured(rows, tables, notes=["one seed"])
+    return Measured(rows, tables, notes=[seeds_note(scale)])
+
+
+def _end(run: Run, scale: Scale) -> dict[str, float]:
+    """Where a training ended: loss, mean δ over the blocks, perplexities, structure and size of L + S."""
+    variants = summary(run, scale)["variants"]
+    structured = {key: variants["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
+    perplexities = {name: variants[name]["perplexity"] for name in ("X", "L+S")}
+    delta = fmean(row["delta"] for row in blocks_at_the_end(run, scale).values())
+    return {"loss": final_loss(run, scale), "delta": delta, **perplexities, **structured}
 
 
 def lm_head(scale: Scale) -> Measured:
     """The LM head and the embedding as blocks, at two ρ."""
-    rows = []
-    for run in trainings.lm_head(scale):
-        head = "salaad.lm_head" in dict(run.settings)
-        ends = blocks_at_the_end(run, scale)
-        block = next(row for name, row in ends.items() if ("lm_head" in name) == head and ("embed" in name) != head)
-        variants = summary(run, scale)["variants"]
-        rows.append(
-            {
-                "block": "LM head" if head else "embedding",
-                "rho": dict(run.factors)[trainings.RHO],
-                "loss": final_loss(run, scale),
-                "X": variants["X"]["perplexity"],
-                "L+S": variants["L+S"]["perplexity"],
-                "rank_ratio": block["rank_ratio"],
-                "density": block["density"],
-            }
-        )
-    lines = [
-        (
-            row["block"],
-            f"{row['rho']:g}",
-            f"{row['loss']:.3f}",
-            f"{row['X']:.2f}",
-            f"{row['L+S']:.2f}",
-            f"{row['rank_ratio']:.3f}",
-            f"{row['density']:.3f}",
-        )
-        for row in rows
-    ]
+    rows, lines = [], []
+    for label, end, runs in (
+        ("LM head", "lm_head", trainings.HEADS),
+        ("embedding", "embed_tokens", trainings.EMBEDDINGS),
+    ):
+        for run, rho in zip(runs, trainings.HEAD_RHOS, strict=True):
+            mine = []
+            for seed in scale.seeds:
+                ends = blocks_at_the_end(run.seeded(seed), scale)
+                block = next(row for name, row in ends.items() if name.endswith(end))
+                own = {key: block[key] for key in ("rank_ratio", "density")}
+                mine.append({"block": label, "rho": rho, "seed": seed, **_end(run.seeded(seed), scale), **own})
+            digits = {"loss": 3, "X": 2, "L+S": 2, "rank_ratio": 3, "density": 3}
+            lines.append((label, f"{rho:g}", *(shown(over_seeds(mine, key), digits[key]) for key in digits)))
+            rows += mine
     header = ("among the blocks", "ρ ×", "final loss", "PPL (X)", "PPL (L+S)", "its rank ratio", "its density")
-    return Measured(rows, {"the LM head beside the embedding": markdown_table(header, lines)}, notes=["one seed"])
+    return Measured(
+        rows, {"the LM head beside the embedding": markdown_table(header, lines)}, notes=[seeds_note(scale)]
+    )
+
+
+def over_seeds(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Spread of a column."""
+    return spread([row[key] for row in rows])

@@ -17,6 +17,9 @@ VANILLA, SALAAD = Run("full_rank"), Run()
 WITH_EMBEDDING = Run(settings=(("salaad.embedding", "true"),))
 WITHOUT_EMBEDDING = Run(settings=(("salaad.embedding", "false"),))
 HALF = ("train.precision", "bf16")
+FREQUENCIES = tuple(Run(factors=((K, factor),)) for factor in KS)
+HEADS = tuple(Run(factors=((RHO, factor),), settings=(("salaad.lm_head", "true"),)) for factor in HEAD_RHOS)
+EMBEDDINGS = tuple(Run(factors=((RHO, factor),), settings=WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
 VANILLA_BF16, SALAAD_BF16 = Run("full_rank", settings=(HALF,)), Run(settings=(HALF, *WITH_EMBEDDING.settings))
 
 
@@ -67,20 +70,12 @@ def ablation_pairs_130m(scale: Scale) -> list[Run]:
 
 def update_frequency(scale: Scale) -> list[Run]:
     """Three K at J = 1."""
-    return [Run(factors=((K, factor),)) for factor in KS]
+    return seeded(scale, *FREQUENCIES)
 
 
 def lm_head(scale: Scale) -> list[Run]:
     """The LM head among the blocks at two ρ; the embedding at the same two, to compare."""
-    head = (("salaad.lm_head", "true"),)
-    return [
-        run
-        for rho in HEAD_RHOS
-        for run in (
-            Run(factors=((RHO, rho),), settings=head),
-            Run(factors=((RHO, rho),), settings=WITH_EMBEDDING.settings),
-        )
-    ]
+    return seeded(scale, *HEADS, *EMBEDDINGS)
 
 
 def one_of_each(scale: Scale) -> list[Run]:
@@ -103,6 +98,6 @@ def none(scale: Scale) -> list[Run]:
     return []
 
 
-def vanilla_alone(scale: Scale) -> list[Run]:
-    """A vanilla run."""
-    return [VANILLA]
+def vanilla_seeds(scale: Scale) -> list[Run]:
+    """Vanilla with every seed."""
+    return seeded(scale, VANILLA)
