@@ -59,6 +59,7 @@ class _SlrWeight(nn.Module):
         self.S_values = nn.Parameter(torch.empty(nnz), requires_grad=False)
         packed = torch.empty(elias_fano.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
+        self._known_S: tuple[tuple, Tensor] | None = None
 
     def fill(self, slr: Slr) -> None:
         """Take over the numbers of `slr`, in its dtype and on its device."""
@@ -93,9 +94,24 @@ class _SlrWeight(nn.Module):
         self.register_buffer("S_columns", (positions % m).to(index))
 
     def _S(self, dtype: torch.dtype) -> Tensor:
-        return torch.sparse_csr_tensor(
-            self.S_starts, self.S_columns, self.S_values.to(dtype), size=self.shape, check_invariants=False
-        )
+        """S as one of torch's sparse tensors; over the same memory if in its own dtype, and then made only once.
+
+        To make one takes as long as a small product. What is known holds its memory, so an address cannot come again.
+        """
+        values, starts = self._parameters["S_values"], self._buffers["S_starts"]
+        key = (values.data_ptr(), starts.data_ptr(), values.device, dtype)
+        if self._known_S is not None and self._known_S[0] == key:
+            return self._known_S[1]
+        with torch.inference_mode(False):  # else no gradient could pass it later
+            S = torch.sparse_csr_tensor(
+                starts, self.S_columns, values.to(dtype), size=self.shape, check_invariants=False
+            )
+        self._known_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
+        return S
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be made again; a copy has memory of its own."""
+        return self.__dict__ | {"_known_S": None}
 
     @property
     def weight(self) -> Tensor:

@@ -213,6 +213,31 @@ def test_gradients_of_inputs_and_parts_are_those_of_the_dense_product(rows, rank
         torch.testing.assert_close(layer.S_values.grad, G.flatten()[slr.positions.long().sort().values])
 
 
+def test_a_layer_computes_with_the_entries_it_has_now():
+    slr, other = parts(24, 40, 3, 100), parts(24, 40, 3, 60, seed=1)
+    layer, x = SlrLinear.from_slr(slr), gaussian(2, 40)
+
+    def assert_is(layer, W, tolerance=1e-6):
+        assert distance(layer(x.to(layer.U.dtype)), x.double() @ W.mT) < tolerance
+
+    with torch.inference_mode():
+        assert_is(layer, dense(slr))
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.S_values.mul_(2)
+    twice = dense(slr) + torch.from_numpy(sparse(slr))
+    assert_is(layer, twice)
+    assert_is(copied, dense(slr))
+    copied.load_state_dict(layer.state_dict(), assign=True)
+    assert_is(copied, twice)
+    assert_is(copied.double(), twice, 1e-12)
+    layer.fill(other)
+    assert_is(layer, dense(other))
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert distance(x.grad, dense(other).sum(0).expand(2, -1)) < 1e-6
+
+
 def test_a_layer_made_of_trained_parts_computes_with_l_truncated_to_its_rank():
     L = gaussian(14, 3) @ gaussian(3, 9, seed=1)
     S = gaussian(14, 9, seed=2) * (gaussian(14, 9, seed=3) > 1)
