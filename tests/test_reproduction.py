@@ -4,17 +4,21 @@ import base64
 import json
 from copy import deepcopy
 from html.parser import HTMLParser
-from itertools import product
+from itertools import combinations, product
 
 import matplotlib.pyplot as plt
 import pytest
 
 from salaad.errors import UserError
+from salaad.harness import DEFAULT_TASKS
+from scripts.reproduction import trainings
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table, verdicts
+from scripts.reproduction.deployments import accuracies
 from scripts.reproduction.grid import SCALES
 from scripts.reproduction.page import html_table
 from scripts.reproduction.report import write_report
+from scripts.reproduction.tables import ablation_table, paper
 
 NANO = SCALES["nano"]
 BUDGETS = {1_400_000: 100.0, 1_200_000: 104.0, 900_000: 130.0}
@@ -411,3 +415,40 @@ def test_every_line_of_the_claims_table_has_as_many_cells(results):
 def test_a_table_keeps_its_sides():
     text = html_table("| name | value |\n| ---- | ----: |\n| **one** | 1.5 |")
     assert '<td class="name"><strong>one</strong></td><td class="number">1.5</td>' in text
+
+
+# The paper's numbers
+
+
+@pytest.mark.parametrize(
+    ("table", "scale", "runs"),
+    [
+        ("ablation350m", "350m", trainings.ablation_350m),
+        ("ablation350m_rho", "350m", trainings.ablation_rho_350m),
+        ("ablation130m", "130m", trainings.ablation_130m),
+        ("ablation130m_pairs", "130m", trainings.ablation_pairs_130m),
+    ],
+)
+def test_every_training_of_an_ablation_has_its_number_in_the_paper(table, scale, runs):
+    printed, mine = paper(table, SCALES[scale]), runs(SCALES[scale])
+    assert len(printed) == len(mine)
+    # Where the paper prints one setting twice, it trained it twice: the numbers differ by little.
+    for (one, a), (other, b) in combinations(zip(mine, printed, strict=True), 2):
+        if one == other:
+            assert abs(a[0] - b[0]) < 0.05 and a[2] == b[2]
+    # A larger ρ alone never has more parameters, as the paper says.
+    sizes = {tuple(dict(run.factors).values()): numbers[2] for run, numbers in zip(mine, printed, strict=True)}
+    for (alpha, beta, rho), size in sizes.items():
+        assert all(size >= other for (a, b, r), other in sizes.items() if (a, b) == (alpha, beta) and r > rho)
+
+
+def test_tables_hold_the_papers_numbers_beside_ours():
+    row = {"alpha": 1, "beta": 0.6, "rho": 1, "X": 20.0, "L+S": 21.0, "parameters": 3e6, "paper": [18.62, 18.43, 241]}
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in ablation_table([row], "beta").split("\n")
+    ]
+    assert dict(lines[2:])["paper PPL (X)"] == "18.62" and dict(lines[2:])["PPL (L+S)"] == "21.00"
+    scores = [{"variant": "X", "task": task, "acc": 0.25} for task in DEFAULT_TASKS]
+    shown = accuracies(scores, paper("downstream", SCALES["1b"])).split("\n")
+    assert [line.split("|")[1].strip() for line in shown[2:]] == ["X", "paper X", "paper L̃+S̃", "paper Vanilla"]
+    assert "25.0" in shown[2] and "71.0" in shown[3]

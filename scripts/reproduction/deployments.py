@@ -1,5 +1,6 @@
 """The paper's figures of what checkpoints deploy: the elastic curve, κ, HPA's cuts, robust PCA, downstream accuracy."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import at_budget, elastic, evaluation, post_hoc
+from scripts.reproduction.tables import paper
 
 
 def flexible(scale: Scale) -> Measured:
@@ -118,18 +120,29 @@ def downstream(scale: Scale) -> Measured:
     rows: list[dict[str, Any]] = []
     harness.check_tasks(list(harness.DEFAULT_TASKS), scale.task_data)
     kappa = at_budget(trainings.SALAAD, scale, scale.table_budget)["kappa"]
-    cut = f"{scale.table_budget}@{kappa:g}"
-    for run, names in ((trainings.SALAAD, ("X", cut)), (trainings.VANILLA, ("X",))):
+    for label, run in (("X", trainings.SALAAD), ("L̃+S̃", trainings.SALAAD), ("Vanilla", trainings.VANILLA)):
         deployment = evaluation(run.folder(scale), scale).deployment
         tokenizer = load_tokenizer(str(deployment.source.model))
-        for name in names:
-            budget = parse_budget(scale.table_budget, deployment.dense)
-            variant = Variant(name) if name == "X" else Variant(name, budget, kappa)
-            with deployment.opened(variant, getattr(torch, scale.dtype)) as opened:
-                scores = harness.evaluate_tasks(
-                    opened.model, tokenizer, list(harness.DEFAULT_TASKS), task_data=scale.task_data
-                )
-            label = "Vanilla" if run.method == "full_rank" else ("X" if name == "X" else f"L̃+S̃ ({cut})")
-            about = {"model": scale.name, "variant": label, "dtype": scale.dtype}
-            rows += [{**about, **asdict(score), "harness": harness.harness_version()} for score in scores]
-    return Measured(rows, {"zero-shot accuracy": accuracy_table(rows)})
+        budget = parse_budget(scale.table_budget, deployment.dense)
+        variant = Variant(label, budget, kappa) if label == "L̃+S̃" else Variant("X")
+        with deployment.opened(variant, getattr(torch, scale.dtype)) as opened:
+            scores = harness.evaluate_tasks(
+                opened.model,
+                tokenizer,
+                list(harness.DEFAULT_TASKS),
+                task_data=scale.task_data,
+                max_length=scale.max_length,
+            )
+        about = {"model": scale.name, "variant": label, "dtype": scale.dtype, "harness": harness.harness_version()}
+        rows += [{**about, **asdict(score)} for score in scores]
+    tables = {"accuracy in percent": accuracies(rows, paper("downstream", scale)), "in full": accuracy_table(rows)}
+    return Measured(rows, tables, notes=[f"L̃+S̃ has {millions(budget)} parameters, κ* = {kappa:g}"])
+
+
+def accuracies(rows: Sequence[dict[str, Any]], theirs: Mapping[str, Mapping[str, float]]) -> str:
+    """The paper's layout: a line a model, a column a task; the paper's own lines below, where it has any."""
+    tasks, found = list(harness.DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    lines = [(variant, *(f"{found[variant, task]:.1f}" for task in tasks)) for variant in variants]
+    lines += [(f"paper {variant}", *(f"{printed[task]:.1f}" for task in tasks)) for variant, printed in theirs.items()]
+    return markdown_table(("model", *tasks), lines)

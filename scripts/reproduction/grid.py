@@ -38,6 +38,8 @@ class Scale:
         table_budget: of L̃ + S̃ in Table 1.
         dtype: of the evaluations.
         tokens: validation tokens of an evaluation.
+        max_length: tokens of a row of a downstream task; those of the model unless given, which a small tokenizer's
+            longest choices exceed.
         task_data: folder of the downstream tasks; the hub unless given.
         other_text: a second validation file, on which Table 1 is measured too.
         asked: what was typed beside its name.
@@ -52,6 +54,7 @@ class Scale:
     table_budget: str = "0.64"
     dtype: str = "float32"
     tokens: str = "10M"
+    max_length: int | None = None
     task_data: Path | None = None
     other_text: Path | None = None
     asked: tuple[str, ...] = ()
@@ -99,8 +102,14 @@ def _flops_per_run(options: tuple[str, ...]) -> float:
 TEXT = ("--data.source=files", "--data.packing=true")
 WIKIPEDIA = Path("runs/wikipedia")
 SCALES = {
-    "nano": Scale("nano", seeds=(0, 1, 2)),
-    "micro": Scale("micro", text=WIKIPEDIA, options=(f"--data.tokenizer={WIKIPEDIA}-6400.model",), tokens="300K"),
+    "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
+    "micro": Scale(
+        "micro",
+        text=WIKIPEDIA,
+        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model",),
+        tokens="300K",
+        max_length=512,
+    ),
     "60m-wikipedia": Scale("60m-wikipedia", size="60m", text=WIKIPEDIA, options=("--train.steps=1400",)),
     "60m": Scale("60m", table_budget="44M", dtype="bfloat16"),
     "130m": Scale("130m", table_budget="97M", dtype="bfloat16"),

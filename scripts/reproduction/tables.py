@@ -1,6 +1,6 @@
 """The paper's tables, each as rows of plain values and as Markdown in the paper's own layout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -21,9 +21,10 @@ from scripts.reproduction.records import (
 )
 
 VARIANTS = ("X", "L+S", "L̃+S̃")
+PRINTED = ("paper final loss", "paper mean δ")
 
 
-def paper(table: str, scale: Scale) -> dict[str, Any]:
+def paper(table: str, scale: Scale) -> Any:
     """The paper's numbers of a table at this scale, or nothing where it has none."""
     return read_json(ROOT / "results" / "paper.json").get(table, {}).get(scale.name, {})
 
@@ -124,10 +125,11 @@ def bf16(scale: Scale) -> Measured:
     return Measured(rows, tables, notes=[provenance_note(rows, scale)])
 
 
-def ablation_rows(runs: Sequence[Run], scale: Scale) -> list[dict[str, Any]]:
+def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[str, Any]]:
     """One row a setting of ρ, Δα and Δβ, as factors on the scale's own, from what the runs themselves evaluated."""
+    theirs = paper(table, scale) or [None] * len(runs)
     rows = []
-    for run in runs:
+    for run, printed in zip(runs, theirs, strict=True):
         factors = dict(run.factors)
         X, structured = (summary(run, scale)["variants"][name] for name in ("X", "L+S"))
         rows.append(
@@ -140,6 +142,7 @@ def ablation_rows(runs: Sequence[Run], scale: Scale) -> list[dict[str, Any]]:
                 "parameters": structured["parameters"],
                 "rank_ratio": structured["rank_ratio"],
                 "density": structured["density"],
+                "paper": printed,  # X, L + S, millions of parameters
             }
         )
     return rows
@@ -153,12 +156,16 @@ def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
         ("PPL (L+S)", *(f"{row['L+S']:.2f}" for row in rows)),
         ("Prm (M)", *(f"{row['parameters'] / 1e6:.3f}" for row in rows)),
     ]
+    if rows[0]["paper"]:
+        columns = zip(*(row["paper"] for row in rows), strict=True)
+        names = ("paper PPL (X)", "paper PPL (L+S)", "paper Prm (M)")
+        lines += [(name, *(f"{value:g}" for value in column)) for name, column in zip(names, columns, strict=True)]
     return markdown_table((f"{symbol} ×", *(f"{row[key]:g}" for row in rows)), lines)
 
 
-def two_ablations(runs: Sequence[Run], betas: int, scale: Scale) -> Measured:
+def two_ablations(runs: Sequence[Run], betas: int, table: str, scale: Scale) -> Measured:
     """Δβ in the first so many runs, Δα in the others."""
-    rows = ablation_rows(runs, scale)
+    rows = ablation_rows(runs, table, scale)
     first, second = rows[:betas], rows[betas:]
     tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
     tables["Δα at the scale's own Δβ"] = ablation_table(second, "alpha")
@@ -168,17 +175,17 @@ def two_ablations(runs: Sequence[Run], betas: int, scale: Scale) -> Measured:
 
 def ablation_350m(scale: Scale) -> Measured:
     """The paper's ablation of Δβ and Δα at 350M."""
-    return two_ablations(trainings.ablation_350m(scale), len(trainings.BETAS_350M), scale)
+    return two_ablations(trainings.ablation_350m(scale), len(trainings.BETAS_350M), "ablation350m", scale)
 
 
 def ablation_130m(scale: Scale) -> Measured:
     """The paper's ablation of Δβ and Δα at 130M, over decades."""
-    return two_ablations(trainings.ablation_130m(scale), len(trainings.BETAS_130M), scale)
+    return two_ablations(trainings.ablation_130m(scale), len(trainings.BETAS_130M), "ablation130m", scale)
 
 
-def pairs(runs: Sequence[Run], scale: Scale) -> Measured:
+def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
     """ρ under every pair of (Δα, Δβ)."""
-    rows = ablation_rows(runs, scale)
+    rows = ablation_rows(runs, table, scale)
     lines = [
         (
             f"{row['alpha']:g}, {row['beta']:g}",
@@ -188,48 +195,59 @@ def pairs(runs: Sequence[Run], scale: Scale) -> Measured:
             f"{row['parameters'] / 1e6:.3f}",
             f"{row['rank_ratio']:.2f}",
             f"{row['density']:.2f}",
+            *(f"{value:g}" for value in row["paper"] or ()),
         )
         for row in rows
     ]
-    header = ("Δα ×, Δβ ×", "ρ ×", "PPL (X)", "PPL (L+S)", "Prm (M)", "rank ratio", "density")
+    header = ["Δα ×, Δβ ×", "ρ ×", "PPL (X)", "PPL (L+S)", "Prm (M)", "rank ratio", "density"]
+    header += ["paper PPL (X)", "paper PPL (L+S)", "paper Prm (M)"] if rows[0]["paper"] else []
     return Measured(rows, {"ρ under pairs": markdown_table(header, lines)}, notes=["factors; one seed"])
 
 
 def ablation_rho_350m(scale: Scale) -> Measured:
     """The paper's ablation of ρ at 350M."""
-    return pairs(trainings.ablation_rho_350m(scale), scale)
+    return pairs(trainings.ablation_rho_350m(scale), "ablation350m_rho", scale)
 
 
 def ablation_pairs_130m(scale: Scale) -> Measured:
     """The paper's grid of ρ, Δα and Δβ at 130M."""
-    return pairs(trainings.ablation_pairs_130m(scale), scale)
+    return pairs(trainings.ablation_pairs_130m(scale), "ablation130m_pairs", scale)
 
 
 def update_frequency(scale: Scale) -> Measured:
     """Final loss, δ, sizes, and the structure of some blocks at three K."""
+    theirs = paper("frequency", scale)
+    digits = {"loss": 3, "delta": 2, "X": 2, "L+S": 2}
     rows, lines, ends = [], [], {}
-    for run in trainings.FREQUENCIES:
+    for number, run in enumerate(trainings.FREQUENCIES):
         K = read_json(run.record(scale))["config"]["salaad"]["every"]
         mine = [{"K": K, "seed": seed, **_end(run.seeded(seed), scale)} for seed in scale.seeds]
         ends[K] = blocks_at_the_end(run, scale)
-        cells = [
-            shown(over_seeds(mine, key), digits) for key, digits in (("loss", 3), ("delta", 2), ("X", 2), ("L+S", 2))
-        ]
-        lines.append((K, *cells, millions(over_seeds(mine, "parameters")["mean"])))
+        cells = [shown(over_seeds(mine, key), digits[key]) for key in digits]
+        printed = [f"{theirs[key][number]:.2f}" for key in ("loss", "delta")] if theirs else []
+        lines.append((K, *cells, millions(over_seeds(mine, "parameters")["mean"]), *printed))
         rows += mine
-    sample = sorted(ends[rows[0]["K"]])[:: max(1, len(ends[rows[0]["K"]]) // 6)][:6]
-    stats = [
-        (
-            name.removeprefix("model."),
-            *(f"{ends[K][name]['rank_ratio']:.1%} / {1 - ends[K][name]['density']:.1%}" for K in ends),
-        )
-        for name in sample
-    ]
+    header = ["K/J", "final loss", "mean δ", "PPL (X)", "PPL (L+S)", "Prm", *(PRINTED if theirs else ())]
     tables = {
-        "K/J": markdown_table(("K/J", "final loss", "mean δ", "PPL (X)", "PPL (L+S)", "Prm"), lines),
-        "rank ratio / sparsity of some blocks, seed 0": markdown_table(("block", *(f"K/J = {K}" for K in ends)), stats),
+        "K/J": markdown_table(header, lines),
+        "rank ratio / sparsity of some blocks in percent, seed 0": block_statistics(ends, theirs),
     }
     return Measured(rows, tables, notes=[seeds_note(scale)])
+
+
+def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str, Any]) -> str:
+    """Rank ratio and sparsity of the blocks that the paper shows, else of a few, at every K."""
+    known = list(next(iter(ends.values())))
+    names = list(theirs["blocks"]) if theirs else known[:: -(-len(known) // 6)]
+    lines = []
+    for name in names:
+        last = [ends[K][name] for K in ends]
+        cells = [f"{100 * row['rank_ratio']:.1f} / {100 * (1 - row['density']):.1f}" for row in last]
+        printed = theirs["blocks"][name] if theirs else ()
+        cells += [f"{rank} / {sparsity}" for rank, sparsity in zip(printed[::2], printed[1::2], strict=True)]
+        lines.append((name.removeprefix("model."), *cells))
+    header = [f"{whose}K/J = {K}" for whose in ("", "paper ")[: 2 if theirs else 1] for K in ends]
+    return markdown_table(("block", *header), lines)
 
 
 def _end(run: Run, scale: Scale) -> dict[str, float]:
