@@ -106,7 +106,7 @@ SCALES = {
     "micro": Scale(
         "micro",
         text=WIKIPEDIA,
-        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model",),
+        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000"),
         tokens="300K",
         max_length=512,
     ),
