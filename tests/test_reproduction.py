@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from copy import deepcopy
 from html.parser import HTMLParser
 from itertools import combinations, product
@@ -15,6 +16,7 @@ from scripts.reproduction import trainings
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table, verdicts
 from scripts.reproduction.deployments import accuracies
+from scripts.reproduction.experiments import told
 from scripts.reproduction.grid import SCALES
 from scripts.reproduction.page import html_table
 from scripts.reproduction.report import write_report
@@ -137,11 +139,11 @@ def rows() -> dict[str, list[dict]]:
 def judged(tmp_path):
     """Item → rows, written as results, to claim → verdict."""
 
-    def judge(rows: dict[str, list[dict]]) -> dict:
+    def judge(rows: dict[str, list[dict]], notes: dict[str, list[str]] | None = None) -> dict:
         for old in tmp_path.glob("*.json"):
             old.unlink()
         for item, mine in rows.items():
-            (tmp_path / f"{item}.json").write_text(json.dumps({"rows": mine}))
+            (tmp_path / f"{item}.json").write_text(json.dumps({"rows": mine, "notes": (notes or {}).get(item, [])}))
         return {claim.judge.__name__: found for claim, found in verdicts(NANO, tmp_path)}
 
     return judge
@@ -260,6 +262,16 @@ def test_where_nothing_is_removed_no_kappa_is_best(rows, judged):
     for budget in BUDGETS:
         change("kappa", "parameters", 0.9e6, budget=budget)(rows)
     assert judged(rows)["kappa"].agrees is None
+
+
+def test_an_experiment_tells_why_beside_the_verdict(rows, judged):
+    away = [{"share": share, "kappa": kappa} for share, kappa in ((0.2, 0.3), (0.5, 0.5), (0.8, 0.7))]
+    note = told(away)
+    assert re.search(r"is 1\.00, the slope 0\.67, κ\* minus the share -?0\.00 ± 0\.08$", note)
+    before = judged(rows)["kappa"]
+    found = judged({**rows, "kappa_share": []}, notes={"kappa_share": [note]})["kappa"]
+    assert found.agrees == before.agrees and found.note == f"{before.note}; {note}"
+    assert "all alike" in told([{"share": 0.5, "kappa": 0.5}, {"share": 0.6, "kappa": 0.5}])
 
 
 def test_rows_of_another_kind_are_refused_in_a_sentence(rows, judged):

@@ -1,6 +1,6 @@
 """Every table and figure of the paper, in its order."""
 
-from scripts.reproduction import curves, deployments, tables, trainings
+from scripts.reproduction import curves, deployments, experiments, tables, trainings
 from scripts.reproduction.items import Item
 
 ITEMS = (
@@ -29,4 +29,5 @@ ITEMS = (
     Item("ablation130m", "Δβ and Δα over decades", "appendix", trainings.ablation_130m, tables.ablation_130m),
     Item("ablation130m_pairs", "ρ, Δα and Δβ", "appendix", trainings.ablation_pairs_130m, curves.ablation_pairs),
     Item("frequency", "ADMM update frequency K/J", "appendix", trainings.update_frequency, curves.update_frequency),
+    Item("kappa_share", "Why κ* is where it is", "beyond the paper", trainings.kappa_share, experiments.kappa_share),
 )

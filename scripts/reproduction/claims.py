@@ -1,7 +1,7 @@
 """The ten claims of the paper: what each says, by what it is judged, the paper's numbers, and ours."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from salaad.errors import UserError
@@ -24,6 +24,7 @@ class Claim:
         measure: what is computed, and when that agrees.
         paper: the paper's value.
         items: names of those it is judged from.
+        beside: names of experiments that say why; the note tells of those that are there.
         judge: from their results to a verdict.
     """
 
@@ -34,19 +35,23 @@ class Claim:
     paper: str
     items: tuple[str, ...]
     judge: Judge
+    beside: tuple[str, ...] = ()
 
     def verdict(self, folder: Path, scale: Scale) -> Verdict:
         """Judged from the results in a folder."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
             return Verdict("–", None, f"not measured yet: {scale.command(*missing)}")
-        results = {name: read_json(folder / f"{name}.json") for name in self.items}
+        there = [name for name in self.beside if (folder / f"{name}.json").exists()]
+        results = {name: read_json(folder / f"{name}.json") for name in (*self.items, *there)}
         try:
-            return self.judge(results)
+            found = self.judge(results)
         except (KeyError, StopIteration) as error:
             files = " or ".join(f"{name}.json" for name in self.items)
             told = f"{folder} holds a {files} without what the claim {self.name!r} needs ({error!r})"
             raise UserError(f"{told}; delete it and run its command again") from error
+        why = [note for name in there for note in results[name]["notes"]]
+        return replace(found, note="; ".join(filter(None, [found.note, *why])))
 
 
 CLAIMS = (
@@ -77,6 +82,7 @@ CLAIMS = (
         "0.55 to 0.8 over sizes and budgets (Table 1 0.6 to 0.8; with the embedding 0.55 to 0.8)",
         ("kappa",),
         judges.kappa,
+        beside=("kappa_share",),
     ),
     Claim(
         "The embedding is benign",

@@ -20,13 +20,14 @@ from salaad.metrics import read_lines
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.overviews import deployment_overview, pretraining_overview
 from scripts.reproduction.palette import COLORS, OTHERS
-from scripts.reproduction.scatter import ablation
+from scripts.reproduction.scatter import ablation, kappa_share
 
 __all__ = [
     "ablation",
     "deployment_overview",
     "embedding",
     "hpa_blocks",
+    "kappa_share",
     "learning_dynamics",
     "lm_head",
     "pretraining_overview",

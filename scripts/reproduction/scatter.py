@@ -1,4 +1,4 @@
-"""The picture of the ablations: three settings, two perplexities and a size in one plane."""
+"""Pictures of many trainings at once: three settings, two perplexities and a size in one plane; κ* over structure."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
 from salaad.figures import dress, save
+from scripts.reproduction.palette import OTHERS
 
 MARKERS = "os^DvPX*<>hp"
 REACH = 1.4  # a setting that is worse than the best by more than this would flatten all others
@@ -47,6 +48,25 @@ def ablation(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             plain = {"color": "0.5", "linestyle": "none", "marker": "o", "markersize": 9}
             entries.append(Line2D([], [], **plain | {key: look}, label=f"{factor:g}"))
     figure.legend(handles=entries, loc="outside right upper", frameon=False)
+    save(figure, path)
+
+
+def kappa_share(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """κ* over the share of L in L + S, one mark per training and size; on the dashed line the two are the same.
+
+    Args:
+        rows: with `share`, `kappa`, and `kept`, the part of L + S that is left.
+        path: the PNG to write.
+    """
+    figure, panel = plt.subplots(figsize=(5.6, 4.8), layout="constrained")
+    for kept, color, marker in zip(sorted({row["kept"] for row in rows}, reverse=True), OTHERS, MARKERS, strict=False):
+        mine = [row for row in rows if row["kept"] == kept]
+        label = f"{kept:.0%} of L + S kept"
+        points = ([row["share"] for row in mine], [row["kappa"] for row in mine])
+        panel.plot(*points, marker, color=color, alpha=0.7, markersize=8, markeredgecolor="white", label=label)
+    panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", zorder=0)
+    panel.set(xlabel="share of L in the parameters of L + S", ylabel="κ*", xlim=(0, 1), ylim=(0, 1))
+    dress(panel, legend=True)
     save(figure, path)
 
 

@@ -78,6 +78,12 @@ def lm_head(scale: Scale) -> list[Run]:
     return seeded(scale, *HEADS, *EMBEDDINGS)
 
 
+def kappa_share(scale: Scale) -> list[Run]:
+    """Trainings whose L + S is made of more or less L, out of the ablations."""
+    extremes = [scaled(beta=factor) for factor in (BETAS_130M[0], BETAS_130M[-1])]
+    return list(dict.fromkeys([*ablation_350m(scale), *extremes]))
+
+
 def one_of_each(scale: Scale) -> list[Run]:
     """A vanilla and a SALAAD run."""
     return [VANILLA, SALAAD]
