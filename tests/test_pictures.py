@@ -285,6 +285,17 @@ def test_ablation_draws_every_setting_in_its_color_marker_and_size(tmp_path, dra
     assert looks_drawn(tmp_path / "it.png")
 
 
+def test_kappa_share_draws_every_cell(tmp_path, drawn):
+    rows = [{"share": 0.1 * i, "kappa": 0.05 * i, "kept": kept} for i in range(1, 8) for kept in (0.8, 0.65)]
+    pictures.kappa_share(rows, tmp_path / "it.png")
+    (panel,) = drawn[0].axes
+    *cells, diagonal = panel.lines
+    points = [(*point, line.get_label()[:2]) for line in cells for point in zip(*line.get_data(), strict=True)]
+    assert sorted(points) == sorted((row["share"], row["kappa"], f"{row['kept']:.0%}"[:2]) for row in rows)
+    assert [list(data) for data in diagonal.get_data()] == [[0, 1], [0, 1]]
+    assert looks_drawn(tmp_path / "it.png")
+
+
 @pytest.mark.parametrize("draw", [pictures.pretraining_overview, pictures.deployment_overview])
 def test_no_text_of_an_overview_leaves_the_picture_or_lies_on_another(draw, tmp_path, drawn):
     draw(tmp_path / "it.png")
