@@ -58,7 +58,7 @@ def kappa_share(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         rows: with `share`, `kappa`, and `kept`, the part of L + S that is left.
         path: the PNG to write.
     """
-    figure, panel = plt.subplots(figsize=(5.6, 4.8), layout="constrained")
+    figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     for kept, color, marker in zip(sorted({row["kept"] for row in rows}, reverse=True), OTHERS, MARKERS, strict=False):
         mine = [row for row in rows if row["kept"] == kept]
         label = f"{kept:.0%} of L + S kept"
