@@ -244,6 +244,9 @@ def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
     assert "100.75 ± 0.25 for 101.00 ± 1.00 of X" in found["central"].value
     assert "88.9 % of its parameters" in found["central"].value
     assert "below at 6 of 6" in found["elastic"].value
+    assert (
+        "the cut alone costs SALAAD +0.8 % to +0.8 % of its X and vanilla +21.0 % to +262.9 %" in found["elastic"].note
+    )
     assert "κ* from 0.6 to 0.6" in found["kappa"].value
     assert "1.40 M for 1.60 M" in found["embedding"].value
     assert "+0.100 from the smaller to the larger ρ, +0.020" in found["lm_head"].value

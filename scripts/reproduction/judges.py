@@ -61,10 +61,14 @@ def elastic(results: Results) -> Verdict:
     """SALAAD and vanilla + RPCA at every budget and seed, by the paper's cut and by the best that can be had."""
     rows = results["flexible"]["rows"]
     curves: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
+    whole: dict[int, tuple[float, float]] = {}
     for seed in _distinct(rows, "seed"):
         mine, other = (
             ways([row for row in rows if row["label"] == label and row["seed"] == seed])
             for label in ("SALAAD", "vanilla + RPCA")
+        )
+        whole[seed] = tuple(
+            _of(rows, label=label, seed=seed, variant="X")["perplexity"] for label in ("SALAAD", "vanilla + RPCA")
         )
         for way in mine:
             pairs = zip(mine[way], other[way], strict=True)
@@ -81,9 +85,11 @@ def elastic(results: Results) -> Verdict:
         "below vanilla + RPCA by energy, refined, at every budget": below["fair"] == len(fair),
         "smoother than vanilla + RPCA by HPA": _below(*steps),
     }
-    return verdict(
-        value, parts, f"largest step between budgets by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}"
-    )
+    costs = [[_finite(pair[side] / whole[key[0]][side] - 1) for key, pair in fair.items()] for side in (0, 1)]
+    told = f"largest step between budgets by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}; by energy, refined, "
+    told += f"the cut alone costs SALAAD {_signed(min(costs[0]))} to {_signed(max(costs[0]))} of its X and vanilla "
+    told += f"{_signed(min(costs[1]))} to {_signed(max(costs[1]))} of its own; SALAAD's X stands {_gaps(whole)} from it"
+    return verdict(value, parts, told)
 
 
 def kappa(results: Results) -> Verdict:
