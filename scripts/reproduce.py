@@ -29,7 +29,7 @@ from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
-from scripts.reproduction.grid import ROOT, SCALES, Run, Scale, train
+from scripts.reproduction.grid import ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
 
@@ -46,7 +46,7 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
     """One row an item: what it is, what it takes, whether it is there."""
     rows = []
     for item in items:
-        runs = list(dict.fromkeys(item.runs(scale)))
+        runs = distinct(item.runs(scale), scale)
         left = [run for run in runs if not run.done(scale)]
         rows.append(
             {
@@ -124,7 +124,7 @@ def main() -> None:
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
-    runs = list(dict.fromkeys(run for item in items for run in item.runs(scale)))
+    runs = distinct((run for item in items for run in item.runs(scale)), scale)
     if options.launcher == "print":
         left = [run for run in runs if not run.done(scale)]
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in left))

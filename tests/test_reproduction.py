@@ -16,8 +16,8 @@ from scripts.reproduction import trainings
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table, verdicts
 from scripts.reproduction.deployments import accuracies
-from scripts.reproduction.experiments import told
-from scripts.reproduction.grid import SCALES
+from scripts.reproduction.experiments import embedding_told, kappa_told
+from scripts.reproduction.grid import SCALES, distinct
 from scripts.reproduction.page import html_table
 from scripts.reproduction.report import write_report
 from scripts.reproduction.tables import ablation_table, paper
@@ -269,12 +269,26 @@ def test_where_nothing_is_removed_no_kappa_is_best(rows, judged):
 
 def test_an_experiment_tells_why_beside_the_verdict(rows, judged):
     away = [{"share": share, "kappa": kappa} for share, kappa in ((0.2, 0.3), (0.5, 0.5), (0.8, 0.7))]
-    note = told(away)
+    note = kappa_told(away)
     assert re.search(r"is 1\.00, the slope 0\.67, κ\* minus the share -?0\.00 ± 0\.08$", note)
     before = judged(rows)["kappa"]
     found = judged({**rows, "kappa_share": []}, notes={"kappa_share": [note]})["kappa"]
     assert found.agrees == before.agrees and found.note == f"{before.note}; {note}"
-    assert "all alike" in told([{"share": 0.5, "kappa": 0.5}, {"share": 0.6, "kappa": 0.5}])
+    assert "all alike" in kappa_told([{"share": 0.5, "kappa": 0.5}, {"share": 0.6, "kappa": 0.5}])
+
+
+def test_the_embeddings_experiment_names_every_setting_and_its_cost():
+    row = {"setting": "as in Table 1", "rank_ratio": 0.6, "density": 0.5, "X": 100.0}
+    row |= {"others_rank_ratio": 0.2, "others_density": 0.3}
+    said = embedding_told([row, row | {"setting": "ρ × 10", "rank_ratio": 0.25, "X": 104.0}])
+    assert "0.60 and 0.50 as in Table 1 (the other blocks 0.20 and 0.30)" in said
+    assert said.endswith("ρ × 10: 0.25 and 0.50 for +4.0% of X")
+
+
+def test_the_same_training_asked_for_in_two_ways_is_one():
+    same = [trainings.SALAAD, trainings.scaled(1, 1, 1), trainings.WITH_EMBEDDING]  # nano includes the embedding
+    assert distinct([*same, trainings.VANILLA], NANO) == [trainings.SALAAD, trainings.VANILLA]
+    assert len(distinct(same, SCALES["350m"])) == 2
 
 
 def test_rows_of_another_kind_are_refused_in_a_sentence(rows, judged):

@@ -29,5 +29,12 @@ ITEMS = (
     Item("ablation130m", "Δβ and Δα over decades", "appendix", trainings.ablation_130m, tables.ablation_130m),
     Item("ablation130m_pairs", "ρ, Δα and Δβ", "appendix", trainings.ablation_pairs_130m, curves.ablation_pairs),
     Item("frequency", "ADMM update frequency K/J", "appendix", trainings.update_frequency, curves.update_frequency),
+    Item(
+        "embedding_why",
+        "What gives the embedding a structure",
+        "beyond the paper",
+        lambda scale: list(trainings.embedding_why(scale).values()),
+        experiments.embedding_why,
+    ),
     Item("kappa_share", "Why κ* is where it is", "beyond the paper", trainings.kappa_share, experiments.kappa_share),
 )

@@ -94,6 +94,7 @@ CLAIMS = (
         "231 M for 276 M; at 350M rank ratio 0.21, density 0.12",
         ("embedding",),
         judges.embedding,
+        beside=("embedding_why",),
     ),
     Claim(
         "The LM head is not",

@@ -1,5 +1,6 @@
 """Experiments beyond the paper's, which ask why a claim does or does not hold at a scale."""
 
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from salaad.tables import markdown_table, millions
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import KAPPAS, evaluation
+from scripts.reproduction.records import KAPPAS, blocks_at_the_end, evaluation, summary
 
 KEPT = (0.8, 0.65)  # of the parameters of L + S inside the blocks
 
@@ -49,10 +50,56 @@ def kappa_share(scale: Scale) -> Measured:
     header = ("training", "L + S", "share of L", "of it kept", "κ*", "PPL")
     pictures.kappa_share(rows, scale.results / "kappa_share.png")
     picture = {"κ* over the share of L in L + S": "kappa_share.png"}
-    return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture, [told(rows)])
+    return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture, [kappa_told(rows)])
 
 
-def told(rows: list[dict[str, Any]]) -> str:
+def embedding_why(scale: Scale) -> Measured:
+    """The embedding's structure, and what it costs, under settings stronger than those of Table 1."""
+    rows = []
+    for setting, run in trainings.embedding_why(scale).items():
+        ends = blocks_at_the_end(run, scale)
+        [own] = [row for name, row in ends.items() if name.endswith("embed_tokens")]
+        others = [row for row in ends.values() if row is not own]
+        variants = summary(run, scale)["variants"]
+        rows.append(
+            {
+                "setting": setting,
+                "run": run.name(scale),
+                **{key: own[key] for key in ("rank_ratio", "density")},
+                **{f"others_{key}": fmean(row[key] for row in others) for key in ("rank_ratio", "density")},
+                **{name: variants[name]["perplexity"] for name in ("X", "L+S")},
+                "parameters": variants["L+S"]["parameters"],
+            }
+        )
+    lines = [
+        (
+            row["setting"],
+            *(f"{row[key]:.2f}" for key in ("rank_ratio", "density", "others_rank_ratio", "others_density")),
+            *(f"{row[key]:.2f}" for key in ("X", "L+S")),
+            millions(row["parameters"]),
+        )
+        for row in rows
+    ]
+    header = ("setting", "its rank ratio", "its density", "others' rank", "density", "PPL (X)", "PPL (L+S)", "L + S")
+    table = {"the embedding under stronger settings": markdown_table(header, lines)}
+    return Measured(rows, table, notes=[embedding_told(rows)])
+
+
+def embedding_told(rows: list[dict[str, Any]]) -> str:
+    """What every setting makes of the embedding, and what it costs, in a sentence."""
+    first, *others = rows
+    parts = [
+        f"{row['setting']}: {row['rank_ratio']:.2f} and {row['density']:.2f} for {row['X'] / first['X'] - 1:+.1%} of X"
+        for row in others
+    ]
+    return (
+        f"rank ratio and density of the embedding, {first['rank_ratio']:.2f} and {first['density']:.2f} as in Table 1 "
+        f"(the other blocks {first['others_rank_ratio']:.2f} and {first['others_density']:.2f}), become with "
+        + "; ".join(parts)
+    )
+
+
+def kappa_told(rows: list[dict[str, Any]]) -> str:
     """How κ* goes with the share of L, in a sentence."""
     shares, kappas = (np.array([row[key] for row in rows]) for key in ("share", "kappa"))
     if len(set(shares.tolist())) < 2 or len(set(kappas.tolist())) < 2:

@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from salaad.report import save_result
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {
     "salaad.rho_constant": "rho",
+    "salaad.rho": "absolute",
     "salaad.delta_alpha": "da",
     "salaad.delta_beta": "db",
     "salaad.every": "k",
@@ -184,6 +186,14 @@ class Run:
     def flops(self, scale: Scale) -> float:
         """Floating-point operations of its forward and backward passes."""
         return _flops_per_run(tuple(scale.command_options))
+
+
+def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:
+    """Each training once, in order: what is the same at this scale may be asked for in several ways."""
+    named: dict[str, Run] = {}
+    for run in runs:
+        named.setdefault(run.name(scale), run)
+    return list(named.values())
 
 
 def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from salaad.files import read_json, write_json
 from salaad.run import provenance
-from scripts.reproduction.grid import Run, Scale
+from scripts.reproduction.grid import Run, Scale, distinct
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Item:
         measured = self.measure(scale)
         about = {"item": self.name, "title": self.title, "section": self.section, "scale": scale.name}
         about |= {"command": self.command(scale), "hub": self.hub, **provenance()}
-        trained = [trained_by(run, scale) for run in dict.fromkeys(self.runs(scale))]
+        trained = [trained_by(run, scale) for run in distinct(self.runs(scale), scale)]
         kept = {**about, "trainings": trained, **asdict(measured)}
         write_json(kept, self.result(scale))
         return kept

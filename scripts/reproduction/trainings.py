@@ -1,8 +1,11 @@
 """Which trainings every item of the paper needs; its grids of ρ, Δα and Δβ as factors on a scale's own settings."""
 
+from dataclasses import replace
 from itertools import product
 
-from scripts.reproduction.grid import Run, Scale
+from salaad.models import describe_model, outline
+from salaad.roles import find_blocks
+from scripts.reproduction.grid import Run, Scale, distinct
 
 RHO, ALPHA, BETA, K = "salaad.rho_constant", "salaad.delta_alpha", "salaad.delta_beta", "salaad.every"
 # The paper's settings over those it calls its own: 350M Δα 0.2, Δβ 0.005, ρ 5e-8; 130M Δα 0.5, Δβ 0.005, ρ 1e-7.
@@ -81,7 +84,25 @@ def lm_head(scale: Scale) -> list[Run]:
 def kappa_share(scale: Scale) -> list[Run]:
     """Trainings whose L + S is made of more or less L, out of the ablations."""
     extremes = [scaled(beta=factor) for factor in (BETAS_130M[0], BETAS_130M[-1])]
-    return list(dict.fromkeys([*ablation_350m(scale), *extremes]))
+    return distinct([*ablation_350m(scale), *extremes], scale)
+
+
+def embedding_why(scale: Scale) -> dict[str, Run]:
+    """What might give the embedding a structure where the settings of Table 1 do not.
+
+    One ρ for all blocks is what eq. 5 gives a square block of the model's width.
+    """
+    config = scale.config
+    blocks = len(find_blocks(outline(describe_model(config.model, config.data.sequence_length)), config.salaad))
+    absolute = config.salaad.rho_constant / (blocks * config.model.hidden_size)
+    return {
+        "as in Table 1": WITH_EMBEDDING,
+        "five times the updates": replace(WITH_EMBEDDING, factors=((K, 0.2),)),
+        "one ρ for all blocks": Run(settings=(*WITH_EMBEDDING.settings, ("salaad.rho", f"{absolute:.3g}"))),
+        "ρ × 10": replace(WITH_EMBEDDING, factors=((RHO, 10),)),
+        "Δβ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10),)),
+        "Δβ × 10, ρ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10), (RHO, 10))),
+    }
 
 
 def one_of_each(scale: Scale) -> list[Run]:
