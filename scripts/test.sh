@@ -4,5 +4,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" requirements.txt tests/requirements.txt
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-# One thread per process: several small processes share the cores.
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest "$@"
+# Two tests side by side, and one thread per process: several small processes share the cores.
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
