@@ -146,10 +146,14 @@ def asked_scale(options: argparse.Namespace) -> Scale:
     """The scale, and where its texts lie.
 
     Raises:
-        UserError: its text is not there, or it has another than C4.
+        UserError: a text or folder is not there, or --c4 is given to a scale with another text.
     """
     scale = SCALES[options.scale]
     places = {"c4": options.c4, "other-text": options.other_text, "task-data": options.task_data}
+    if options.other_text and not options.other_text.is_file():
+        raise UserError(f"--other-text {options.other_text} is no file (here is {Path.cwd()}); give an existing one")
+    if options.task_data and not options.task_data.is_dir():
+        raise UserError(f"--task-data {options.task_data} is no folder (here is {Path.cwd()}); give an existing one")
     asked = tuple(word for name, place in places.items() if place for word in (f"--{name}", str(place)))
     scale = replace(scale, task_data=options.task_data, other_text=options.other_text, asked=asked)
     if options.c4:

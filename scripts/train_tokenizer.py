@@ -23,14 +23,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write, ending in .model")
     parser.add_argument("--characters", type=int, default=12_000_000, help="of text, evenly from all files")
     options = parser.parse_args()
+    for name in ("vocab_size", "characters"):
+        if getattr(options, name) < 1:
+            told = f"--{name.replace('_', '-')} is {getattr(options, name)}, but the least is 1"
+            raise UserError(f"{told}; give 1 or more")
     if options.output.suffix != ".model":
         raise UserError(f"--output is {options.output}, but a tokenizer is opened by its ending; end it in .model")
     if options.output.exists():
         raise UserError(f"{options.output} is there already; give another --output, or remove it")
     files = expand(options.files)
     model = train_tokenizer(sentences(files, options.characters // len(files)), options.vocab_size)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_bytes(model)
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_bytes(model)
+    except OSError as error:
+        raise UserError(f"--output {options.output} cannot be written ({error}); give a file you can write") from None
     print(f"Use it with --data.tokenizer {options.output} --model.vocab_size {options.vocab_size}")
 
 

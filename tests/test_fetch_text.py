@@ -76,6 +76,21 @@ def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
         ((path, 380), "is there already"),
         ((tmp_path / "other.json", 380), "end it in .model"),
         ((tmp_path / "other.model", 31000), "or more text"),
+        ((tmp_path / "other.model", 0), "--vocab-size is 0, but the least is 1"),
+        ((path / "inside.model", 380), "cannot be written"),
     ):
         refused = script("train_tokenizer.py", f"{fetched}/train-*", "--output", options[0], "--vocab-size", options[1])
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--other-text", "nowhere.jsonl"), "--other-text nowhere.jsonl is no file"),
+        (("--task-data", "nowhere"), "--task-data nowhere is no folder"),
+        (("--c4", "nowhere"), "nano has a text of its own"),
+    ],
+)
+def test_a_place_that_is_not_there_is_said_before_anything_is_trained(options, said):
+    refused = script("reproduce.py", "--scale", "nano", "table1", *options)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr
