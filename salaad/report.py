@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -15,9 +16,10 @@ from salaad.tables import markdown_table, megabytes, millions
 
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
-    """Perplexities and parameters at the last step, mean rank ratio and density, speed, and where the time went.
+    """Where a run ended: perplexities, parameters, mean rank ratio and density, every block; speed and time by phase.
 
-    `after_last_line` is the wall time by phase that no line of metrics.jsonl holds.
+    Its `final_loss` is the mean over the last twentieth of the lines of metrics.jsonl. `after_last_line` is the wall
+    time by phase that no line of it holds.
     """
     metrics = read_lines(folder / "metrics.jsonl")
     last = metrics[-1]
@@ -28,11 +30,19 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
         "step": last["step"],
         "tokens": last["tokens"],
         "positions": last["positions"],
+        "final_loss": _mean_loss(metrics[-max(1, len(metrics) // 20) :]),
         "variants": {row["variant"]: row for row in evaluations},
+        "blocks": {row.pop("block"): row for row in read_lines(folder / "blocks.jsonl")},
         "tokens_per_second": sum(r["tokens_per_second"] * t for r, t in zip(metrics, active, strict=True))
         / sum(active),
         "seconds": seconds,
     }
+
+
+def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of the lines that have one: where every step was skipped, a line has none."""
+    losses = [line["loss"] for line in lines if line["loss"] is not None]
+    return fmean(losses) if losses else None
 
 
 def summarize(folder: Path, after_last_line: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ from salaad.tables import markdown_table, millions
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import KAPPAS, blocks_at_the_end, evaluation, summary
+from scripts.reproduction.records import KAPPAS, evaluation, summary
 
 KEPT = (0.8, 0.65)  # of the parameters of L + S inside the blocks
 
@@ -57,10 +57,10 @@ def embedding_why(scale: Scale) -> Measured:
     """The embedding's structure, and what it costs, under settings stronger than those of Table 1."""
     rows = []
     for setting, run in trainings.embedding_why(scale).items():
-        ends = blocks_at_the_end(run, scale)
+        ended = summary(run, scale)
+        ends, variants = ended["blocks"], ended["variants"]
         [own] = [row for name, row in ends.items() if name.endswith("embed_tokens")]
         others = [row for row in ends.values() if row is not own]
-        variants = summary(run, scale)["variants"]
         rows.append(
             {
                 "setting": setting,

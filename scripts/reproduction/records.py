@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from salaad.decomposition import PostHoc
 from salaad.deployment import Deployment
 from salaad.evaluation import VariantEvaluation
 from salaad.files import read_json
-from salaad.metrics import read_lines
 from salaad.sources import open_source
 from salaad.sweep import best, by_energy, grid
 from salaad.variants import Variant, parse_budget, parse_count
@@ -75,17 +73,6 @@ def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[s
 def summary(run: Run, scale: Scale) -> dict[str, Any]:
     """Its summary.json, as it was recorded."""
     return read_json(run.record(scale))["summary"]
-
-
-def final_loss(run: Run, scale: Scale, share: float = 0.05) -> float:
-    """Mean training loss over the last part of the steps."""
-    rows = read_lines(run.folder(scale) / "metrics.jsonl")
-    return fmean(row["loss"] for row in rows[-max(1, round(share * len(rows))) :])
-
-
-def blocks_at_the_end(run: Run, scale: Scale) -> dict[str, dict[str, Any]]:
-    """Block → its last line of blocks.jsonl."""
-    return {row["block"]: row for row in read_lines(run.folder(scale) / "blocks.jsonl")}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from scripts.reproduction.grid import ROOT, Run, Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import (
     at_budget,
-    blocks_at_the_end,
-    final_loss,
     on_other_text,
     perplexity,
     shown,
@@ -98,7 +96,7 @@ def embedding(scale: Scale) -> Measured:
         ("without the embedding", trainings.WITHOUT_EMBEDDING),
     ):
         mine = [{**row, "blocks": label} for row in trained(run, scale, VARIANTS)]
-        ends = [blocks_at_the_end(run.seeded(seed), scale) for seed in scale.seeds]
+        ends = [summary(run.seeded(seed), scale)["blocks"] for seed in scale.seeds]
         structure = [row for end in ends for name, row in end.items() if "embed" in name]
         for key in ("rank_ratio", "density") if structure else ():
             mine[1][f"embedding_{key}"] = spread([row[key] for row in structure])
@@ -222,7 +220,7 @@ def update_frequency(scale: Scale) -> Measured:
     for number, run in enumerate(trainings.FREQUENCIES):
         K = read_json(run.record(scale))["config"]["salaad"]["every"]
         mine = [{"K": K, "seed": seed, **_end(run.seeded(seed), scale)} for seed in scale.seeds]
-        ends[K] = blocks_at_the_end(run, scale)
+        ends[K] = summary(run, scale)["blocks"]
         cells = [shown(over_seeds(mine, key), digits[key]) for key in digits]
         printed = [f"{theirs[key][number]:.2f}" for key in ("loss", "delta")] if theirs else []
         lines.append((K, *cells, millions(over_seeds(mine, "parameters")["mean"]), *printed))
@@ -252,11 +250,12 @@ def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str,
 
 def _end(run: Run, scale: Scale) -> dict[str, float]:
     """Where a training ended: loss, mean δ over the blocks, perplexities, structure and size of L + S."""
-    variants = summary(run, scale)["variants"]
+    ended = summary(run, scale)
+    variants = ended["variants"]
     structured = {key: variants["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
     perplexities = {name: variants[name]["perplexity"] for name in ("X", "L+S")}
-    delta = fmean(row["delta"] for row in blocks_at_the_end(run, scale).values())
-    return {"loss": final_loss(run, scale), "delta": delta, **perplexities, **structured}
+    delta = fmean(row["delta"] for row in ended["blocks"].values())
+    return {"loss": ended["final_loss"], "delta": delta, **perplexities, **structured}
 
 
 def lm_head(scale: Scale) -> Measured:
@@ -269,7 +268,7 @@ def lm_head(scale: Scale) -> Measured:
         for run, rho in zip(runs, trainings.HEAD_RHOS, strict=True):
             mine = []
             for seed in scale.seeds:
-                ends = blocks_at_the_end(run.seeded(seed), scale)
+                ends = summary(run.seeded(seed), scale)["blocks"]
                 block = next(row for name, row in ends.items() if name.endswith(end))
                 own = {key: block[key] for key in ("rank_ratio", "density")}
                 mine.append({"block": label, "rho": rho, "seed": seed, **_end(run.seeded(seed), scale), **own})
