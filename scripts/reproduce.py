@@ -2,7 +2,8 @@
 
     python scripts/reproduce.py --scale nano --list          every item, its trainings, its cost, and what is there
     python scripts/reproduce.py --scale nano table1          train what is missing, measure, keep the result
-    python scripts/reproduce.py --scale nano all             everything, two trainings side by side
+    python scripts/reproduce.py --scale nano table1 --again  the same once more, whatever result and records are kept
+    python scripts/reproduce.py --scale nano all --jobs 2    everything, two trainings side by side
     python scripts/reproduce.py --scale 60m --c4 FOLDER table1   C4 as scripts/fetch_c4.py brought it, without network
     python scripts/reproduce.py --scale 350m all --launcher print     the commands, for a cluster
 
@@ -47,7 +48,7 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
     rows = []
     for item in items:
         runs = distinct(item.runs(scale), scale)
-        left = [run for run in runs if not run.done(scale)]
+        left = [] if item.done(scale) else item.missing(scale)
         rows.append(
             {
                 "item": item.name,
@@ -83,9 +84,8 @@ def listing_table(rows: list[dict]) -> str:
     return markdown_table(("item", "what", "paper", "trainings done", "FLOPs", *MACHINES, "result"), lines)
 
 
-def train_all(runs: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> None:
-    """Train what is not there, `jobs` side by side, telling what is left and how long it will take."""
-    left = [run for run in runs if not run.done(scale)]
+def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> None:
+    """Train, `jobs` side by side, telling what is left and how long it will take."""
     begun, failed = time.monotonic(), []
     with ThreadPoolExecutor(jobs) as pool:
         threads = max(1, torch.get_num_threads() // jobs)
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
     parser.add_argument("--list", action="store_true", help="show the items (all, or those named) and do nothing")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument("--again", action="store_true", help="make them anew though their results are kept")
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
     parser.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
     parser.add_argument("--c4", type=Path, help="folder of scripts/fetch_c4.py, for the scales that train on C4")
@@ -124,21 +125,23 @@ def main() -> None:
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
-    runs = distinct((run for item in items for run in item.runs(scale)), scale)
+    for item in items:
+        if item.done(scale) and not options.again:
+            print(f"{item.name}: {item.result(scale).relative_to(ROOT)} is there; --again makes it anew")
+    items = [item for item in items if options.again or not item.done(scale)]
+    runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
-        left = [run for run in runs if not run.done(scale)]
-        print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in left))
+        print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
         return
     launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
     train_all(runs, scale, options.jobs, launcher)
     for item in items:
-        if not item.done(scale):
-            result = item.write(scale)
-            print(f"\n## {result['title']}\n")
-            for caption, table in result["tables"].items():
-                print(f"{caption}\n\n{table}\n")
-            pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
-            print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+        result = item.write(scale)
+        print(f"\n## {result['title']}\n")
+        for caption, table in result["tables"].items():
+            print(f"{caption}\n\n{table}\n")
+        pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+        print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
     print(f"\n{claims_table(scale)}")
 
 

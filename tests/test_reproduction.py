@@ -294,7 +294,7 @@ def test_the_same_training_asked_for_in_two_ways_is_one():
 def test_rows_of_another_kind_are_refused_in_a_sentence(rows, judged):
     for row in rows["frequency"]:
         del row["delta"]
-    with pytest.raises(UserError, match=r"frequency.json .*'delta'.*; delete it and run its command again"):
+    with pytest.raises(UserError, match=r"frequency.json .*'delta'.*; run its command with --again"):
         judged(rows)
 
 

@@ -49,7 +49,7 @@ class Claim:
         except (KeyError, StopIteration) as error:
             files = " or ".join(f"{name}.json" for name in self.items)
             told = f"{folder} holds a {files} without what the claim {self.name!r} needs ({error!r})"
-            raise UserError(f"{told}; delete it and run its command again") from error
+            raise UserError(f"{told}; run its command with --again") from error
         why = [note for name in there for note in results[name]["notes"]]
         return replace(found, note="; ".join(filter(None, [found.note, *why])))
 

@@ -12,8 +12,8 @@ MACHINES = {"2 cores": 9e10, "1 H200": 0.4 * 989e12, "8 H100": 8 * 0.4 * 989e12}
 
 
 def hours(run: Run, scale: Scale, machine: str) -> float:
-    """Hours of a training; measured where this machine's kind has trained it, else estimated from its operations."""
-    if machine == "2 cores" and run.done(scale):
+    """Hours of a training; measured where such a machine has trained it, else estimated from its operations."""
+    if machine == "2 cores" and run.recorded(scale):
         return measured_hours(run.record(scale))
     least = 0 if machine == "2 cores" else LAUNCHES * scale.config.train.steps
     return max(least, run.flops(scale) / MACHINES[machine]) / 3600

@@ -167,9 +167,13 @@ class Run:
         """What is kept of it."""
         return scale.results / "runs" / f"{self.name(scale)}.json"
 
+    def recorded(self, scale: Scale) -> bool:
+        """Whether what is kept of it is there; its folder may be gone, or be on another machine."""
+        return self.record(scale).exists()
+
     def done(self, scale: Scale) -> bool:
-        """Whether it is trained and recorded."""
-        return (self.folder(scale) / "summary.json").exists() and self.record(scale).exists()
+        """Whether it is recorded and its folder is here."""
+        return self.recorded(scale) and (self.folder(scale) / "summary.json").exists()
 
     def command(self, scale: Scale) -> list[str]:
         """Its train.py, as typed behind a launcher."""

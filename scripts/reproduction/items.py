@@ -37,6 +37,7 @@ class Item:
         section: of the paper.
         runs: the trainings it needs.
         measure: from finished trainings to numbers, tables and pictures.
+        folders: those of the trainings whose folder it opens, for which a record is not enough; all unless given.
         hub: a command that needs a model from the hub, and stands in the report beside what stands in for it.
     """
 
@@ -45,6 +46,7 @@ class Item:
     section: str
     runs: Callable[[Scale], list[Run]]
     measure: Callable[[Scale], Measured]
+    folders: Callable[[Scale], list[Run]] | None = None
     hub: str | None = None
 
     def result(self, scale: Scale) -> Path:
@@ -54,6 +56,12 @@ class Item:
     def done(self, scale: Scale) -> bool:
         """Whether its result is there."""
         return self.result(scale).exists()
+
+    def missing(self, scale: Scale, again: bool = False) -> list[Run]:
+        """The trainings that have to be run before it can be measured; `again` trusts no record without its folder."""
+        opened = {run.name(scale) for run in (self.folders or self.runs)(scale)}
+        runs = distinct(self.runs(scale), scale)
+        return [r for r in runs if not (r.done(scale) if again or r.name(scale) in opened else r.recorded(scale))]
 
     def command(self, scale: Scale) -> str:
         """What makes it."""

@@ -53,7 +53,7 @@ class Page:
     def picture(self, caption: str, path: Path) -> None:
         """A PNG, taken into the page; where it is not there, that is said."""
         if not path.exists():
-            self.text(f"The picture {path.name} is not there; delete the item's JSON and run its command again.")
+            self.text(f"The picture {path.name} is not there; run the item's command with --again.")
             return
         data = base64.b64encode(path.read_bytes()).decode()
         image = f'<img alt="{escape(caption)}" src="data:image/png;base64,{data}">'

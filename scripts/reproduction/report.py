@@ -48,7 +48,7 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
 def facts(result: Result) -> list[tuple[str, str]]:
     """Where an item's numbers come from."""
     trainings = result["trainings"]
-    told = [("made by", f"`{result['command']}`")]
+    told = [("made by", f"`{result['command']}`; once more, with its trainings, with `--again`")]
     if result["hub"]:
         told.append(("needs a model from the hub", f"`{result['hub']}`"))
     told += [("measured at", f"commit {result['commit']}, {result['machine']}")]

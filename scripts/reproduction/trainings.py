@@ -1,11 +1,12 @@
 """Which trainings every item of the paper needs; its grids of ρ, Δα and Δβ as factors on a scale's own settings."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 from salaad.models import describe_model, outline
 from salaad.roles import find_blocks
-from scripts.reproduction.grid import Run, Scale, distinct
+from scripts.reproduction.grid import Run, Scale
 
 RHO, ALPHA, BETA, K = "salaad.rho_constant", "salaad.delta_alpha", "salaad.delta_beta", "salaad.every"
 # The paper's settings over those it calls its own: 350M Δα 0.2, Δβ 0.005, ρ 5e-8; 130M Δα 0.5, Δβ 0.005, ρ 1e-7.
@@ -82,9 +83,8 @@ def lm_head(scale: Scale) -> list[Run]:
 
 
 def kappa_share(scale: Scale) -> list[Run]:
-    """Trainings whose L + S is made of more or less L, out of the ablations."""
-    extremes = [scaled(beta=factor) for factor in (BETAS_130M[0], BETAS_130M[-1])]
-    return distinct([*ablation_350m(scale), *extremes], scale)
+    """Trainings whose L + S is made of more or less L: those of the grid of pairs that have the scale's own ρ."""
+    return [scaled(*factors) for factors in PAIRS_130M if factors[-1] == 1]
 
 
 def embedding_why(scale: Scale) -> dict[str, Run]:
@@ -103,6 +103,11 @@ def embedding_why(scale: Scale) -> dict[str, Run]:
         "Δβ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10),)),
         "Δβ × 10, ρ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10), (RHO, 10))),
     }
+
+
+def first_seeds(*runs: Run) -> Callable[[Scale], list[Run]]:
+    """These alone, whose folders the pictures need."""
+    return lambda scale: list(runs)
 
 
 def one_of_each(scale: Scale) -> list[Run]:
