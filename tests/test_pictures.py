@@ -296,6 +296,20 @@ def test_kappa_share_draws_every_cell(tmp_path, drawn):
     assert looks_drawn(tmp_path / "it.png")
 
 
+def test_rpca_limit_draws_every_block_and_thinning(tmp_path, drawn):
+    rows = [
+        {"share": share, "true_density": share * d, "density": d} for share in (1, 0.5, 0.1) for d in (0.1, 0.3, 0.7)
+    ]
+    pictures.rpca_limit(rows, tmp_path / "it.png")
+    (panel,) = drawn[0].axes
+    *clouds, diagonal = panel.lines
+    points = [(line.get_label(), *point) for line in clouds for point in zip(*line.get_data(), strict=True)]
+    wanted = [(f"{row['share']:.0%} of S kept", row["true_density"], row["density"]) for row in rows]
+    assert sorted(points) == sorted(wanted)
+    assert [list(data) for data in diagonal.get_data()] == [[0, 1], [0, 1]]
+    assert looks_drawn(tmp_path / "it.png")
+
+
 @pytest.mark.parametrize("draw", [pictures.pretraining_overview, pictures.deployment_overview])
 def test_no_text_of_an_overview_leaves_the_picture_or_lies_on_another(draw, tmp_path, drawn):
     draw(tmp_path / "it.png")

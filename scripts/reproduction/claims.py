@@ -158,6 +158,7 @@ CLAIMS = (
         "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03",
         ("rpca_vanilla", "rpca_salaad", "flexible"),
         judges.rpca,
+        beside=("rpca_limit",),
     ),
 )
 

@@ -13,6 +13,7 @@ from salaad.models import load_model
 from salaad.report import accuracy_table, structure_table
 from salaad.roles import find_blocks
 from salaad.rpca import model_statistics
+from salaad.slr import Slr
 from salaad.sources import open_source
 from salaad.sweep import best, elastic_table, grid_table, stable_band, ways_table
 from salaad.tables import markdown_table, millions
@@ -96,10 +97,7 @@ def rpca_salaad(scale: Scale) -> Measured:
     rows = []
     for seed in scale.seeds:
         parts = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale).deployment.parts
-        for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
-            n, m = parts[row.name].shape
-            true = {"true_rank_ratio": parts[row.name].rank / min(n, m), "true_density": parts[row.name].nnz / (n * m)}
-            rows.append({"block": row.name, "seed": seed, **asdict(row), **true})
+        rows += [{"block": row["name"], "seed": seed, **row} for row in found_and_true(parts)]
     first = [row for row in rows if row["seed"] == scale.seeds[0]]
     pictures.rpca_truth(first, scale.results / "rpca_salaad.png")
     lines = [
@@ -113,6 +111,16 @@ def rpca_salaad(scale: Scale) -> Measured:
     return Measured(
         rows, {"robust PCA, seed 0": markdown_table(header, lines)}, {"found and trained, seed 0": "rpca_salaad.png"}
     )
+
+
+def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:
+    """A row per block in the layers: what robust PCA finds in L + S as one dense matrix, and what it is made of."""
+    rows = []
+    for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
+        slr = parts[row.name]
+        n, m = slr.shape
+        rows.append({**asdict(row), "true_rank_ratio": slr.rank / min(n, m), "true_density": slr.nnz / (n * m)})
+    return rows
 
 
 def downstream(scale: Scale) -> Measured:

@@ -8,10 +8,12 @@ import numpy as np
 from salaad.sweep import best, grid
 from salaad.tables import markdown_table, millions
 from scripts.reproduction import pictures, trainings
+from scripts.reproduction.deployments import found_and_true
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import KAPPAS, evaluation, summary
 
+THINNED = (1, 0.75, 0.5, 0.25, 0.1)  # of the entries of S, the largest
 KEPT = (0.8, 0.65)  # of the parameters of L + S inside the blocks
 
 
@@ -51,6 +53,44 @@ def kappa_share(scale: Scale) -> Measured:
     pictures.kappa_share(rows, scale.results / "kappa_share.png")
     picture = {"κ* over the share of L in L + S": "kappa_share.png"}
     return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture, [kappa_told(rows)])
+
+
+def rpca_limit(scale: Scale) -> Measured:
+    """Robust PCA of the same blocks with fewer and fewer entries of S: up to which density does it find them?"""
+    parts = evaluation(trainings.SALAAD.folder(scale), scale).deployment.parts
+    rows = []
+    for share in THINNED:
+        thin = {name: slr.cut(slr.rank, round(share * slr.nnz)) for name, slr in parts.items()}
+        rows += [{"share": share, **row} for row in found_and_true(thin)]
+    pictures.rpca_limit(rows, scale.results / "rpca_limit.png")
+    keys = ("true_rank_ratio", "rank_ratio", "true_density", "density")
+    lines = [
+        (f"{share:g}", *(f"{fmean(row[key] for row in mine):.3f}" for key in keys)) for share, mine in thinned(rows)
+    ]
+    header = ("part of S kept", "rank ratio", "found", "density", "found")
+    table = {"robust PCA of L and the largest entries of S, mean over the blocks": markdown_table(header, lines)}
+    picture = {"density that robust PCA finds, over the true one": "rpca_limit.png"}
+    return Measured(rows, table, picture, [limit_told(rows)])
+
+
+def thinned(rows: list[dict[str, Any]]) -> list[tuple[float, list[dict[str, Any]]]]:
+    """Part of S that is kept → its rows."""
+    shares = dict.fromkeys(row["share"] for row in rows)
+    return [(share, [row for row in rows if row["share"] == share]) for share in shares]
+
+
+def limit_told(rows: list[dict[str, Any]]) -> str:
+    """How far off robust PCA is at every part of S, in a sentence."""
+    parts = []
+    for share, mine in thinned(rows):
+        off = [fmean(abs(row[key] - row[f"true_{key}"]) for row in mine) for key in ("rank_ratio", "density")]
+        parts.append(
+            f"{share:.0%} (density {fmean(row['true_density'] for row in mine):.2f}): {off[0]:.3f} and {off[1]:.3f}"
+        )
+    return (
+        "rank ratio and density found in the same blocks of seed 0, with that part of S kept, are off by "
+        + "; ".join(parts)
+    )
 
 
 def embedding_why(scale: Scale) -> Measured:

@@ -20,7 +20,7 @@ from salaad.metrics import read_lines
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.overviews import deployment_overview, pretraining_overview
 from scripts.reproduction.palette import COLORS, OTHERS
-from scripts.reproduction.scatter import ablation, kappa_share
+from scripts.reproduction.scatter import ablation, kappa_share, rpca_limit
 
 __all__ = [
     "ablation",
@@ -32,6 +32,7 @@ __all__ = [
     "lm_head",
     "pretraining_overview",
     "rpca",
+    "rpca_limit",
     "rpca_truth",
     "time_breakdown",
     "update_frequency",

@@ -1,4 +1,5 @@
-"""Pictures of many trainings at once: three settings, two perplexities and a size in one plane; κ* over structure."""
+"""Pictures of many trainings at once: three settings, two perplexities and a size in one plane; κ* over structure;
+what robust PCA finds."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -66,6 +67,25 @@ def kappa_share(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.plot(*points, marker, color=color, alpha=0.7, markersize=8, markeredgecolor="white", label=label)
     panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", zorder=0)
     panel.set(xlabel="share of L in the parameters of L + S", ylabel="κ*", xlim=(0, 1), ylim=(0, 1))
+    dress(panel, legend=True)
+    save(figure, path)
+
+
+def rpca_limit(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Density that robust PCA finds over the true one, one mark per block and thinning; on the dashed line they agree.
+
+    Args:
+        rows: with `share`, the part of S that is left, `density`, as found, and `true_density`.
+        path: the PNG to write.
+    """
+    figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    for share, color, marker in zip(shares, colormaps["viridis"](_even(0, 0.9, len(shares))), MARKERS, strict=False):
+        mine = [row for row in rows if row["share"] == share]
+        points = ([row["true_density"] for row in mine], [row["density"] for row in mine])
+        panel.plot(*points, marker, color=color, markersize=7, markeredgecolor="white", label=f"{share:.0%} of S kept")
+    panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", zorder=0)
+    panel.set(xlabel="density Υ(S) of the block", ylabel="density found", xlim=(0, 1), ylim=(0, 1))
     dress(panel, legend=True)
     save(figure, path)
 
