@@ -231,10 +231,16 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """The commit, and whether the code has changed since; results/ is no code, and runs write their records there."""
     root = Path(__file__).resolve().parent.parent
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
