@@ -12,6 +12,7 @@ Finished trainings and results are kept, and a training that was interrupted goe
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -30,7 +31,7 @@ from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
-from scripts.reproduction.grid import ROOT, SCALES, Run, Scale, distinct, train
+from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
 
@@ -84,40 +85,83 @@ def listing_table(rows: list[dict]) -> str:
     return markdown_table(("item", "what", "paper", "trainings done", "FLOPs", *MACHINES, "result"), lines)
 
 
-def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> None:
-    """Train, `jobs` side by side, telling what is left and how long it will take."""
+def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> list[str]:
+    """Train, `jobs` side by side, telling what is left and how long it will take; the names of those that failed."""
     begun, failed = time.monotonic(), []
     with ThreadPoolExecutor(jobs) as pool:
         threads = max(1, torch.get_num_threads() // jobs)
         futures = {pool.submit(train, run, scale, launcher, threads): run for run in left}
-        for number, future in enumerate(as_completed(futures), 1):
-            name, problem = futures[future].name(scale), future.result()
-            failed += [name] if problem else []
-            remaining = (time.monotonic() - begun) / number * (len(left) - number) / 60
-            print(f"{name}: {problem or 'trained'}; {len(left) - number} left, about {remaining:.0f} min", flush=True)
-    if failed:
-        raise UserError(f"{len(failed)} trainings failed ({', '.join(failed)}); mend what they say and start again")
+        try:
+            for number, future in enumerate(as_completed(futures), 1):
+                name, problem = futures[future].name(scale), future.result()
+                failed += [name] if problem else []
+                minutes = (time.monotonic() - begun) / number * (len(left) - number) / 60
+                print(f"{name}: {problem or 'trained'}; {len(left) - number} left, about {minutes:.0f} min", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # else the next training would begin
+            raise
+    return failed
+
+
+def left_to_do(items: list[Item], scale: Scale) -> list[Item]:
+    """The items without a result; of the others it is said how to make them anew."""
+    for item in items:
+        if item.done(scale):
+            age = ", of other trainings than those recorded now" if item.outdated(scale) else ""
+            told = f"{item.name}: {item.result(scale).relative_to(ROOT)} is there{age}; --again makes it anew"
+            print(told, file=sys.stderr)  # so that printed commands stand alone
+    return [item for item in items if not item.done(scale)]
+
+
+def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
+    """Measure, keep and print every item whose trainings are there; what stands in the way of the others."""
+    problems = []
+    for item in items:
+        if left := item.missing(scale, again):
+            problems.append(f"{item.name} lacks {', '.join(run.name(scale) for run in left)}")
+            continue
+        try:
+            result = item.write(scale)
+        except UserError as error:
+            problems.append(f"{item.name}: {error}")
+            continue
+        print(f"\n## {result['title']}\n")
+        for caption, table in result["tables"].items():
+            print(f"{caption}\n\n{table}\n")
+        pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+        print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+    return problems
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("items", nargs="*", help="names from --list, or all")
+    found.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
+    found.add_argument("--list", action="store_true", help="show the items (all, or those named) and do nothing")
+    found.add_argument("--json", action="store_true", help="with --list: as JSON")
+    found.add_argument("--again", action="store_true", help="make them anew though their results are kept")
+    found.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
+    found.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
+    found.add_argument("--c4", type=Path, help="folder of scripts/fetch_c4.py, for the scales that train on C4")
+    found.add_argument("--tokenizer", type=Path, help="file or folder, instead of what the scale takes from the hub")
+    found.add_argument("--other-text", type=Path, help="a second validation file, on which Table 1 is measured too")
+    found.add_argument("--task-data", type=Path, help="folder with the tasks' data for the downstream table")
+    return found
 
 
 def main() -> None:
     """List, print, or train and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("items", nargs="*", help="names from --list, or all")
-    parser.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
-    parser.add_argument("--list", action="store_true", help="show the items (all, or those named) and do nothing")
-    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
-    parser.add_argument("--again", action="store_true", help="make them anew though their results are kept")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
-    parser.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
-    parser.add_argument("--c4", type=Path, help="folder of scripts/fetch_c4.py, for the scales that train on C4")
-    parser.add_argument("--other-text", type=Path, help="a second validation file, on which Table 1 is measured too")
-    parser.add_argument("--task-data", type=Path, help="folder with the tasks' data for the downstream table")
-    options = parser.parse_args()
+    options = parser().parse_args()
     if options.jobs < 1:
         raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    for name in PLACES:
+        if place := getattr(options, name.replace("-", "_")):
+            setattr(options, name.replace("-", "_"), place.absolute())
     scale = asked_scale(options)
+    os.chdir(ROOT)  # where the trainings run and the scales' own texts lie
     items = chosen_items(options.items or (["all"] if options.list else []))
     if options.list:
         rows = listing(scale, items)
@@ -125,24 +169,18 @@ def main() -> None:
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
-    for item in items:
-        if item.done(scale) and not options.again:
-            print(f"{item.name}: {item.result(scale).relative_to(ROOT)} is there; --again makes it anew")
-    items = [item for item in items if options.again or not item.done(scale)]
+    items = items if options.again else left_to_do(items, scale)
     runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
         return
     launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
-    train_all(runs, scale, options.jobs, launcher)
-    for item in items:
-        result = item.write(scale)
-        print(f"\n## {result['title']}\n")
-        for caption, table in result["tables"].items():
-            print(f"{caption}\n\n{table}\n")
-        pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
-        print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+    failed = train_all(runs, scale, options.jobs, launcher)
+    problems = measure_all(items, scale, options.again)
     print(f"\n{claims_table(scale)}")
+    if failed or problems:
+        told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
+        raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")
 
 
 def asked_scale(options: argparse.Namespace) -> Scale:
@@ -152,12 +190,16 @@ def asked_scale(options: argparse.Namespace) -> Scale:
         UserError: a text or folder is not there, or --c4 is given to a scale with another text.
     """
     scale = SCALES[options.scale]
-    places = {"c4": options.c4, "other-text": options.other_text, "task-data": options.task_data}
+    places = {name: getattr(options, name.replace("-", "_")) for name in PLACES}
     if options.other_text and not options.other_text.is_file():
         raise UserError(f"--other-text {options.other_text} is no file (here is {Path.cwd()}); give an existing one")
     if options.task_data and not options.task_data.is_dir():
         raise UserError(f"--task-data {options.task_data} is no folder (here is {Path.cwd()}); give an existing one")
-    asked = tuple(word for name, place in places.items() if place for word in (f"--{name}", str(place)))
+    if options.tokenizer and not options.tokenizer.exists():
+        raise UserError(f"--tokenizer {options.tokenizer} is not there (here is {Path.cwd()}); give an existing one")
+    asked = tuple(name for name, place in places.items() if place)
+    if options.tokenizer:
+        scale = replace(scale, options=(*scale.options, f"--data.tokenizer={options.tokenizer}"))
     scale = replace(scale, task_data=options.task_data, other_text=options.other_text, asked=asked)
     if options.c4:
         if scale.config.data.source != "c4":

@@ -15,6 +15,8 @@ TRAIN = """
 import json, pathlib, sys
 words = sys.argv[1:]
 folder = pathlib.Path(words[words.index("--output") + 1])
+if (folder / "summary.json").exists():
+    sys.exit()
 with open("trained", "a") as log:
     log.write(folder.name + "\\n")
 if pathlib.Path("broken").exists() and folder.name == pathlib.Path("broken").read_text():
@@ -30,6 +32,7 @@ def place(tmp_path, monkeypatch):
     """A repository with two items: one opens the folder of a vanilla run, one needs two records."""
     (tmp_path / "train_stand_in.py").write_text(TRAIN)
     (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
     for module in (grid, reproduce):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     items = (
@@ -42,14 +45,14 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(place, monkeypatch, capsys):
-    """Words of the command line, to the names that were trained and what was printed."""
+    """Words of the command line, to the names that were trained and what was printed (stdout and stderr)."""
 
-    def run(*words: str) -> tuple[list[str], str]:
+    def run(*words: str) -> tuple[list[str], tuple[str, str]]:
         (place / "trained").write_text("")
         launcher = f"{sys.executable} {place / 'train_stand_in.py'}"
         monkeypatch.setattr(sys, "argv", ["reproduce.py", "--scale", "nano", "--launcher", launcher, *words])
         reproduce.main()
-        return (place / "trained").read_text().split(), capsys.readouterr().out
+        return (place / "trained").read_text().split(), capsys.readouterr()
 
     return run
 
@@ -58,7 +61,7 @@ def test_what_is_there_is_neither_trained_nor_measured_again(call, place):
     assert call("opening")[0] == ["full_rank"]
     trained, said = call("all")
     assert trained == ["salaad"]
-    assert "opening: results/nano/reproduce/opening.json is there; --again makes it anew" in said
+    assert "opening: results/nano/reproduce/opening.json is there; --again makes it anew" in said[1]
     assert call("all")[0] == []
 
 
@@ -90,8 +93,9 @@ def test_again_trusts_neither_results_nor_records_of_another_machine(call, place
 
 def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
     (place / "broken").write_text("full_rank")
-    with pytest.raises(UserError, match=r"1 trainings failed \(full_rank\); mend what they say"):
+    with pytest.raises(UserError, match=r"1 trainings failed \(full_rank\); opening lacks full_rank; .*; mend what"):
         call("all")
+    assert (place / "runs/reproduce/nano/salaad/summary.json").exists()
     assert not (place / "results/nano/reproduce/opening.json").exists()
     (place / "broken").unlink()
     assert call("all")[0] == ["full_rank"]
@@ -99,11 +103,43 @@ def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
 
 def test_the_list_and_the_printed_commands_name_what_is_left(call, place):
     call("opening")
-    rows = {row["item"]: row for row in json.loads(call("--list", "--json")[1])}
+    rows = {row["item"]: row for row in json.loads(call("--list", "--json")[1][0])}
     assert rows["opening"]["done"] and rows["opening"]["runs_left"] == []
     assert not rows["reading"]["done"] and rows["reading"]["runs_left"] == ["salaad"]
     assert rows["opening"]["hours"]["2 cores"] == 0.01  # measured
     trained, said = call("all", "--launcher", "print")
     assert trained == []
-    [command] = [line for line in said.splitlines() if line.startswith("accelerate launch train.py")]
+    [command] = said[0].splitlines()
+    assert command.startswith("accelerate launch train.py --config nano.yaml")
     assert command.endswith("--method salaad --seed 0 --output runs/reproduce/nano/salaad")
+
+
+def test_a_record_of_another_run_than_the_folder_is_written_anew_without_a_training(call, place):
+    call("opening")
+    record = place / "results/nano/reproduce/runs/full_rank.json"
+    kept = json.loads(record.read_text())
+    record.write_text(json.dumps(kept | {"summary": {"tokens": 6, "seconds": {"train": 1.0}}}))
+    trained, said = call("all")
+    assert "opening.json is there, of other trainings than those recorded now; --again" in said[1]
+    assert trained == ["salaad"]
+    assert call("opening", "--again")[0] == []
+    assert json.loads(record.read_text()) == kept
+
+
+def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, place, monkeypatch):
+    def refuse(scale):
+        raise UserError("no task data; give --task-data")
+
+    refusing = Item("refusing", "Refuses", "0", trainings.none, refuse)
+    monkeypatch.setattr(reproduce, "ITEMS", (refusing, *reproduce.ITEMS))
+    with pytest.raises(UserError, match=r"^refusing: no task data; give --task-data; mend"):
+        call("all")
+    assert (place / "results/nano/reproduce/reading.json").exists()
+
+
+def test_commands_name_a_place_for_what_an_item_reads_and_no_path_of_this_machine(call, place):
+    (place / "tasks").mkdir()
+    reading = Item("asking", "Asks", "3", trainings.none, lambda scale: Measured(), reads=("task-data",))
+    scale = reproduce.asked_scale(reproduce.parser().parse_args(["--scale", "nano", "--task-data", "tasks"]))
+    assert reading.command(scale) == "python scripts/reproduce.py --scale nano --task-data DIR asking"
+    assert reproduce.ITEMS[0].command(scale) == "python scripts/reproduce.py --scale nano opening"

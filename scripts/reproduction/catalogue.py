@@ -3,12 +3,22 @@
 from scripts.reproduction import curves, deployments, experiments, tables, trainings
 from scripts.reproduction.items import Item
 
+OTHER = ("other-text",)
 ITEMS = (
-    Item("table1", "Perplexity and parameters", "5.1, Table 1", trainings.table1, tables.table1),
-    Item("embedding", "The embedding among the blocks", "5.1, appendix", trainings.embedding, curves.embedding),
+    Item("table1", "Perplexity and parameters", "5.1, Table 1", trainings.table1, tables.table1, reads=OTHER),
+    Item(
+        "embedding",
+        "The embedding among the blocks",
+        "5.1, appendix",
+        trainings.embedding,
+        curves.embedding,
+        reads=OTHER,
+    ),
     Item("time", "Wall-time breakdown", "5.1", trainings.one_of_each, curves.time_breakdown, folders=trainings.none),
     Item("flexible", "Flexible deployment", "5.1", trainings.table1, deployments.flexible),
-    Item("downstream", "Zero-shot accuracy", "5.2", trainings.one_of_each, deployments.downstream),
+    Item(
+        "downstream", "Zero-shot accuracy", "5.2", trainings.one_of_each, deployments.downstream, reads=("task-data",)
+    ),
     Item("kappa", "Allocation ratio κ", "5.3", trainings.salaad_seeds, deployments.kappa_sweep),
     Item("ablation350m", "Δβ and Δα", "5.3", trainings.ablation_350m, tables.ablation_350m, folders=trainings.none),
     Item(
@@ -30,7 +40,7 @@ ITEMS = (
     Item("rpca_salaad", "Robust PCA of SALAAD weights", "appendix A", trainings.salaad_seeds, deployments.rpca_salaad),
     Item("overview", "The two pipelines", "appendix", trainings.none, curves.overview),
     Item("hpa", "HPA across the blocks", "appendix", trainings.salaad_alone, deployments.hpa_blocks),
-    Item("bf16", "Training in bfloat16", "appendix", trainings.bf16, tables.bf16),
+    Item("bf16", "Training in bfloat16", "appendix", trainings.bf16, tables.bf16, reads=OTHER),
     Item("dynamics", "Learning dynamics", "appendix", trainings.salaad_seeds, curves.learning_dynamics),
     Item(
         "lm_head",

@@ -5,18 +5,24 @@ from pathlib import Path
 from salaad.files import read_json
 from scripts.reproduction.grid import Run, Scale
 
-# Sustained operations per second: two cores as measured on this project's own runs, GPUs at 40 % of their peak in
-# bfloat16 (an H200 and an H100 have 989e12), which is what well-tuned trainers reach.
+CORES = 9e10  # operations per second of two cores, as measured on this project's own runs
+GPUS = {"1 H200": 1, "8 H100": 8}
+# Peak operations per second of either GPU by precision; well-tuned trainers reach 40 % of it.
+PEAK = {"fp32": 67e12, "tf32": 494e12, "bf16-mixed": 989e12, "bf16": 989e12}
+REACHED = 0.4
 LAUNCHES = 0.03  # seconds that a step takes on a GPU however small it is
-MACHINES = {"2 cores": 9e10, "1 H200": 0.4 * 989e12, "8 H100": 8 * 0.4 * 989e12}
+MACHINES = ("2 cores", *GPUS)
 
 
 def hours(run: Run, scale: Scale, machine: str) -> float:
     """Hours of a training; measured where such a machine has trained it, else estimated from its operations."""
     if machine == "2 cores" and run.recorded(scale):
         return measured_hours(run.record(scale))
-    least = 0 if machine == "2 cores" else LAUNCHES * scale.config.train.steps
-    return max(least, run.flops(scale) / MACHINES[machine]) / 3600
+    if machine == "2 cores":
+        return run.flops(scale) / CORES / 3600
+    train = scale.config.train
+    speed = GPUS[machine] * REACHED * PEAK[dict(run.settings).get("train.precision", train.precision)]
+    return max(LAUNCHES * train.steps, run.flops(scale) / speed) / 3600
 
 
 def measured_hours(record: Path) -> float:

@@ -15,7 +15,7 @@ from salaad.roles import find_blocks
 from salaad.rpca import model_statistics
 from salaad.slr import Slr
 from salaad.sources import open_source
-from salaad.sweep import best, elastic_table, grid_table, stable_band, ways_table
+from salaad.sweep import elastic_table, grid_table, stable_band, ways_table
 from salaad.tables import markdown_table, millions
 from salaad.tokenizer import load_tokenizer
 from salaad.variants import Variant, parse_budget
@@ -55,9 +55,7 @@ def kappa_sweep(scale: Scale) -> Measured:
         tables[f"seed {seed}: κ* from {low:g} to {high:g}"] = grid_table(cells)
         if seed == scale.seeds[0]:
             sweep_figure(cells, scale.results / "kappa.png")
-    winners = [row["kappa"] for seed in scale.seeds for row in best([cell for cell in rows if cell["seed"] == seed])]
-    notes = [f"κ* over all budgets and seeds: {min(winners):g} to {max(winners):g}"]
-    return Measured(rows, tables, {"perplexity over κ (gray: the range of κ*), seed 0": "kappa.png"}, notes)
+    return Measured(rows, tables, {"perplexity over κ (gray: the range of κ*), seed 0": "kappa.png"})
 
 
 def hpa_blocks(scale: Scale) -> Measured:

@@ -3,13 +3,15 @@
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
+from salaad.files import read_json
 from salaad.models import describe_model, outline, training_flops
 from salaad.report import save_result
 
@@ -26,6 +28,11 @@ SHORT = {
 }
 
 
+# Where the user's own files stand in a command; a path of one machine would be of no use on another.
+PLACES = {"c4": "FOLDER", "tokenizer": "FILE", "other-text": "FILE", "task-data": "DIR"}
+TRAINED_ON = ("c4", "tokenizer")  # without these no training is the same
+
+
 @dataclass(frozen=True)
 class Scale:
     """A size at which everything is done.
@@ -38,13 +45,14 @@ class Scale:
         seeds: of the runs behind a headline claim.
         budgets: of the elastic curve, as fractions of the dense model.
         table_budget: of L̃ + S̃ in Table 1.
+        embedding_budget: of L̃ + S̃ where the embedding is among the blocks; that of Table 1 unless given.
         dtype: of the evaluations.
         tokens: validation tokens of an evaluation.
         max_length: tokens of a row of a downstream task; those of the model unless given, which a small tokenizer's
             longest choices exceed.
         task_data: folder of the downstream tasks; the hub unless given.
         other_text: a second validation file, on which Table 1 is measured too.
-        asked: what was typed beside its name.
+        asked: names of the options that were typed beside its own.
     """
 
     name: str
@@ -54,6 +62,7 @@ class Scale:
     seeds: tuple[int, ...] = (0,)
     budgets: tuple[str, ...] = ("0.9", "0.75", "0.64", "0.5", "0.43")
     table_budget: str = "0.64"
+    embedding_budget: str | None = None
     dtype: str = "float32"
     tokens: str = "10M"
     max_length: int | None = None
@@ -73,9 +82,10 @@ class Scale:
         files = [f"--data.{key}={self.text / glob}" for key, glob in globs.items()]
         return ["--config", f"{self.size or self.name}.yaml", *(TEXT if self.text else ()), *files, *self.options]
 
-    def command(self, *items: str) -> str:
-        """What makes some of its items."""
-        return shlex.join(["python", "scripts/reproduce.py", "--scale", self.name, *self.asked, *items])
+    def command(self, *items: str, reads: Sequence[str] = ()) -> str:
+        """What makes some of its items, with a place for each option they read that was given."""
+        options = [f"--{name} {PLACES[name]}" for name in self.asked if name in (*TRAINED_ON, *reads)]
+        return " ".join(["python scripts/reproduce.py --scale", self.name, *options, *items])
 
     @property
     def runs(self) -> Path:
@@ -103,6 +113,16 @@ def _flops_per_run(options: tuple[str, ...]) -> float:
 
 TEXT = ("--data.source=files", "--data.packing=true")
 WIKIPEDIA = Path("runs/wikipedia")
+# Two epochs of 93 M tokens. K, c, Δα and Δβ follow 60m's 11 000 steps by c · steps and by (updates) · c · Δ.
+SHORT_60M = (
+    "--train.steps=1400",
+    "--salaad.every=5",
+    "--salaad.rho_constant=0.2",
+    "--salaad.delta_alpha=0.1",
+    "--salaad.delta_beta=0.003",
+)
+# Without the embedding, 0.56 of this model is never compressed.
+SIZE_60M = {"size": "60m", "budgets": ("0.9", "0.8", "0.75", "0.7", "0.64")}
 SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
     "micro": Scale(
@@ -112,10 +132,17 @@ SCALES = {
         tokens="300K",
         max_length=512,
     ),
-    "60m-wikipedia": Scale("60m-wikipedia", size="60m", text=WIKIPEDIA, options=("--train.steps=1400",)),
-    "60m": Scale("60m", table_budget="44M", dtype="bfloat16"),
-    "130m": Scale("130m", table_budget="97M", dtype="bfloat16"),
-    "350m": Scale("350m", table_budget="194M", dtype="bfloat16"),
+    "60m-wikipedia": Scale(
+        "60m-wikipedia",
+        text=WIKIPEDIA,
+        options=(*SHORT_60M, "--train.precision=bf16-mixed"),
+        dtype="bfloat16",
+        **SIZE_60M,
+    ),
+    "60m-wikipedia-fp32": Scale("60m-wikipedia-fp32", text=WIKIPEDIA, options=SHORT_60M, **SIZE_60M),
+    "60m": Scale("60m", table_budget="44M", embedding_budget="43M", dtype="bfloat16", **SIZE_60M),
+    "130m": Scale("130m", table_budget="97M", embedding_budget="94M", dtype="bfloat16"),
+    "350m": Scale("350m", table_budget="194M", embedding_budget="185M", dtype="bfloat16"),
     "1b": Scale("1b", table_budget="646M", dtype="bfloat16"),
 }
 
@@ -172,8 +199,11 @@ class Run:
         return self.record(scale).exists()
 
     def done(self, scale: Scale) -> bool:
-        """Whether it is recorded and its folder is here."""
-        return self.recorded(scale) and (self.folder(scale) / "summary.json").exists()
+        """Whether its folder is here, finished, and the record is of this very run."""
+        summary = self.folder(scale) / "summary.json"
+        return (
+            self.recorded(scale) and summary.exists() and read_json(self.record(scale))["summary"] == read_json(summary)
+        )
 
     def command(self, scale: Scale) -> list[str]:
         """Its train.py, as typed behind a launcher."""
@@ -202,11 +232,15 @@ def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:
 
 def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | None:
     """Train to the end, or go on where it stopped, and record it; the last line of its error if it fails."""
-    if not run.done(scale):
-        command = run.command(scale)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode or not (run.folder(scale) / "summary.json").exists():
-            return next(iter(reversed(done.stderr.strip().splitlines())), f"exit code {done.returncode}")
-        save_result(run.folder(scale), run.record(scale), " ".join(["python", *command]))
+    if run.done(scale):
+        return None
+    command = run.command(scale)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return next(iter(reversed(done.stderr.strip().splitlines())), f"exit code {done.returncode}")
+    if not (run.folder(scale) / "summary.json").exists():
+        return f"{launcher[0]} ended before the training; give one that waits for its end, such as sbatch --wait"
+    launched = ["python"] if launcher == [sys.executable] else launcher
+    save_result(run.folder(scale), run.record(scale), shlex.join([*launched, *command]))
     return None

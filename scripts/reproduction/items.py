@@ -38,6 +38,7 @@ class Item:
         runs: the trainings it needs.
         measure: from finished trainings to numbers, tables and pictures.
         folders: those of the trainings whose folder it opens, for which a record is not enough; all unless given.
+        reads: options whose files it reads when it is measured.
         hub: a command that needs a model from the hub, and stands in the report beside what stands in for it.
     """
 
@@ -47,6 +48,7 @@ class Item:
     runs: Callable[[Scale], list[Run]]
     measure: Callable[[Scale], Measured]
     folders: Callable[[Scale], list[Run]] | None = None
+    reads: tuple[str, ...] = ()
     hub: str | None = None
 
     def result(self, scale: Scale) -> Path:
@@ -65,7 +67,12 @@ class Item:
 
     def command(self, scale: Scale) -> str:
         """What makes it."""
-        return scale.command(self.name)
+        return scale.command(self.name, reads=self.reads)
+
+    def outdated(self, scale: Scale) -> bool:
+        """Whether a training of its result has been recorded anew since."""
+        kept = read_json(self.result(scale))["trainings"]
+        return any(run.recorded(scale) and trained_by(run, scale) not in kept for run in self.runs(scale))
 
     def write(self, scale: Scale) -> dict[str, Any]:
         """Measure it and keep the result."""

@@ -17,6 +17,8 @@ from salaad.tables import millions
 Row = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]  # item → its result JSON
 
+LARGEST = 2**62  # stands for the size of L + S, above every budget
+REMOVED = 0.05  # of L + S, at the least, for κ to mean something
 KNOBS = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
 
 
@@ -58,17 +60,21 @@ def central(results: Results) -> Verdict:
 
 
 def elastic(results: Results) -> Verdict:
-    """SALAAD and vanilla + RPCA at every budget and seed, by the paper's cut and by the best that can be had."""
+    """SALAAD and vanilla + RPCA at every budget and seed, by the paper's cut; beside it by the best that can be had."""
     rows = results["flexible"]["rows"]
     curves: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
-    whole: dict[int, tuple[float, float]] = {}
+    X: dict[int, tuple[float, float]] = {}
+    whole: dict[tuple[int, int], tuple[float, float]] = {}
     for seed in _distinct(rows, "seed"):
         mine, other = (
             ways([row for row in rows if row["label"] == label and row["seed"] == seed])
             for label in ("SALAAD", "vanilla + RPCA")
         )
-        whole[seed] = tuple(
-            _of(rows, label=label, seed=seed, variant="X")["perplexity"] for label in ("SALAAD", "vanilla + RPCA")
+        X[seed], whole[seed, LARGEST] = (
+            tuple(
+                _of(rows, label=label, seed=seed, variant=name)["perplexity"] for label in ("SALAAD", "vanilla + RPCA")
+            )
+            for name in ("X", "L+S")
         )
         for way in mine:
             pairs = zip(mine[way], other[way], strict=True)
@@ -76,19 +82,20 @@ def elastic(results: Results) -> Verdict:
                 {(seed, ours["budget"]): (ours["perplexity"], theirs["perplexity"]) for ours, theirs in pairs}
             )
     hpa, fair = curves["HPA at κ*"], curves["energy, refined"]
-    steps = [max(_steps(hpa, side)) for side in (0, 1)]
+    steps = [max(_steps(whole | hpa, side)) for side in (0, 1)]
     below = {name: sum(_below(*pair) for pair in curve.values()) for name, curve in (("HPA", hpa), ("fair", fair))}
     value = f"by HPA at κ*: below at {below['HPA']} of {len(hpa)} budgets × seeds, {_gaps(hpa)}; by energy, refined: "
     value += f"below at {below['fair']} of {len(fair)}, {_gaps(fair)}"
     parts = {
         "below vanilla + RPCA by HPA at every budget": below["HPA"] == len(hpa),
-        "below vanilla + RPCA by energy, refined, at every budget": below["fair"] == len(fair),
         "smoother than vanilla + RPCA by HPA": _below(*steps),
     }
-    costs = [[_finite(pair[side] / whole[key[0]][side] - 1) for key, pair in fair.items()] for side in (0, 1)]
-    told = f"largest step between budgets by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}; by energy, refined, "
-    told += f"the cut alone costs SALAAD {_signed(min(costs[0]))} to {_signed(max(costs[0]))} of its X and vanilla "
-    told += f"{_signed(min(costs[1]))} to {_signed(max(costs[1]))} of its own; SALAAD's X stands {_gaps(whole)} from it"
+    costs = [[_finite(pair[side] / X[key[0]][side] - 1) for key, pair in fair.items()] for side in (0, 1)]
+    holds = "holds" if below["fair"] == len(fair) else "does not hold"
+    told = f"largest step from L + S down, by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}; where both are cut "
+    told += f"by energy and refined, being below at every budget {holds}: the cut alone "
+    told += f"costs SALAAD {_signed(min(costs[0]))} to {_signed(max(costs[0]))} of its X and vanilla "
+    told += f"{_signed(min(costs[1]))} to {_signed(max(costs[1]))} of its own; SALAAD's X stands {_gaps(X)} from it"
     return verdict(value, parts, told)
 
 
@@ -99,13 +106,15 @@ def kappa(results: Results) -> Verdict:
         rows = [row for row in results["kappa"]["rows"] if row["seed"] == seed]
         whole = _of(rows, variant="L+S")["parameters"]
         for winner in best(rows):
-            if winner["parameters"] < whole:  # where nothing is removed, no κ is best
+            if winner["parameters"] <= (1 - REMOVED) * whole:  # where next to nothing is removed, no κ is best
                 winners.append(winner["kappa"])
                 for row in rows:
                     if row["budget"] == winner["budget"] and row["kappa"] is not None:
                         costs.setdefault(row["kappa"], []).append(row["perplexity"] / winner["perplexity"] - 1)
     if not winners:
-        return Verdict("every budget is above L + S, so nothing is removed", None, "give the scale smaller budgets")
+        return Verdict(
+            "every budget is about L + S or above, so nothing is removed", None, "give the scale smaller ones"
+        )
     low, high = min(winners), max(winners)
     one = min(costs, key=lambda kappa: max(map(_finite, costs[kappa])))
     parts = {
@@ -141,8 +150,8 @@ def embedding(results: Results) -> Verdict:
 
 def lm_head(results: Results) -> Verdict:
     """What the head as a block becomes and costs at two ρ, beside the embedding at the same two, over the seeds."""
-    rows = results["lm_head"]["rows"]
-    rhos = sorted(_distinct(rows, "rho"))
+    rows = sorted(results["lm_head"]["rows"], key=lambda row: row["rho"])
+    rhos = _distinct(rows, "rho")
     heads, embeddings = (
         [_average(row for row in rows if row["block"] == block and row["rho"] == rho) for rho in rhos]
         for block in ("LM head", "embedding")
@@ -152,34 +161,65 @@ def lm_head(results: Results) -> Verdict:
         worse = [head[name] / without[name] - 1 for name in ("X", "L+S")]
         value.append(f"{rho:g}·ρ: {_structure(head)}, X {_signed(worse[0])}, L + S {_signed(worse[1])}")
         parts[f"no benign structure at {rho:g}·ρ"] = not (_structured(head) and max(worse) <= 0.01)
+        parts[f"the embedding no less structured than the head at {rho:g}·ρ"] = all(
+            without[key] <= head[key] for key in ("rank_ratio", "density")
+        )
     rises = [some[-1]["loss"] - some[0]["loss"] for some in (heads, embeddings)]
+    courses = [[row for row in rows if row["seed"] == seed] for seed in _distinct(rows, "seed")]
+    ends = [
+        [row for row in course if row["block"] == block] for course in courses for block in ("LM head", "embedding")
+    ]
+    parts["the larger ρ lowers the head's rank ratio and density in every seed"] = all(
+        some[-1][key] < some[0][key] for some in ends[::2] for key in ("rank_ratio", "density")
+    )
     value.append(
         f"training loss {_change(rises[0])} from the smaller to the larger ρ, {_change(rises[1])} without the head"
     )
     parts["the larger ρ costs more training loss with the head, by more than 0.01"] = rises[0] - rises[1] > 0.01
+    parts["it does so in every seed"] = all(
+        head[-1]["loss"] - head[0]["loss"] > without[-1]["loss"] - without[0]["loss"]
+        for head, without in zip(ends[::2], ends[1::2], strict=True)
+    )
     structures = ", ".join(f"{_structure(row)} at {row['rho']:g}·ρ" for row in embeddings)
     return verdict("; ".join(value), parts, f"the embedding: {structures}")
 
 
 def knobs(results: Results) -> Verdict:
-    """Pairs of settings that differ in one knob: what the larger value does to size and perplexity."""
-    grid = {tuple(row[knob] for knob in KNOBS): row for result in results.values() for row in result["rows"]}
-    value, parts = [], {}
-    for i, name in enumerate(KNOBS.values()):
-        pairs = [
-            (grid[min(one, other, key=lambda s: s[i])], grid[max(one, other, key=lambda s: s[i])])
-            for one, other in combinations(grid, 2)
-            if [j for j in range(3) if one[j] != other[j]] == [i]
-        ]
-        shares = {
-            "smaller": _share(larger["parameters"] < smaller["parameters"] for smaller, larger in pairs),
-            "X higher": _share(larger["X"] > smaller["X"] for smaller, larger in pairs),
-            "L + S higher": _share(larger["L+S"] > smaller["L+S"] for smaller, larger in pairs),
-        }
-        told = ", ".join(f"{what} {100 * part:.0f} %" for what, part in shares.items())
-        value.append(f"{name}: {told} of {len(pairs)} pairs")
+    """The grid of three decades: what the larger of two values does to size and perplexity; beside it, finer steps."""
+    judged = _one_apart(results["ablation130m_pairs"]["rows"])
+    finer = [_one_apart(results[name]["rows"]) for name in ("ablation350m", "ablation350m_rho", "ablation130m")]
+    value, parts, told = [], {}, []
+    for name in KNOBS.values():
+        shares = _trades(judged[name])
+        value.append(f"{name}: {_told(shares)} of {len(judged[name])} pairs")
         parts |= {f"{name}: {what} in three quarters of the pairs": part >= 0.75 for what, part in shares.items()}
-    return verdict("; ".join(value), parts, "chance would give 50 %")
+        others = [pair for grid in finer for pair in grid[name]]
+        told.append(f"{name} {_told(_trades(others))} of {len(others)}")
+    return verdict("; ".join(value), parts, f"chance would give 50 %; in the other ablations: {'; '.join(told)}")
+
+
+def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
+    """Knob → the pairs of settings that differ in it alone, the smaller value first."""
+    grid = {tuple(row[knob] for knob in KNOBS): row for row in rows}
+    pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in KNOBS.values()}
+    for one, other in combinations(sorted(grid), 2):
+        differing = [name for name, a, b in zip(KNOBS.values(), one, other, strict=True) if a != b]
+        if len(differing) == 1:
+            pairs[differing[0]].append((grid[one], grid[other]))
+    return pairs
+
+
+def _trades(pairs: Sequence[tuple[Row, Row]]) -> dict[str, float]:
+    """In which part of the pairs the larger value gives a smaller L + S, a higher X, a higher L + S."""
+    return {
+        "smaller": _share(larger["parameters"] < smaller["parameters"] for smaller, larger in pairs),
+        "X higher": _share(larger["X"] > smaller["X"] for smaller, larger in pairs),
+        "L + S higher": _share(larger["L+S"] > smaller["L+S"] for smaller, larger in pairs),
+    }
+
+
+def _told(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{what} {100 * part:.0f} %" for what, part in shares.items())
 
 
 def frequency(results: Results) -> Verdict:

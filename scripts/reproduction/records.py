@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ KAPPAS = tuple(k / 10 for k in range(11))
 REFINE = 20  # alternations of the refined cuts
 
 
-@cache
+@lru_cache(maxsize=2)  # each holds a model with its parts
 def evaluation(
     folder: Path, scale: Scale, post_hoc: PostHoc | None = None, other_text: Path | None = None
 ) -> VariantEvaluation:
@@ -55,10 +55,10 @@ def on_other_text(run: Run, scale: Scale, row: dict[str, Any]) -> dict[str, Any]
     return evaluation(run.folder(scale), scale, other_text=scale.other_text)(variant)
 
 
-def post_hoc(run: Run, scale: Scale, method: str = "rpca") -> PostHoc:
+def post_hoc(run: Run, scale: Scale) -> PostHoc:
     """The split of a vanilla run into the blocks that SALAAD has at this scale."""
     settings = read_json(run.record(scale))["config"]["salaad"]
-    return PostHoc(SalaadConfig(**settings), method)
+    return PostHoc(SalaadConfig(**settings), "rpca")
 
 
 def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ ABOUT = (
     "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
     "Perplexity is exp of the mean loss over all validation tokens; beside it, where a table has it, stands the legacy "
     "figure of the field, the mean of batch means with batches + 1 in the denominator.",
-    "The criterion of each claim was set before the runs it judges; a claim agrees only if all parts of it hold.",
+    "A claim agrees only if all parts of its measure hold. The measures were set before their items were measured; "
+    "those of the LM head and the elastic curve were reworded when one seed, and a sweep of other runs, were known.",
 )
 
 Result = Mapping[str, Any]
@@ -48,7 +49,7 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
 def facts(result: Result) -> list[tuple[str, str]]:
     """Where an item's numbers come from."""
     trainings = result["trainings"]
-    told = [("made by", f"`{result['command']}`; once more, with its trainings, with `--again`")]
+    told = [("made by", f"`{result['command']}`, anew with `--again`")]
     if result["hub"]:
         told.append(("needs a model from the hub", f"`{result['hub']}`"))
     told += [("measured at", f"commit {result['commit']}, {result['machine']}")]

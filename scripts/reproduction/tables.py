@@ -1,6 +1,7 @@
 """The paper's tables, each as rows of plain values and as Markdown in the paper's own layout."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +20,7 @@ from scripts.reproduction.records import (
 )
 
 VARIANTS = ("X", "L+S", "L̃+S̃")
+KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}
 PRINTED = ("paper final loss", "paper mean δ")
 
 
@@ -78,7 +80,8 @@ def seeds_note(scale: Scale) -> str:
 def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
     """What the numbers of a table are of."""
     other = f"; the other text is {scale.other_text.name}" if scale.other_text else ""
-    return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, weights in {rows[0]['dtype']}{other}"
+    dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
+    return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, weights in {dtypes}{other}"
 
 
 def table1(scale: Scale) -> Measured:
@@ -95,7 +98,8 @@ def embedding(scale: Scale) -> Measured:
         ("embedding included", trainings.WITH_EMBEDDING),
         ("without the embedding", trainings.WITHOUT_EMBEDDING),
     ):
-        mine = [{**row, "blocks": label} for row in trained(run, scale, VARIANTS)]
+        budget = scale.embedding_budget if run is trainings.WITH_EMBEDDING else None
+        mine = [{**row, "blocks": label} for row in trained(run, scale, VARIANTS, budget)]
         ends = [summary(run.seeded(seed), scale)["blocks"] for seed in scale.seeds]
         structure = [row for end in ends for name, row in end.items() if "embed" in name]
         for key in ("rank_ratio", "density") if structure else ():
@@ -107,15 +111,16 @@ def embedding(scale: Scale) -> Measured:
 
 
 def bf16(scale: Scale) -> Measured:
-    """Pure bfloat16, training and weights alike, beside float32."""
+    """Pure bfloat16, training and evaluation alike, beside float32."""
     rows = []
-    for label, run, variants in (
-        ("bf16", trainings.VANILLA_BF16, ["X"]),
-        ("bf16", trainings.SALAAD_BF16, VARIANTS),
-        ("fp32", trainings.VANILLA, ["X"]),
-        ("fp32", trainings.WITH_EMBEDDING, VARIANTS),
+    half = replace(scale, dtype="bfloat16")
+    for label, run, variants, at in (
+        ("bf16", trainings.VANILLA_BF16, ["X"], half),
+        ("bf16", trainings.SALAAD_BF16, VARIANTS, half),
+        ("fp32", trainings.VANILLA, ["X"], scale),
+        ("fp32", trainings.WITH_EMBEDDING, VARIANTS, scale),
     ):
-        rows += [{**row, "precision": label} for row in trained(run, scale, variants)]
+        rows += [{**row, "precision": label} for row in trained(run, at, variants)]
     tables = {
         "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),
         "trained in float32": layout([r for r in rows if r["precision"] == "fp32"], {}),
@@ -126,6 +131,7 @@ def bf16(scale: Scale) -> Measured:
 def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[str, Any]]:
     """One row a setting of ρ, Δα and Δβ, as factors on the scale's own, from what the runs themselves evaluated."""
     theirs = paper(table, scale) or [None] * len(runs)
+    own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in KNOBS.items()}
     rows = []
     for run, printed in zip(runs, theirs, strict=True):
         factors = dict(run.factors)
@@ -141,6 +147,7 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
                 "rank_ratio": structured["rank_ratio"],
                 "density": structured["density"],
                 "paper": printed,  # X, L + S, millions of parameters
+                "own": own,
             }
         )
     return rows
@@ -148,8 +155,9 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
 
 def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
     """The paper's layout: a column per value of one factor."""
-    symbol = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}[key]
+    symbol = {"alpha": "Δα", "beta": "Δβ"}[key]
     lines = [
+        (symbol, *(f"{row[key] * row['own'][key]:.3g}" for row in rows)),
         ("PPL (X)", *(f"{row['X']:.2f}" for row in rows)),
         ("PPL (L+S)", *(f"{row['L+S']:.2f}" for row in rows)),
         ("Prm (M)", *(f"{row['parameters'] / 1e6:.3f}" for row in rows)),
@@ -217,8 +225,7 @@ def update_frequency(scale: Scale) -> Measured:
     theirs = paper("frequency", scale)
     digits = {"loss": 3, "delta": 2, "X": 2, "L+S": 2}
     rows, lines, ends = [], [], {}
-    for number, run in enumerate(trainings.FREQUENCIES):
-        K = read_json(run.record(scale))["config"]["salaad"]["every"]
+    for number, (K, run) in enumerate(zip(trainings.KS, trainings.FREQUENCIES, strict=True)):
         mine = [{"K": K, "seed": seed, **_end(run.seeded(seed), scale)} for seed in scale.seeds]
         ends[K] = summary(run, scale)["blocks"]
         cells = [shown(over_seeds(mine, key), digits[key]) for key in digits]
@@ -239,8 +246,8 @@ def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str,
     names = list(theirs["blocks"]) if theirs else known[:: -(-len(known) // 6)]
     lines = []
     for name in names:
-        last = [ends[K][name] for K in ends]
-        cells = [f"{100 * row['rank_ratio']:.1f} / {100 * (1 - row['density']):.1f}" for row in last]
+        last = [ends[K].get(name) for K in ends]  # what the paper shows need not be a block here
+        cells = [f"{100 * row['rank_ratio']:.1f} / {100 * (1 - row['density']):.1f}" if row else "–" for row in last]
         printed = theirs["blocks"][name] if theirs else ()
         cells += [f"{rank} / {sparsity}" for rank, sparsity in zip(printed[::2], printed[1::2], strict=True)]
         lines.append((name.removeprefix("model."), *cells))

@@ -14,14 +14,14 @@ BETAS_350M, ALPHAS_350M = (0.6, 1, 2, 10, 20), (0.4, 0.5, 0.75, 0.9, 1)
 RHO_PAIRS_350M = tuple(product((0.5,), (2, 10), (1, 2)))  # (Δα, Δβ, ρ)
 BETAS_130M, ALPHAS_130M = (0.1, 1, 100), (0.01, 0.1, 0.4)
 PAIRS_130M = tuple(product((0.01, 0.1, 1), (0.1, 1, 10), (0.1, 1, 10)))
-KS = (1, 2, 4)  # K/J of 5, 10 and 20
+KS = (5, 10, 20)  # at J = 1
 HEAD_RHOS = (0.1, 1)  # 1e-7 and 1e-6
 
 VANILLA, SALAAD = Run("full_rank"), Run()
 WITH_EMBEDDING = Run(settings=(("salaad.embedding", "true"),))
 WITHOUT_EMBEDDING = Run(settings=(("salaad.embedding", "false"),))
 HALF = ("train.precision", "bf16")
-FREQUENCIES = tuple(Run(factors=((K, factor),)) for factor in KS)
+FREQUENCIES = tuple(Run(settings=((K, str(every)),)) for every in KS)
 HEADS = tuple(Run(factors=((RHO, factor),), settings=(("salaad.lm_head", "true"),)) for factor in HEAD_RHOS)
 EMBEDDINGS = tuple(Run(factors=((RHO, factor),), settings=WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
 VANILLA_BF16, SALAAD_BF16 = Run("full_rank", settings=(HALF,)), Run(settings=(HALF, *WITH_EMBEDDING.settings))
