@@ -265,6 +265,7 @@ def test_a_fairer_cut_that_changes_the_elastic_claim_is_told_beside_it(rows, jud
     assert "at every budget holds: the cut alone" in judged(rows)["elastic"].note
     change("flexible", "perplexity", 130.0, **SALAAD, refine=20)(rows)
     found = judged(rows)["elastic"]
+    assert "each beside its own X, SALAAD is below at 6 of 6" in found.note
     assert found.agrees is True and "at every budget does not hold: the cut alone" in found.note
 
 

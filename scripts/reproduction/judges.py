@@ -91,8 +91,12 @@ def elastic(results: Results) -> Verdict:
         "smoother than vanilla + RPCA by HPA": _below(*steps),
     }
     costs = [[_finite(pair[side] / X[key[0]][side] - 1) for key, pair in fair.items()] for side in (0, 1)]
+    own = {key: tuple(pair[side] / X[key[0]][side] for side in (0, 1)) for key, pair in hpa.items()}
     holds = "holds" if below["fair"] == len(fair) else "does not hold"
-    told = f"largest step from L + S down, by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}; where both are cut "
+    told = f"each beside its own X, SALAAD is below at {sum(_below(*pair) for pair in own.values())} of {len(own)}; "
+    told += (
+        f"largest step from L + S down, by HPA: ×{steps[0]:.2f}, vanilla + RPCA ×{steps[1]:.2f}; where both are cut "
+    )
     told += f"by energy and refined, being below at every budget {holds}: the cut alone "
     told += f"costs SALAAD {_signed(min(costs[0]))} to {_signed(max(costs[0]))} of its X and vanilla "
     told += f"{_signed(min(costs[1]))} to {_signed(max(costs[1]))} of its own; SALAAD's X stands {_gaps(X)} from it"
