@@ -19,7 +19,7 @@ from scripts.reproduction import trainings
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table, verdicts
 from scripts.reproduction.deployments import accuracies
-from scripts.reproduction.experiments import embedding_told, kappa_told, limit_told
+from scripts.reproduction.experiments import embedding_told, kappa_told, limit_told, recovery
 from scripts.reproduction.grid import SCALES, distinct
 from scripts.reproduction.page import html_table
 from scripts.reproduction.report import write_report
@@ -296,11 +296,15 @@ def test_an_experiment_tells_why_beside_the_verdict(rows, judged):
     assert "all alike" in kappa_told([{"share": 0.5, "kappa": 0.5}, {"share": 0.6, "kappa": 0.5}])
 
 
-def test_the_robust_pca_experiment_tells_how_far_off_it_is_at_every_thinning():
-    block = {"rank_ratio": 0.3, "true_rank_ratio": 0.2, "density": 0.6, "true_density": 0.4}
-    thin = {"rank_ratio": 0.2, "true_rank_ratio": 0.2, "density": 0.05, "true_density": 0.1}
-    said = limit_told([{"share": 1, **block}, {"share": 1, **block, "density": 0.2}, {"share": 0.25, **thin}])
-    assert said.endswith("off by 100% (density 0.40): 0.100 and 0.200; 25% (density 0.10): 0.000 and 0.050")
+def test_the_robust_pca_experiment_counts_the_blocks_that_are_found():
+    rows = [
+        {"true_rank_ratio": rank, "true_density": density, "density": found}
+        for rank, density, found in ((0.12, 0.08, 0.1), (0.12, 0.15, 0.4), (0.14, 0.08, 0.17), (0.3, 0.3, 0.7))
+    ]
+    cells = recovery(rows)
+    assert cells["0.1 to 0.15", "0.05 to 0.1"] == (2, 2) and cells["0.1 to 0.15", "0.1 to 0.2"] == (0, 1)
+    assert cells["0.2 to 1", "0.2 to 1"] == (0, 1) and sum(of for _, of in cells.values()) == len(rows)
+    assert limit_told(rows).endswith("2 of 3 at a rank ratio of 0.1 to 0.15, 0 of 1 at a rank ratio of 0.2 to 1")
 
 
 def test_the_embeddings_experiment_names_every_setting_and_its_cost():

@@ -72,21 +72,19 @@ def kappa_share(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def rpca_limit(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Density that robust PCA finds over the true one, one mark per block and thinning; on the dashed line they agree.
+    """How far off the density is that robust PCA finds, one mark per block and cut, over its true structure.
 
     Args:
-        rows: with `share`, the part of S that is left, `density`, as found, and `true_density`.
+        rows: with `true_rank_ratio`, `true_density`, and `density`, as found.
         path: the PNG to write.
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
-    shares = sorted({row["share"] for row in rows}, reverse=True)
-    for share, color, marker in zip(shares, colormaps["viridis"](_even(0, 0.9, len(shares))), MARKERS, strict=False):
-        mine = [row for row in rows if row["share"] == share]
-        points = ([row["true_density"] for row in mine], [row["density"] for row in mine])
-        panel.plot(*points, marker, color=color, markersize=7, markeredgecolor="white", label=f"{share:.0%} of S kept")
-    panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", zorder=0)
-    panel.set(xlabel="density Υ(S) of the block", ylabel="density found", xlim=(0, 1), ylim=(0, 1))
-    dress(panel, legend=True)
+    points = [[row[key] for row in rows] for key in ("true_rank_ratio", "true_density")]
+    off = [abs(row["density"] - row["true_density"]) for row in rows]
+    cloud = panel.scatter(*points, c=off, cmap="viridis", vmin=0, s=36, edgecolors="white", linewidths=0.5)
+    figure.colorbar(cloud, label="density found, off by")
+    panel.set(xlabel="rank ratio of L", ylabel="density Υ(S)", xlim=(0, None), ylim=(0, None))
+    dress(panel)
     save(figure, path)
 
 
