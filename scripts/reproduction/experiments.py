@@ -78,13 +78,11 @@ def rpca_limit(scale: Scale) -> Measured:
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
     """(Span of the rank ratio, of the density) → in how many blocks the density is found to 0.1, and of how many."""
-    return {
-        (f"{r[0]:g} to {r[1]:g}", f"{d[0]:g} to {d[1]:g}"): (sum(map(_density_found, mine)), len(mine))
-        for r, d in product(pairwise(RANKS), pairwise(DENSITIES))
-        for mine in [
-            [row for row in rows if r[0] <= row["true_rank_ratio"] < r[1] and d[0] <= row["true_density"] < d[1]]
-        ]
-    }
+    cells = {}
+    for (r0, r1), (d0, d1) in product(pairwise(RANKS), pairwise(DENSITIES)):
+        mine = [row for row in rows if r0 <= row["true_rank_ratio"] < r1 and d0 <= row["true_density"] < d1]
+        cells[f"{r0:g} to {r1:g}", f"{d0:g} to {d1:g}"] = (sum(map(_density_found, mine)), len(mine))
+    return cells
 
 
 def _density_found(row: dict[str, Any]) -> bool:
@@ -98,10 +96,8 @@ def limit_told(rows: list[dict[str, Any]]) -> str:
         mine = [row for row in rows if low <= row["true_rank_ratio"] < high]
         if mine:
             parts.append(f"{sum(map(_density_found, mine))} of {len(mine)} at a rank ratio of {low:g} to {high:g}")
-    return (
-        "the same blocks of seed 0, also cut to fewer singular values and entries: density found to 0.1 in "
-        + ", ".join(parts)
-    )
+    told = "the same blocks of seed 0, also cut to fewer singular values and entries: density found to 0.1 in "
+    return told + ", ".join(parts)
 
 
 def embedding_why(scale: Scale) -> Measured:
