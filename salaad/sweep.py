@@ -15,6 +15,7 @@ from salaad.tables import markdown_table, millions
 from salaad.variants import Variant
 
 Row = Mapping[str, Any]
+REMOVED = 0.05  # of L + S at the least, for one κ to be better than another
 
 
 def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
@@ -85,9 +86,11 @@ def _loss(row: Row) -> tuple[bool, float]:
 
 
 def stable_band(rows: Sequence[Row]) -> tuple[float, float]:
-    """The least and the greatest κ* over the budgets, the paper's gray band; where nothing is removed, none is best."""
+    """The least and the greatest κ* over the budgets that remove something (`REMOVED`), the paper's gray band."""
     whole = next((row["parameters"] for row in rows if row["variant"] == "L+S"), math.inf)
-    kappas = [row["kappa"] for row in best(rows) if row["parameters"] < whole] or [row["kappa"] for row in best(rows)]
+    winners = best(rows)
+    telling = [row for row in winners if row["parameters"] <= (1 - REMOVED) * whole] or winners
+    kappas = [row["kappa"] for row in telling]
     return min(kappas), max(kappas)
 
 

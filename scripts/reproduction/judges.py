@@ -11,14 +11,13 @@ from itertools import combinations, pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
-from salaad.sweep import best, ways
+from salaad.sweep import REMOVED, best, ways
 from salaad.tables import millions
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]  # item → its result JSON
 
 LARGEST = 2**62  # stands for the size of L + S, above every budget
-REMOVED = 0.05  # of L + S, at the least, for κ to mean something
 KNOBS = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
 
 
