@@ -304,7 +304,7 @@ def test_the_robust_pca_experiment_counts_the_blocks_that_are_found():
     cells = recovery(rows)
     assert cells["0.1 to 0.15", "0.05 to 0.1"] == (2, 2) and cells["0.1 to 0.15", "0.1 to 0.2"] == (0, 1)
     assert cells["0.2 to 1", "0.2 to 1"] == (0, 1) and sum(of for _, of in cells.values()) == len(rows)
-    assert limit_told(rows).endswith("2 of 3 at a rank ratio of 0.1 to 0.15, 0 of 1 at a rank ratio of 0.2 to 1")
+    assert "found to 0.1 in 2 of 3 with rank ratio and density both below 0.2, and in 0 of 1 others" in limit_told(rows)
 
 
 def test_the_embeddings_experiment_names_every_setting_and_its_cost():
