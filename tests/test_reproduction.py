@@ -92,6 +92,8 @@ def rows() -> dict[str, list[dict]]:
             | {"embedding_rank_ratio": spread(0.2, 0.25), "embedding_density": spread(0.1, 0.15)},
             variant("salaad", "X", (100.0, 102.0), 1_800_000, blocks="without the embedding"),
             variant("salaad", "L+S", (100.5, 101.0), 1_600_000, blocks="without the embedding"),
+            variant("salaad", "L̃+S̃", (103.0, 104.0), 1_200_000, blocks="embedding included"),
+            variant("salaad", "L̃+S̃", (150.0, 160.0), 1_200_000, blocks="without the embedding"),
         ],
         "lm_head": [
             {"block": block, "rho": rho, "seed": seed, "loss": loss, "X": X + change}
@@ -254,6 +256,7 @@ def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
     )
     assert "κ* from 0.6 to 0.6" in found["kappa"].value
     assert "1.40 M for 1.60 M" in found["embedding"].value
+    assert "103.50 ± 0.50 at 1.20 M with the embedding among the blocks, 155.00 ± 5.00" in found["embedding"].note
     assert "+0.100 from the smaller to the larger ρ, +0.020" in found["lm_head"].value
     assert "loss 2.890, 2.890, 2.830; mean δ 10.16, 7.74, 5.73" in found["frequency"].value
     assert "mean δ: at most 7 to 14 in the first half, 8 to 16 in the second" in found["bounded"].value

@@ -148,7 +148,11 @@ def embedding(results: Results) -> Verdict:
     value.append(f"the embedding ends at {', '.join(told)}")
     largest = {key: max(map(_finite, spread["values"])) for key, spread in own.items()}
     parts["the embedding ends at a rank ratio and a density of at most 0.3 in every seed"] = _structured(largest)
-    return verdict("; ".join(value), parts)
+    cut = [_of(rows, variant="L̃+S̃", blocks=label) for label in ("embedding included", "without the embedding")]
+    found = [_number(one["perplexity"]) for one in cut]
+    sizes = [millions(one["parameters"]["mean"]) for one in cut]
+    told = f"cut by HPA, {found[0]} at {sizes[0]} with the embedding among the blocks, {found[1]} at {sizes[1]} without"
+    return verdict("; ".join(value), parts, told)
 
 
 def lm_head(results: Results) -> Verdict:
