@@ -157,9 +157,6 @@ def main() -> None:
         raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for name in PLACES:
-        if place := getattr(options, name.replace("-", "_")):
-            setattr(options, name.replace("-", "_"), place.absolute())
     scale = asked_scale(options)
     os.chdir(ROOT)  # where the trainings run and the scales' own texts lie
     items = chosen_items(options.items or (["all"] if options.list else []))
@@ -197,14 +194,15 @@ def asked_scale(options: argparse.Namespace) -> Scale:
         raise UserError(f"--task-data {options.task_data} is no folder (here is {Path.cwd()}); give an existing one")
     if options.tokenizer and not options.tokenizer.exists():
         raise UserError(f"--tokenizer {options.tokenizer} is not there (here is {Path.cwd()}); give an existing one")
-    asked = tuple(name for name, place in places.items() if place)
+    found = {name: place.absolute() for name, place in places.items() if place}
     if options.tokenizer:
-        scale = replace(scale, options=(*scale.options, f"--data.tokenizer={options.tokenizer}"))
-    scale = replace(scale, task_data=options.task_data, other_text=options.other_text, asked=asked)
+        scale = replace(scale, options=(*scale.options, f"--data.tokenizer={found['tokenizer']}"))
+    files = {"task_data": found.get("task-data"), "other_text": found.get("other-text")}
+    scale = replace(scale, asked=tuple(found), **files)
     if options.c4:
         if scale.config.data.source != "c4":
             raise UserError(f"--c4 is given, but {scale.name} has a text of its own; leave it out")
-        return replace(scale, options=(*scale.options, *shlex.split(" ".join(training_options(options.c4)))))
+        return replace(scale, options=(*scale.options, *shlex.split(" ".join(training_options(found["c4"])))))
     if scale.text and not options.list and not (ROOT / scale.text).is_dir():
         raise UserError(f"{scale.text} is not there; bring it with python scripts/fetch_text.py --output {scale.text}")
     return scale
