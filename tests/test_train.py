@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -232,7 +233,9 @@ def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
-    time.sleep(8)  # until its text is there
+    begun = psutil.Process(process.pid).cpu_times().user
+    while psutil.Process(process.pid).cpu_times().user < begun + 8:  # of work, until its text is there
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
