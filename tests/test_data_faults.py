@@ -39,7 +39,7 @@ def hurry(monkeypatch):
 
 def write(path, texts):
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return str(path)
 
 
@@ -133,7 +133,7 @@ def test_what_waiting_does_not_mend_is_told_at_once(tmp_path, monkeypatch, kind)
     if kind == "folder":
         file.mkdir()
     if kind == "damage":
-        file.write_bytes(gzip.compress(b"{}\n")[:-3])
+        file.write_bytes(gzip.compress(b"{}\n", mtime=0)[:-3])
     with pytest.raises(UserError):
         if kind == "missing before training":
             require_document(str(file), "text", 0, retries=9)
