@@ -2,7 +2,7 @@
 
     python scripts/reproduce.py --scale nano --list          every item, its trainings, its cost, and what is there
     python scripts/reproduce.py --scale nano table1          train what is missing, measure, keep the result
-    python scripts/reproduce.py --scale nano table1 --again  the same once more, whatever result and records are kept
+    python scripts/reproduce.py --scale nano table1 --again  measure anew; trainings whose folder is here are kept
     python scripts/reproduce.py --scale nano all --jobs 2    everything, two trainings side by side
     python scripts/reproduce.py --scale 60m --c4 FOLDER table1   C4 as scripts/fetch_c4.py brought it, without network
     python scripts/reproduce.py --scale 350m all --launcher print     the commands, for a cluster
@@ -194,6 +194,8 @@ def asked_scale(options: argparse.Namespace) -> Scale:
         raise UserError(f"--task-data {options.task_data} is no folder (here is {Path.cwd()}); give an existing one")
     if options.tokenizer and not options.tokenizer.exists():
         raise UserError(f"--tokenizer {options.tokenizer} is not there (here is {Path.cwd()}); give an existing one")
+    if options.tokenizer and (scale.config.data.source == "python-docs" or scale.config.data.tokenizer):
+        raise UserError(f"--tokenizer is given, but {scale.name} has one of its own; leave it out")
     found = {name: place.absolute() for name, place in places.items() if place}
     if options.tokenizer:
         scale = replace(scale, options=(*scale.options, f"--data.tokenizer={found['tokenizer']}"))

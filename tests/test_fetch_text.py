@@ -89,6 +89,8 @@ def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
         (("--other-text", "nowhere.jsonl"), "--other-text nowhere.jsonl is no file"),
         (("--task-data", "nowhere"), "--task-data nowhere is no folder"),
         (("--c4", "nowhere"), "nano has a text of its own"),
+        (("--tokenizer", "nowhere"), "--tokenizer nowhere is not there"),
+        (("--tokenizer", "README.md"), "nano has one of its own"),
     ],
 )
 def test_a_place_that_is_not_there_is_said_before_anything_is_trained(options, said):

@@ -333,7 +333,12 @@ def test_the_records_say_what_happened(toy, tmp_path):
     }  # fmt: skip
     evaluations = lines(tmp_path / "run", "evaluations.jsonl")
     assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["variants"].keys() == {"X", "L+S"}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["variants"].keys() == {"X", "L+S"}
+    assert summary["final_loss"] == lines(tmp_path / "run", "metrics.jsonl")[-1]["loss"]  # a twentieth of few lines
+    assert summary["blocks"].keys() == {row["block"] for row in blocks}
+    for name, row in summary["blocks"].items():
+        assert {"block": name, **row} == [other for other in blocks if other["block"] == name][-1]
 
 
 def test_broken_lines_are_skipped_and_told(toy, tmp_path, text_files, capsys):
