@@ -19,7 +19,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from salaad import elias_fano
+from salaad import elias_fano, native
 from salaad.errors import UserError
 from salaad.headers import (
     check_block,
@@ -60,6 +60,7 @@ class _SlrWeight(nn.Module):
         packed = torch.empty(elias_fano.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
         self._known_S: tuple[tuple, Tensor] | None = None
+        self._known_places: tuple[tuple, native.Weight | None] | None = None
 
     def fill(self, slr: Slr) -> None:
         """Take over the numbers of `slr`, in its dtype and on its device."""
@@ -90,6 +91,7 @@ class _SlrWeight(nn.Module):
         index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
         starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
         self._buffers.pop("S_packed", None)
+        self._known_places = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
 
@@ -109,9 +111,29 @@ class _SlrWeight(nn.Module):
         self._known_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
         return S
 
+    def _native(self, x: Tensor) -> native.Weight | None:
+        """What the compiled products read, where they can be used: float32 on a CPU, and no part needs a gradient.
+
+        Asked at every call, in which a small layer has microseconds; what does not change is looked at once.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        parameters, buffers = self._parameters, self._buffers
+        U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
+        starts, columns = buffers["S_starts"], buffers["S_columns"]
+        held = U.data_ptr(), V.data_ptr(), starts.data_ptr(), columns.data_ptr(), values.data_ptr(), values.dtype
+        if self._known_places is None or self._known_places[0] != held:
+            self._known_places = held, native.places(self.shape, U, V, starts, columns, values)
+        weight = self._known_places[1]
+        if weight is None or not x.is_cpu:
+            return None
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters.values()):
+            return None
+        return weight
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be made again; a copy has memory of its own."""
-        return self.__dict__ | {"_known_S": None}
+        return self.__dict__ | {"_known_S": None, "_known_places": None}
 
     @property
     def weight(self) -> Tensor:
@@ -154,10 +176,13 @@ class SlrLinear(_SlrWeight):
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
-        rows = x.reshape(-1, self.in_features)
         if not self.nnz:
-            y = F.linear(F.linear(rows, self.V), self.U, self.bias)
-        elif self._is_cheaper_whole(len(rows)):
+            return F.linear(F.linear(x, self.V), self.U, self.bias)
+        weight = self._native(x)
+        if weight is not None and x.dtype == torch.float32 and x.shape[-1] == self.in_features:
+            return _NativeLinear.apply(x, self, weight) if x.requires_grad else _native_linear(x, self, weight)
+        rows = x.reshape(-1, self.in_features)
+        if self._is_cheaper_whole(len(rows)):
             y = F.linear(rows, self.weight, self.bias)
         else:
             y = self._in_parts(rows)
@@ -179,6 +204,23 @@ class SlrLinear(_SlrWeight):
         n, m = self.shape
         parts = (_LOW_RANK_COST * self.rank + _TURNING_COST) * (n + m) + _SPARSE_COST * self.nnz
         return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
+
+
+def _native_linear(x: Tensor, layer: SlrLinear, weight: native.Weight) -> Tensor:
+    return native.linear(weight, x, layer.U, layer.V, layer.bias)
+
+
+class _NativeLinear(torch.autograd.Function):
+    """The compiled product where a gradient has to pass to x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: SlrLinear, weight: native.Weight) -> Tensor:
+        ctx.layer = layer
+        return _native_linear(x, layer, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.layer.weight, None, None
 
 
 class SlrEmbedding(_SlrWeight):
@@ -204,6 +246,9 @@ class SlrEmbedding(_SlrWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
+        weight = self._native(ids)
+        if weight is not None and ids.dtype == torch.int64:
+            return native.rows(weight, ids, self.U, self.V)
         flat = ids.reshape(-1)
         with torch.autocast(flat.device.type, enabled=False):
             rows = F.embedding(flat, self.U) @ self.V

@@ -6,16 +6,12 @@ belongs beside every number measured on it.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
-import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from salaad import prose
+from salaad.caches import cache_folder, made_once
 from salaad.tokenizer import train_tokenizer
 
 TRAIN_FILES = 8
@@ -60,8 +57,8 @@ def corpus(cache: Path | None = None) -> Corpus:
     """
     distributions = dict(sorted(_closure(_required_names())))
     library = Path(sysconfig.get_path("stdlib"))
-    folder = _cache(cache) / f"python-docs-{_fingerprint(distributions)}"
-    with _made_once(folder) as make:
+    folder = (cache or cache_folder()) / f"python-docs-{_fingerprint(distributions)}"
+    with made_once(folder) as make:
         if make:
             sources = [*_standard_library(library), *_package_files(distributions)]
             _write(make, _documents(sources))
@@ -76,39 +73,11 @@ def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
         UserError: the corpus gives no such number of pieces.
     """
     folder = corpus.folder / f"tokenizer-{vocab_size}"
-    with _made_once(folder) as make:
+    with made_once(folder) as make:
         if make:
             model = train_tokenizer(_sentences(corpus.train_files), vocab_size)
             (make / "tokenizer.model").write_bytes(model)
     return folder / "tokenizer.model"
-
-
-def _cache(given: Path | None) -> Path:
-    return given or Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
-
-
-@contextlib.contextmanager
-def _made_once(folder: Path) -> Iterator[Path | None]:
-    """Give an empty folder to fill if `folder` does not exist, and put it there when filled; else None.
-
-    Processes that start together wait for the first one; one that dies leaves nothing that looks complete.
-    """
-    if folder.exists():
-        yield None
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            yield None
-            return
-        filling = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
-            yield filling
-            filling.chmod(0o755)
-            filling.replace(folder)
-        finally:
-            shutil.rmtree(filling, ignore_errors=True)
 
 
 def _required_names() -> list[str]:

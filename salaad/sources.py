@@ -1,11 +1,11 @@
 """Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it."""
 
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from salaad.caches import cache_folder
 from salaad.checkpoint import Checkpoints
 from salaad.checks import section
 from salaad.config import DataConfig, SalaadConfig
@@ -82,7 +82,7 @@ def _checkpoint(folder: Path) -> Source:
         run=_run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state"),
         parameters=None,
         digest=digest,
-        cache=run / "cache" / digest[:16] if inside else _caches() / digest[:16],
+        cache=run / "cache" / digest[:16] if inside else cache_folder() / digest[:16],
         output=run / "evaluation" if inside else Path("evaluation") / own.name,
     )
 
@@ -108,7 +108,7 @@ def _model_folder(folder: Path) -> Source:
         run=_run_of(record.get("run", {}), folder / RECORD),
         parameters=parameters[1] if record else None,
         digest=digest,
-        cache=_caches() / digest[:16],
+        cache=cache_folder() / digest[:16],
         output=Path("evaluation") / name,
     )
 
@@ -121,7 +121,3 @@ def _run_of(config: Any, place: Path) -> dict[str, Any]:
         if name in config:
             section(kind, config[name], place)
     return config
-
-
-def _caches() -> Path:
-    return Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")

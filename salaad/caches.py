@@ -1,0 +1,38 @@
+"""Where what can be made again is kept, and how several processes make it once."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`$SALAAD_CACHE`, or ~/.cache/salaad."""
+    return Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
+
+
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[Path | None]:
+    """Give an empty folder to fill if `folder` does not exist, and put it there when filled; else None.
+
+    Processes that start together wait for the first one; one that dies leaves nothing that looks complete.
+    """
+    if folder.exists():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            yield None
+            return
+        filling = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            yield filling
+            filling.chmod(0o755)
+            filling.replace(folder)
+        finally:
+            shutil.rmtree(filling, ignore_errors=True)

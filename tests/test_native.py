@@ -1,0 +1,186 @@
+"""The compiled products of the factored layers, against dense products in float64 and against torch's own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from salaad import native
+from salaad.factored import SlrEmbedding, SlrLinear
+from salaad.slr import Slr
+
+ROOT = Path(__file__).parent.parent
+compiled = pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
+
+
+def parts(n: int, m: int, rank: int, nnz: int, seed: int = 0) -> Slr:
+    """U·V + S (n×m) of random numbers."""
+    source = torch.Generator().manual_seed(seed)
+    positions = torch.randperm(n * m, generator=source)[:nnz].int()
+    U, V, values = (torch.randn(*shape, generator=source) for shape in ((n, rank), (rank, m), (nnz,)))
+    return Slr((n, m), U, V, positions, values)
+
+
+def dense(slr: Slr) -> torch.Tensor:
+    """The same as a float64 matrix, put together entry by entry."""
+    W = slr.U.double() @ slr.V.double()
+    rows, columns = slr.positions.long() // slr.shape[1], slr.positions.long() % slr.shape[1]
+    W[rows, columns] += slr.values.double()
+    return W
+
+
+def error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    return ((y.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Tests change the number; it is put back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@compiled
+def test_the_library_is_there_where_a_compiler_is():
+    assert native.library() is not None
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(1, 70), st.integers(0, 9), st.integers(0, 100), st.integers(1, 70), st.booleans()
+)
+def test_a_product_is_that_of_the_dense_matrix(n, m, rank, percent, rows, bias):
+    slr = parts(n, m, rank, max(1, n * m * percent // 100))
+    b = torch.randn(n) if bias else None
+    layer, x = SlrLinear.from_slr(slr, b), torch.randn(rows, m)
+    exact = x.double() @ dense(slr).T + (0 if b is None else b.double())
+    assert layer._native(x) is not None
+    assert error(layer(x), exact) < 1e-5
+
+
+@compiled
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 300])
+@pytest.mark.parametrize("shape", [(256, 640, 40, 9000), (640, 256, 0, 9000)])
+def test_threads_change_nothing(shape, rows):
+    layer, x = SlrLinear.from_slr(parts(*shape)), torch.randn(rows, shape[1])
+    found = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(native.linear(layer._native(x), x, layer.U, layer.V, None))
+    exact = x.double() @ dense(parts(*shape)).T
+    assert all(error(y, exact) < 1e-5 for y in found)
+    if rows * shape[2] * sum(shape[:2]) < native._FEW:  # else torch multiplies by U and V, as it likes
+        assert all(torch.equal(y, found[0]) for y in found)
+
+
+@compiled
+@pytest.mark.parametrize("rows", [2, 7, 16, 33])
+def test_a_row_that_is_not_finite_stays_alone(rows):
+    layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(rows, 30)
+    clean = layer(x)
+    x[1, 4] = float("nan")
+    found = layer(x)
+    assert found[1].isnan().any()
+    others = [row for row in range(rows) if row != 1]
+    assert torch.equal(found[others], clean[others])
+
+
+@compiled
+def test_shapes_and_layouts_of_x_are_those_of_a_linear_layer():
+    slr = parts(40, 30, 3, 200)
+    layer, W = SlrLinear.from_slr(slr), dense(slr)
+    for x in (torch.randn(30), torch.randn(2, 5, 30), torch.randn(30, 6).T, torch.randn(4, 60)[:, ::2]):
+        assert error(layer(x), x.double() @ W.T) < 1e-5
+    assert layer(torch.randn(0, 30)).shape == (0, 40)
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(torch.randn(2, 29))
+
+
+@compiled
+@pytest.mark.parametrize("count", [1, 3, 200, 5000])
+def test_rows_of_an_embedding_are_those_of_the_table(count):
+    slr = parts(90, 24, 5, 300)
+    layer, ids = SlrEmbedding.from_slr(slr), torch.randint(0, 90, (1, count))
+    assert layer._native(ids) is not None
+    found = layer(ids)
+    assert found.shape == (1, count, 24)
+    assert error(found, dense(slr)[ids]) < 1e-5
+
+
+@compiled
+@pytest.mark.parametrize("count", [1, 5000])
+@pytest.mark.parametrize("wrong", [-1, 90])
+def test_a_row_that_is_not_there_is_refused(count, wrong):
+    layer, ids = SlrEmbedding.from_slr(parts(90, 24, 5, 300)), torch.zeros(count, dtype=torch.int64)
+    ids[-1] = wrong
+    with pytest.raises(IndexError):
+        layer(ids)
+
+
+@compiled
+def test_weights_that_were_moved_are_found_again():
+    slr, other, larger = parts(40, 30, 3, 200), parts(40, 30, 3, 200, seed=1), parts(40, 30, 7, 300, seed=2)
+    layer, x = SlrLinear.from_slr(slr), torch.randn(5, 30)
+
+    def found(expected: Slr) -> float:
+        return error(layer(x), x.double() @ dense(expected).T)
+
+    assert found(slr) < 1e-5
+    layer.to(torch.float64).to(torch.float32)
+    assert found(slr) < 1e-5
+    layer.U.data, layer.V.data = other.U.clone(), other.V.clone()
+    assert found(Slr(slr.shape, other.U, other.V, slr.positions, slr.values)) < 1e-5
+    layer.fill(larger)
+    assert found(larger) < 1e-5
+
+
+@compiled
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_passes_to_x_and_leaves_the_product_as_it_was(bias):
+    slr = parts(40, 30, 3, 200)
+    layer = SlrLinear.from_slr(slr, torch.randn(40) if bias else None)
+    x = torch.randn(2, 5, 30, requires_grad=True)
+    y = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    coefficients = torch.randn_like(y)
+    (y * coefficients).sum().backward()
+    assert error(x.grad, coefficients.double() @ dense(slr)) < 1e-5
+
+
+@compiled
+def test_a_traced_layer_computes_the_same():
+    layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)
+    traced = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [({"SALAAD_NATIVE": "0"}, ""), ({"CXX": "no-such-compiler"}, ""), ({"CXX": "false"}, "torch's products are used")],
+)
+def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
+    script = (
+        "import torch\n"
+        "from salaad import native\n"
+        "from salaad.factored import SlrLinear\n"
+        "from test_native import dense, error, parts\n"
+        "layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)\n"
+        "assert native.library() is None and layer._native(x) is None\n"
+        "assert error(layer(x), x.double() @ dense(parts(40, 30, 3, 200)).T) < 1e-5\n"
+    )
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    env = os.environ | {"PYTHONPATH": paths, "SALAAD_CACHE": str(tmp_path)} | environment
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.glob("native-*/native.so"))
