@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, logging
 
+from salaad import native
 from salaad.cli import read_command_line
 from salaad.config import RunConfig
 from salaad.deployment import Deployment
@@ -174,6 +175,7 @@ def main() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         setting = {key: str(value) for key, value in vars(options).items() if key not in ("output", "density")}
         about = {"model": description, **setting, "density": density, **provenance()}
+        about["products"] = "compiled" if native.library() and dtype == torch.float32 else "torch's"
         memory = {label: {"parameters": p, "weights": w, "peak": peaks[label]} for label, (p, w) in sizes.items()}
         write_json({**about, "rows": rows, "memory": memory}, options.output)
 

@@ -192,6 +192,8 @@ def inference_table() -> str:
                 f"{millions(factored['parameters'])} of {millions(dense['parameters'])}",
                 f"{result['density']:.2f}",
                 result["dtype"],
+                result["machine"].removesuffix(", Linux"),
+                result["products"],
                 result["batches"],
                 ratios["prefill"],
                 ratios["decode"],
@@ -199,9 +201,10 @@ def inference_table() -> str:
                 f"{factored['peak'] / dense['peak']:.2f}",
             )
         )
-    header = ("shapes", "parameters", "density", "dtype", "batches", "prefill ×", "decode ×", "weights ×", "peak ×")
-    machine = f"\n\nFactored over dense; {result['machine']}; nano trained and cut, the others random." if rows else ""
-    return markdown_table(header, rows) + machine
+    header = ("shapes", "parameters", "density", "dtype", "machine", "products", "batches")
+    header += ("prefill ×", "decode ×", "weights ×", "peak ×")
+    told = "\n\nFactored over dense; nano trained and cut, the others random." if rows else ""
+    return markdown_table(header, rows) + told
 
 
 def harness_table() -> str:
