@@ -17,6 +17,14 @@ struct Weight {  // as in salaad/native.py
   const float *values;
 };
 
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // floats of a vector register; wider vectors spill into memory
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
 constexpr int64_t MANY = 1 << 17;  // multiplications; what fewer take is less than to wake other threads
 
 // Give each thread its part of 0..n, with borders at multiples of `step`.
@@ -160,15 +168,16 @@ extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, f
   if (rows * (w.rank * (w.n + w.m) + w.starts[w.n]) < MANY) threads = 1;
   if (rows == 1) return single(w, x, y, only_S, threads);
   if (rows <= 4) return tile<4, 1>(w, rows, x, y, only_S, threads);
-  if (rows <= 8) return tile<8, 1>(w, rows, x, y, only_S, threads);
-  if (rows <= 16) return tile<16, 1>(w, rows, x, y, only_S, threads);
-  constexpr int MOST = 32;
+  if constexpr (WIDTH > 8)
+    if (rows <= 8) return tile<8, 1>(w, rows, x, y, only_S, threads);
+  if (rows <= WIDTH) return tile<WIDTH, 1>(w, rows, x, y, only_S, threads);
+  constexpr int MOST = 2 * WIDTH;
   const int64_t tiles = (rows + MOST - 1) / MOST;
   const int outer = tiles < threads ? 1 : threads;
   share(tiles, 1, outer, [=, &w](int64_t i, int64_t end) {
     for (; i < end; i++) {
       const int64_t count = std::min<int64_t>(MOST, rows - i * MOST);
-      tile<16, MOST / 16>(w, count, x + i * MOST * w.m, y + i * MOST * w.n, only_S, threads / outer);
+      tile<WIDTH, 2>(w, count, x + i * MOST * w.m, y + i * MOST * w.n, only_S, threads / outer);
     }
   });
 }

@@ -1,6 +1,7 @@
 """The compiled products of the factored layers, against dense products in float64 and against torch's own."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from salaad.factored import SlrEmbedding, SlrLinear
 from salaad.slr import Slr
 
 ROOT = Path(__file__).parent.parent
+AVX2 = "avx2" in native._processor().split()
 compiled = pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
 
 
@@ -65,6 +67,31 @@ def test_a_product_is_that_of_the_dense_matrix(n, m, rank, percent, rows, bias):
     exact = x.double() @ dense(slr).T + (0 if b is None else b.double())
     assert layer._native(x) is not None
     assert error(layer(x), exact) < 1e-5
+
+
+@pytest.fixture
+def narrower(request, monkeypatch, tmp_path):
+    """The products as another machine's compiler makes them."""
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", request.param) for flag in native.FLAGS))
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@compiled
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of another kind of processor")
+@pytest.mark.parametrize(
+    "narrower",
+    ["x86-64", pytest.param("haswell", marks=pytest.mark.skipif(not AVX2, reason="no AVX2"))],
+    indirect=True,
+)
+def test_machines_with_narrower_vectors_compute_the_same(narrower):
+    slr = parts(37, 45, 6, 500)
+    layer = SlrLinear.from_slr(slr)
+    for rows in range(1, 40):
+        x = torch.randn(rows, 45)
+        assert error(layer(x), x.double() @ dense(slr).T) < 1e-5
 
 
 @compiled
