@@ -173,14 +173,14 @@ class SlrLinear(_SlrWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; autocast has no sparse product and is left out."""
+        weight = self._native(x) if self.nnz and x.dtype == torch.float32 else None
+        if weight is not None and x.shape[-1] == self.in_features:
+            return _NativeLinear.apply(x, self, weight) if x.requires_grad else _native_linear(x, self, weight)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         if not self.nnz:
             return F.linear(F.linear(x, self.V), self.U, self.bias)
-        weight = self._native(x)
-        if weight is not None and x.dtype == torch.float32 and x.shape[-1] == self.in_features:
-            return _NativeLinear.apply(x, self, weight) if x.requires_grad else _native_linear(x, self, weight)
         rows = x.reshape(-1, self.in_features)
         if self._is_cheaper_whole(len(rows)):
             y = F.linear(rows, self.weight, self.bias)

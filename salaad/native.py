@@ -57,7 +57,11 @@ def linear(weight: Weight, x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None)
     rows = x.numel() // m
     x = x.contiguous()
     only_S = bias is not None or (rows > 1 and rows * rank * (n + m) > _FEW)
-    y = F.linear(F.linear(x, V), U, bias) if only_S else x.new_empty((*x.shape[:-1], n))
+    if only_S:
+        with torch.autocast("cpu", enabled=False):
+            y = F.linear(F.linear(x, V), U, bias)
+    else:
+        y = x.new_empty((*x.shape[:-1], n))
     if rows:
         here, to = x.data_ptr(), y.data_ptr()
         library().slr_linear(ctypes.addressof(weight), rows, here, to, only_S, torch.get_num_threads())
@@ -73,7 +77,11 @@ def rows(weight: Weight, ids: Tensor, U: Tensor, V: Tensor) -> Tensor:
     ids = ids.contiguous()
     count = ids.numel()
     only_S = count * weight.rank * weight.m > _FEW
-    y = F.embedding(ids, U) @ V if only_S else V.new_empty((*ids.shape, weight.m))
+    if only_S:
+        with torch.autocast("cpu", enabled=False):
+            y = F.embedding(ids, U) @ V
+    else:
+        y = V.new_empty((*ids.shape, weight.m))
     here, to = ids.data_ptr(), y.data_ptr()
     if not library().slr_rows(ctypes.addressof(weight), count, here, to, only_S, torch.get_num_threads()):
         raise IndexError(f"an index is outside the {weight.n} rows of the embedding")

@@ -133,6 +133,22 @@ def test_shapes_and_layouts_of_x_are_those_of_a_linear_layer():
 
 
 @compiled
+@pytest.mark.parametrize("rows", [1, 4, 3000])
+def test_autocast_and_the_default_dtype_change_nothing(rows):
+    slr = parts(40, 30, 3, 200)
+    linear, embedding = SlrLinear.from_slr(slr, torch.randn(40)), SlrEmbedding.from_slr(slr)
+    x, ids = torch.randn(rows, 30), torch.randint(0, 40, (rows,))
+    expected = linear(x), embedding(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, (linear(x), embedding(ids)), expected))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert all(map(torch.equal, (linear(x), embedding(ids)), expected))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@compiled
 @pytest.mark.parametrize("count", [1, 3, 200, 5000])
 def test_rows_of_an_embedding_are_those_of_the_table(count):
     slr = parts(90, 24, 5, 300)
@@ -185,6 +201,7 @@ def test_a_gradient_passes_to_x_and_leaves_the_product_as_it_was(bias):
 
 
 @compiled
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # the sparse product of torch's way
 def test_a_traced_layer_computes_the_same():
     layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)
     traced = torch.compile(layer, backend="eager")
