@@ -76,18 +76,19 @@ class Page:
         self._body.append("</details>")
 
     def claims(self, judged: Sequence[tuple[Claim, Verdict]]) -> None:
-        """The table of claims, the answer in color and in a word."""
-        header = ("claim", "measure", "the paper", "ours", "agrees", "note")
-        lines = []
+        """The table of claims, the answer in color and in a word; what else has to be known in a row of its own."""
+        header = ("claim", "measure", "the paper", "ours", "agrees")
+        rows = []
         for claim, found in judged:
             name = f"<strong>{inline(claim.name)}</strong> <span class='aside'>{inline(claim.section)}</span>"
             cells = [f"{name}<br>{inline(claim.statement)}", inline(claim.measure), inline(claim.paper)]
-            cells += [inline(found.value), badge(answer(found)), inline(found.note or "–")]
+            cells += [inline(found.value), badge(answer(found))]
             named = zip(header, cells, strict=True)
-            lines.append("".join(f'<td data-name="{column}">{cell}</td>' for column, cell in named))
+            line = "".join(f'<td data-name="{column}">{cell}</td>' for column, cell in named)
+            note = f'<tr class="note"><td></td><td colspan="4" data-name="note">{inline(found.note)}</td></tr>'
+            rows += [f"<tr>{line}</tr>", note if found.note else ""]
         columns = "".join(f"<th>{name}</th>" for name in header)
-        rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        table = f'<table class="claims"><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>'
+        table = f'<table class="claims"><thead><tr>{columns}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
         self._body.append(f'<div class="scroll">{table}</div>')
 
 
