@@ -116,8 +116,8 @@ class _SlrWeight(nn.Module):
 
         Asked at every call, in which a small layer has microseconds; what does not change is looked at once.
         """
-        if torch.compiler.is_compiling():
-            return None
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None  # tensors of torch.compile and torch.func have no memory of their own
         parameters, buffers = self._parameters, self._buffers
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]

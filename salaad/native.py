@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from salaad.caches import cache_folder, made_once
+from salaad.errors import UserError
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Sums may be taken in any order, or no loop could use vectors; NaN and infinity stay what they are.
@@ -90,15 +92,23 @@ def rows(weight: Weight, ids: Tensor, U: Tensor, V: Tensor) -> Tensor:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled products; None where they cannot be had."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or os.environ.get("SALAAD_NATIVE") == "0":
+    """The compiled products; None where there is no compiler, or where they are not asked for.
+
+    Raises:
+        UserError: `SALAAD_NATIVE` is neither 0 nor 1.
+    """
+    asked = os.environ.get("SALAAD_NATIVE", "1")
+    if asked not in ("0", "1"):
+        raise UserError(f"SALAAD_NATIVE is {asked!r}, but only 0 and 1 are known; give one of them, or nothing")
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if asked == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
         return None
     try:
         library = ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        warnings.warn(f"{compiler} cannot compile {SOURCE.name} ({said[0]}); torch's products are used", stacklevel=2)
+        told = f"{shlex.join(compiler)} cannot compile {SOURCE.name} ({said[0]}); torch's products are used"
+        warnings.warn(told, stacklevel=2)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.slr_linear.argtypes = (pointer, number, pointer, pointer, ctypes.c_bool, ctypes.c_int)
@@ -108,13 +118,13 @@ def library() -> ctypes.CDLL | None:
     return library
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: list[str]) -> Path:
     """The shared library, compiled once per source, compiler and kind of processor."""
-    told = (SOURCE.read_text(), compiler, *FLAGS, _processor())
+    told = (SOURCE.read_text(), *compiler, *FLAGS, _processor())
     folder = cache_folder() / f"native-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}"
     with made_once(folder) as make:
         if make:
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(make / "native.so")]
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(make / "native.so")]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
     return folder / "native.so"
 

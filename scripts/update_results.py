@@ -193,7 +193,7 @@ def inference_table() -> str:
                 f"{result['density']:.2f}",
                 result["dtype"],
                 result["machine"].removesuffix(", Linux"),
-                result["products"],
+                result.get("products", "torch's"),  # all there were before
                 result["batches"],
                 ratios["prefill"],
                 ratios["decode"],

@@ -384,7 +384,7 @@ def test_a_block_that_is_no_matrix_of_the_model_is_refused(copy, name):
 
         edit(folder / "config.json", rename)
         for opener in (opened, AutoModelForCausalLM.from_pretrained):
-            sentence_of(opener, folder)
+            assert sentence_of(opener, folder)
 
 
 @pytest.mark.parametrize("key", ["U", "V", "S_values", "S_packed"])
@@ -501,8 +501,8 @@ def test_a_value_that_no_key_takes_is_refused_of_every_key(tmp_path, key):
         lines = "".join(
             "  " * k + f"{part}:" + ("\n" if k < len(parts) - 1 else f" {value}\n") for k, part in enumerate(parts)
         )
-        config_refused(tmp_path / "hostile.yaml", lines)
-        config_refused(tmp_path / "hostile.yaml", lines + lines)
+        assert config_refused(tmp_path / "hostile.yaml", lines)
+        assert config_refused(tmp_path / "hostile.yaml", lines + lines)
 
 
 NUMBERS = [path for path in tampering.known_keys() if len(path) == 2 and tampering.kind_of(path) in (int, float)]
@@ -511,7 +511,7 @@ NUMBERS = [path for path in tampering.known_keys() if len(path) == 2 and tamperi
 @pytest.mark.parametrize("path", NUMBERS, ids=".".join)
 def test_no_number_may_be_infinite_nan_or_endless(tmp_path, path):
     for value in (".nan", ".inf", "-.inf", str(10**400), str(-(10**400)), "1e400", "null", "true"):
-        config_refused(tmp_path / "hostile.yaml", f"{path[0]}:\n  {path[1]}: {value}\n")
+        assert config_refused(tmp_path / "hostile.yaml", f"{path[0]}:\n  {path[1]}: {value}\n")
 
 
 def test_a_named_file_in_place_of_a_section_is_not_read(tmp_path):

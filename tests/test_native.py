@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from salaad import native
+from salaad.errors import UserError
 from salaad.factored import SlrEmbedding, SlrLinear
 from salaad.slr import Slr
 
@@ -208,9 +209,19 @@ def test_a_traced_layer_computes_the_same():
     torch.testing.assert_close(traced(x), layer(x))
 
 
+@compiled
+def test_a_layer_under_vmap_computes_the_same():
+    layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x))
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
-    [({"SALAAD_NATIVE": "0"}, ""), ({"CXX": "no-such-compiler"}, ""), ({"CXX": "false"}, "torch's products are used")],
+    [
+        ({"SALAAD_NATIVE": "0"}, ""),
+        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile native.cpp"),
+        ({"CXX": "false"}, "torch's products are used"),
+    ],
 )
 def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     script = (
@@ -228,3 +239,10 @@ def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     assert done.returncode == 0, done.stderr
     assert said in done.stderr
     assert not list(tmp_path.glob("native-*/native.so"))
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch):
+    monkeypatch.setenv("SALAAD_NATIVE", "off")
+    native.library.cache_clear()
+    with pytest.raises(UserError, match="SALAAD_NATIVE is 'off', but only 0 and 1 are known; give one of them"):
+        native.library()
