@@ -60,7 +60,7 @@ class _SlrWeight(nn.Module):
         packed = torch.empty(elias_fano.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
         self._known_S: tuple[tuple, Tensor] | None = None
-        self._known_places: tuple[tuple, native.Weight | None] | None = None
+        self._known_products: tuple[tuple, native.Products | None] | None = None
 
     def fill(self, slr: Slr) -> None:
         """Take over the numbers of `slr`, in its dtype and on its device."""
@@ -91,7 +91,7 @@ class _SlrWeight(nn.Module):
         index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
         starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
         self._buffers.pop("S_packed", None)
-        self._known_places = None
+        self._known_products = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
 
@@ -111,8 +111,8 @@ class _SlrWeight(nn.Module):
         self._known_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
         return S
 
-    def _native(self, x: Tensor) -> native.Weight | None:
-        """What the compiled products read, where they can be used: float32 on a CPU, and no part needs a gradient.
+    def _native(self, x: Tensor) -> native.Products | None:
+        """The compiled products, where they can be used: float32 on a CPU, and no part needs a gradient.
 
         Asked at every call, in which a small layer has microseconds; what does not change is looked at once.
         """
@@ -122,18 +122,18 @@ class _SlrWeight(nn.Module):
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         held = U.data_ptr(), V.data_ptr(), starts.data_ptr(), columns.data_ptr(), values.data_ptr(), values.dtype
-        if self._known_places is None or self._known_places[0] != held:
-            self._known_places = held, native.places(self.shape, U, V, starts, columns, values)
-        weight = self._known_places[1]
-        if weight is None or not x.is_cpu:
+        if self._known_products is None or self._known_products[0] != held:
+            self._known_products = held, native.products(self.shape, U, V, starts, columns, values)
+        products = self._known_products[1]
+        if products is None or not x.is_cpu:
             return None
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters.values()):
             return None
-        return weight
+        return products
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be made again; a copy has memory of its own."""
-        return self.__dict__ | {"_known_S": None, "_known_places": None}
+        return self.__dict__ | {"_known_S": None, "_known_products": None}
 
     @property
     def weight(self) -> Tensor:
@@ -173,9 +173,9 @@ class SlrLinear(_SlrWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; autocast has no sparse product and is left out."""
-        weight = self._native(x) if self.nnz and x.dtype == torch.float32 else None
-        if weight is not None and x.shape[-1] == self.in_features:
-            return _NativeLinear.apply(x, self, weight) if x.requires_grad else _native_linear(x, self, weight)
+        products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
+        if products is not None:
+            return _NativeLinear.apply(x, self, products) if x.requires_grad else products.linear(x, self.bias)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -206,17 +206,13 @@ class SlrLinear(_SlrWeight):
         return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
 
 
-def _native_linear(x: Tensor, layer: SlrLinear, weight: native.Weight) -> Tensor:
-    return native.linear(weight, x, layer.U, layer.V, layer.bias)
-
-
 class _NativeLinear(torch.autograd.Function):
     """The compiled product where a gradient has to pass to x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: SlrLinear, weight: native.Weight) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: SlrLinear, products: native.Products) -> Tensor:
         ctx.layer = layer
-        return _native_linear(x, layer, weight)
+        return products.linear(x, layer.bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -246,9 +242,9 @@ class SlrEmbedding(_SlrWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
-        weight = self._native(ids)
-        if weight is not None and ids.dtype == torch.int64:
-            return native.rows(weight, ids, self.U, self.V)
+        products = self._native(ids)
+        if products is not None and ids.dtype == torch.int64:
+            return products.rows(ids)
         flat = ids.reshape(-1)
         with torch.autocast(flat.device.type, enabled=False):
             rows = F.embedding(flat, self.U) @ self.V

@@ -8,6 +8,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct Weight {  // as in salaad/native.py
@@ -40,6 +44,15 @@ template <int N> struct Lanes {
 };
 template <int N> using Vector = typename Lanes<N>::Vector;
 
+constexpr int LINE = 64;  // bytes of a line of cache; a vector that lies across two takes twice as long to read
+
+// Memory of this thread for `count` numbers, from the border of a line on; its next call may move it.
+float *scratch(int64_t count) {
+  static thread_local std::vector<float> kept;
+  kept.resize(count + LINE / sizeof(float));
+  return reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(kept.data()) + LINE - 1) / LINE * LINE);
+}
+
 template <int N> Vector<N> load(const float *from) { return *reinterpret_cast<const Vector<N> *>(from); }
 template <int N> void store(float *to, Vector<N> value) { *reinterpret_cast<Vector<N> *>(to) = value; }
 
@@ -65,12 +78,31 @@ template <int N, int DIGIT = 1> inline __attribute__((always_inline)) void trans
   }
 }
 
+// The first ROWS rows of `matrix`, each of `length` numbers, times a matrix of `length` rows of N·G lanes.
+template <int N, int G, int ROWS>
+inline __attribute__((always_inline)) void multiply(const float *matrix, int64_t length, const float *lanes, float *to) {
+  Vector<N> sums[ROWS][G] = {};
+  for (int64_t j = 0; j < length; j++)
+    for (int i = 0; i < ROWS; i++)
+      for (int g = 0; g < G; g++) sums[i][g] += matrix[i * length + j] * load<N>(lanes + N * (G * j + g));
+  for (int i = 0; i < ROWS; i++)
+    for (int g = 0; g < G; g++) store<N>(to + N * (G * i + g), sums[i][g]);
+}
+
+// The same for `count` rows, several together, so that what is read of the lanes is used more than once.
+template <int N, int G>
+void multiply_all(const float *matrix, int64_t count, int64_t length, const float *lanes, float *to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) multiply<N, G, 8>(matrix + i * length, length, lanes, to + N * G * i);
+  for (; i + 4 <= count; i += 4) multiply<N, G, 4>(matrix + i * length, length, lanes, to + N * G * i);
+  for (; i < count; i++) multiply<N, G, 1>(matrix + i * length, length, lanes, to + N * G * i);
+}
+
 // y (rows×n) = or += the product of x (rows×m), for at most N·G rows, which go through as G vectors of N.
 template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x, float *y, bool add, int threads) {
   constexpr int ALL = N * G;
-  static thread_local std::vector<float> kept;  // column j of x in its rows' lanes; then column k of x·Vᵀ
-  kept.resize(ALL * (w.m + w.rank));
-  float *const columns = kept.data(), *const hidden = columns + ALL * w.m;
+  float *const columns = scratch(ALL * (w.m + w.rank));  // column j of x in its rows' lanes
+  float *const hidden = columns + ALL * w.m;             // column k of x·Vᵀ
   const auto row = [=, &w](int lane) { return x + std::min<int64_t>(lane, rows - 1) * w.m; };
   const int64_t whole = w.m / N * N;
   for (int64_t j = 0; j < whole; j += N)
@@ -83,39 +115,27 @@ template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x,
   for (int64_t j = whole; j < w.m; j++)
     for (int lane = 0; lane < ALL; lane++) columns[ALL * j + lane] = row(lane)[j];
 
-  share(w.rank, 4, threads, [=, &w](int64_t k, int64_t end) {
-    for (; k < end; k += 4) {
-      const int64_t count = std::min<int64_t>(4, end - k);
-      const float *v[4];  // beyond the last, the last again
-      for (int i = 0; i < 4; i++) v[i] = w.V + (k + std::min<int64_t>(i, count - 1)) * w.m;
-      Vector<N> sums[4][G] = {};
-      for (int64_t j = 0; j < w.m; j++)
-        for (int i = 0; i < 4; i++)
-          for (int g = 0; g < G; g++) sums[i][g] += v[i][j] * load<N>(columns + ALL * j + N * g);
-      for (int i = 0; i < count; i++)
-        for (int g = 0; g < G; g++) store<N>(hidden + ALL * (k + i) + N * g, sums[i][g]);
-    }
+  share(w.rank, 8, threads, [=, &w](int64_t k, int64_t end) {
+    multiply_all<N, G>(w.V + k * w.m, end - k, w.m, columns, hidden + ALL * k);
   });
 
   share(w.n, N, threads, [=, &w](int64_t first, int64_t end) {
     for (; first < end; first += N) {
       const int count = std::min<int64_t>(N, end - first);
-      Vector<N> square[G][N] = {};
+      alignas(LINE) float low_rank[N * ALL];
+      alignas(LINE) Vector<N> square[G][N] = {};
+      multiply_all<N, G>(w.U + first * w.rank, count, w.rank, hidden, low_rank);
       for (int i = 0; i < count; i++) {
-        const float *u = w.U + (first + i) * w.rank;
-        Vector<N> sums[4][G] = {};  // one alone would wait for each of its additions
-        const auto sum = [&](int c, float weight, const float *from) {
-          for (int g = 0; g < G; g++) sums[c][g] += weight * load<N>(from + N * g);
+        Vector<N> sums[2][G] = {};  // one alone would wait for each of its additions
+        for (int g = 0; g < G; g++) sums[0][g] = load<N>(low_rank + ALL * i + N * g);
+        const auto sum = [&](int c, int64_t e) {
+          for (int g = 0; g < G; g++) sums[c][g] += w.values[e] * load<N>(columns + ALL * w.columns[e] + N * g);
         };
-        int64_t k = 0, e = w.starts[first + i];
+        int64_t e = w.starts[first + i];
         const int64_t last = w.starts[first + i + 1];
-        for (; k + 4 <= w.rank; k += 4)
-          for (int c = 0; c < 4; c++) sum(c, u[k + c], hidden + ALL * (k + c));
-        for (; k < w.rank; k++) sum(0, u[k], hidden + ALL * k);
-        for (; e + 4 <= last; e += 4)
-          for (int c = 0; c < 4; c++) sum(c, w.values[e + c], columns + ALL * w.columns[e + c]);
-        for (; e < last; e++) sum(0, w.values[e], columns + ALL * w.columns[e]);
-        for (int g = 0; g < G; g++) square[g][i] = (sums[0][g] + sums[1][g]) + (sums[2][g] + sums[3][g]);
+        for (; e + 2 <= last; e += 2) sum(0, e), sum(1, e + 1);
+        if (e < last) sum(0, e);
+        for (int g = 0; g < G; g++) square[g][i] = sums[0][g] + sums[1][g];
       }
       for (int g = 0; g < G; g++) {
         transpose<N>(square[g]);
@@ -133,11 +153,41 @@ template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x,
   });
 }
 
-// The same for one row of x, which has no lanes to fill.
+#if defined(__AVX512F__)
+// One row of U·V + S times one x; in whole vectors, of which the last is partly empty, so that no branch is a surprise.
+float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
+  const auto left = [](int64_t count) -> __mmask16 { return count < 16 ? (1 << count) - 1 : 0xffff; };
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t k = 0; k < w.rank; k += 16) {
+    const __mmask16 here = left(w.rank - k);
+    const __m512 u = _mm512_maskz_loadu_ps(here, w.U + i * w.rank + k);
+    sum = _mm512_fmadd_ps(u, _mm512_maskz_loadu_ps(here, hidden + k), sum);
+  }
+  for (int64_t e = w.starts[i]; e < w.starts[i + 1]; e += 16) {
+    const __mmask16 here = left(w.starts[i + 1] - e);
+    const __m512i columns = _mm512_maskz_loadu_epi32(here, w.columns + e);
+    const __m512 from = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), here, columns, x, sizeof(float));
+    sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(here, w.values + e), from, sum);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+#else
+// One row of U·V + S times one x.
+float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
+  float low_rank = 0, sums[4] = {};  // one sum alone would wait for each of its additions
+  for (int64_t k = 0; k < w.rank; k++) low_rank += w.U[i * w.rank + k] * hidden[k];
+  int64_t e = w.starts[i];
+  const int64_t last = w.starts[i + 1];
+  for (; e + 4 <= last; e += 4)
+    for (int c = 0; c < 4; c++) sums[c] += w.values[e + c] * x[w.columns[e + c]];
+  for (; e < last; e++) sums[0] += w.values[e] * x[w.columns[e]];
+  return low_rank + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+#endif
+
+// The same as a tile for one row of x, which has no lanes to fill.
 void single(const Weight &w, const float *x, float *y, bool add, int threads) {
-  static thread_local std::vector<float> kept;
-  kept.resize(w.rank);
-  float *const hidden = kept.data();
+  float *const hidden = scratch(w.rank);
   share(w.rank, 1, threads, [=, &w](int64_t k, int64_t end) {
     for (; k < end; k++) {
       float sum = 0;
@@ -146,44 +196,34 @@ void single(const Weight &w, const float *x, float *y, bool add, int threads) {
     }
   });
   share(w.n, 1, threads, [=, &w](int64_t i, int64_t end) {
-    for (; i < end; i++) {
-      float sum = add ? y[i] : 0, sums[4] = {};
-      for (int64_t k = 0; k < w.rank; k++) sum += w.U[i * w.rank + k] * hidden[k];
-      int64_t e = w.starts[i];
-      const int64_t last = w.starts[i + 1];
-      for (; e + 4 <= last; e += 4)
-        for (int c = 0; c < 4; c++) sums[c] += w.values[e + c] * x[w.columns[e + c]];
-      for (; e < last; e++) sum += w.values[e] * x[w.columns[e]];
-      y[i] = sum + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    }
+    for (; i < end; i++) y[i] = (add ? y[i] : 0) + dot(w, i, x, hidden);
   });
 }
 
 }  // namespace
 
-// y (rows×n) = x·Vᵀ·Uᵀ + x·Sᵀ for x (rows×m), or y += x·Sᵀ where only S is asked for.
-extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, float *y, bool only_S, int threads) {
-  Weight w = *weight;
-  if (only_S) w.rank = 0;
+// y (rows×n) = or += x·Vᵀ·Uᵀ + x·Sᵀ for x (rows×m).
+extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, float *y, bool add, int threads) {
+  const Weight &w = *weight;
   if (rows * (w.rank * (w.n + w.m) + w.starts[w.n]) < MANY) threads = 1;
-  if (rows == 1) return single(w, x, y, only_S, threads);
-  if (rows <= 4) return tile<4, 1>(w, rows, x, y, only_S, threads);
+  if (rows == 1) return single(w, x, y, add, threads);
+  if (rows <= 4) return tile<4, 1>(w, rows, x, y, add, threads);
   if constexpr (WIDTH > 8)
-    if (rows <= 8) return tile<8, 1>(w, rows, x, y, only_S, threads);
-  if (rows <= WIDTH) return tile<WIDTH, 1>(w, rows, x, y, only_S, threads);
+    if (rows <= 8) return tile<8, 1>(w, rows, x, y, add, threads);
+  if (rows <= WIDTH) return tile<WIDTH, 1>(w, rows, x, y, add, threads);
   constexpr int MOST = 2 * WIDTH;
   const int64_t tiles = (rows + MOST - 1) / MOST;
   const int outer = tiles < threads ? 1 : threads;
   share(tiles, 1, outer, [=, &w](int64_t i, int64_t end) {
     for (; i < end; i++) {
       const int64_t count = std::min<int64_t>(MOST, rows - i * MOST);
-      tile<WIDTH, 2>(w, count, x + i * MOST * w.m, y + i * MOST * w.n, only_S, threads / outer);
+      tile<WIDTH, 2>(w, count, x + i * MOST * w.m, y + i * MOST * w.n, add, threads / outer);
     }
   });
 }
 
-// Rows `ids` (count) of U·V + S in y (count×m), or S's added to them; false if one of them is not there.
-extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids, float *y, bool only_S, int threads) {
+// Rows `ids` (count) of U·V + S in y (count×m), or added to them; false if one of them is not there.
+extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids, float *y, bool add, int threads) {
   const Weight &w = *weight;
   for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= w.n) return false;
@@ -192,11 +232,9 @@ extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids
     for (; i < end; i++) {
       float *row = y + i * w.m;
       const float *u = w.U + ids[i] * w.rank;
-      if (!only_S) {
-        std::fill(row, row + w.m, 0.0f);
-        for (int64_t k = 0; k < w.rank; k++)
-          for (int64_t j = 0; j < w.m; j++) row[j] += u[k] * w.V[k * w.m + j];
-      }
+      if (!add) std::fill(row, row + w.m, 0.0f);
+      for (int64_t k = 0; k < w.rank; k++)
+        for (int64_t j = 0; j < w.m; j++) row[j] += u[k] * w.V[k * w.m + j];
       for (int64_t e = w.starts[ids[i]]; e < w.starts[ids[i] + 1]; e++) row[w.columns[e]] += w.values[e];
     }
   });

@@ -29,8 +29,9 @@ FLAGS = (
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
 _COMPILE_SECONDS = 120
-# Multiplications by U and V below which two calls of torch's dense product cost more than they gain.
-_FEW = 2**18
+# Multiplications by U and V below which calls of torch's dense product cost more than they gain: of a layer, and of an
+# embedding, where ours reads V anew for every row.
+_FEW, _FEW_IN_ROWS = 2**26, 2**18
 
 
 class Weight(ctypes.Structure):
@@ -42,52 +43,72 @@ class Weight(ctypes.Structure):
     )
 
 
-def places(
+class Products:
+    """Products with U·V + S (n×m), as long as its tensors lie where they lay.
+
+    A call has microseconds in a small layer, so all that does not change from one to the next is kept ready.
+    """
+
+    __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
+
+    def __init__(self, shape: tuple[int, int], U: Tensor, V: Tensor, *S: Tensor) -> None:
+        self.n, self.m, self.rank = *shape, len(V)
+        self._U, self._V, self._work = U, V, self.rank * sum(shape)
+        addresses = [tensor.data_ptr() for tensor in (U, V, *S)]
+        self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
+        self._whole, self._S_alone = map(ctypes.addressof, self._weights)
+        self._linear, self._rows = library().slr_linear, library().slr_rows
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
+
+        Raises:
+            RuntimeError: x is not m wide.
+        """
+        *outer, width = x.shape
+        if width != self.m:
+            raise RuntimeError(f"the shape of x is {tuple(x.shape)}, but its rows must have {self.m} numbers")
+        x, rows, weight, add = x.contiguous(), x.numel() // width, self._whole, True
+        if rows * self._work > _FEW and rows > 1:
+            weight = self._S_alone
+            with torch.autocast("cpu", enabled=False):
+                y = F.linear(F.linear(x, self._V), self._U, bias)
+        elif bias is not None:
+            y = bias.expand(*outer, self.n).clone(memory_format=torch.contiguous_format)
+        else:
+            y, add = x.new_empty(*outer, self.n), False
+        if rows:
+            self._linear(weight, rows, x.data_ptr(), y.data_ptr(), add, torch.get_num_threads())
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows (…×m) of U·V + S at `ids` (…, int64).
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        ids, count = ids.contiguous(), ids.numel()
+        add = count * self.rank * self.m > _FEW_IN_ROWS
+        if add:
+            with torch.autocast("cpu", enabled=False):
+                y = F.embedding(ids, self._U) @ self._V
+        else:
+            y = self._V.new_empty(*ids.shape, self.m)
+        weight = self._S_alone if add else self._whole
+        if not self._rows(weight, count, ids.data_ptr(), y.data_ptr(), add, torch.get_num_threads()):
+            raise IndexError(f"an index is outside the {self.n} rows of the embedding")
+        return y
+
+
+def products(
     shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
-) -> Weight | None:
-    """Where U·V + S (n×m) lies; None where it cannot be read: not on the CPU, not float32 with int32, no compiler."""
+) -> Products | None:
+    """Those with U·V + S (n×m); None where it cannot be read: not on the CPU, not float32 with int32, no compiler."""
     tensors = (U, V, starts, columns, values)
     numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
     if not (numbers and all(t.is_cpu and t.is_contiguous() for t in tensors) and library()):
         return None
-    return Weight(*shape, len(V), *(tensor.data_ptr() for tensor in tensors))
-
-
-def linear(weight: Weight, x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m)."""
-    n, m, rank = weight.n, weight.m, weight.rank
-    rows = x.numel() // m
-    x = x.contiguous()
-    only_S = bias is not None or (rows > 1 and rows * rank * (n + m) > _FEW)
-    if only_S:
-        with torch.autocast("cpu", enabled=False):
-            y = F.linear(F.linear(x, V), U, bias)
-    else:
-        y = x.new_empty((*x.shape[:-1], n))
-    if rows:
-        here, to = x.data_ptr(), y.data_ptr()
-        library().slr_linear(ctypes.addressof(weight), rows, here, to, only_S, torch.get_num_threads())
-    return y
-
-
-def rows(weight: Weight, ids: Tensor, U: Tensor, V: Tensor) -> Tensor:
-    """Rows (…×m) of U·V + S at `ids` (…, int64).
-
-    Raises:
-        IndexError: there is no such row.
-    """
-    ids = ids.contiguous()
-    count = ids.numel()
-    only_S = count * weight.rank * weight.m > _FEW
-    if only_S:
-        with torch.autocast("cpu", enabled=False):
-            y = F.embedding(ids, U) @ V
-    else:
-        y = V.new_empty((*ids.shape, weight.m))
-    here, to = ids.data_ptr(), y.data_ptr()
-    if not library().slr_rows(ctypes.addressof(weight), count, here, to, only_S, torch.get_num_threads()):
-        raise IndexError(f"an index is outside the {weight.n} rows of the embedding")
-    return y
+    return Products(shape, *tensors)
 
 
 @functools.cache
