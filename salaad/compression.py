@@ -39,16 +39,19 @@ def compress(options: CompressOptions, data: DataConfig | None = None) -> str:
     source = open_source(Path(options.checkpoint))
     deployment = open_deployment(source, split_of(source, options))
     budget = None if options.budget is None else parse_budget(options.budget, deployment.dense)
-    if isinstance(deployment, ElasticDeployment):
+    is_elastic = isinstance(deployment, ElasticDeployment)
+    if is_elastic:
         _require_plain(options, source)
-        make, variant = _of_elastic, Variant(options.budget or "L+S", budget, stored=budget is not None)
-    else:
-        make, variant = _elastic if options.elastic else _of_one_size, variant_of(options, budget)
+    variant = Variant(options.budget or "L+S", budget, stored=is_elastic and budget is not None)
     deployment.check([variant])
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
     tokenizer = load_tokenizer(str(source.model))
-    made = make(deployment, variant, options)
+    if is_elastic:
+        made = _of_elastic(deployment, variant, options)
+    else:
+        variant = variant_of(options, budget, deployment)
+        made = (_elastic if options.elastic else _of_one_size)(deployment, variant, options)
 
     with new_folder(output) as folder:
         made.save(folder)
@@ -165,15 +168,15 @@ def opening(output: Path, options: CompressOptions) -> str:
     return f"{output} opens with AutoModelForCausalLM.{asked} after `import salaad`."
 
 
-def variant_of(options: CompressOptions, budget: int | None) -> Variant:
-    """What the options ask for; κ is a half unless told otherwise."""
+def variant_of(options: CompressOptions, budget: int | None, deployment: Deployment) -> Variant:
+    """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
     refine, calibrated = options.refine, options.calibrate > 0
     if budget is None:
         return Variant("L+S", refine=refine, calibrated=calibrated)
     if options.elastic or options.allocation == "energy":
         return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
-    kappa = 0.5 if options.kappa is None else options.kappa
-    return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
+    kappa = deployment.share if options.kappa is None else options.kappa
+    return Variant(f"{options.budget}@{kappa:.3g}", budget, kappa, refine, calibrated)
 
 
 def split_of(source: Source, options: CompressOptions) -> PostHoc | None:

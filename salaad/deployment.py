@@ -108,6 +108,12 @@ class Deployment:
         """Parameters of L + S with all else."""
         return self.parameters(self.parts)
 
+    @property
+    def share(self) -> float:
+        """L's share of the parameters of L + S, which is the κ at which both sides lose the same fraction."""
+        blocks = _sizes(self.parts)
+        return implied_kappa(blocks, dict.fromkeys(blocks, (0, 0))) or 0.0
+
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """What the loss feels of each output of a block, from the calibration text."""

@@ -165,7 +165,8 @@ class CompressOptions:
             causal-LM folder.
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
-        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; half without it.
+        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; without it L's share of
+            L + S, at which both sides lose the same fraction.
         allocation: hpa takes the same fractions of every block; energy keeps what has most energy per parameter, by
             one threshold for the whole model.
         refine: alternating projections that bring the cut as near to L + S as trained (to X with --rpca or --godec) as

@@ -109,6 +109,25 @@ def test_compress_keeps_the_largest_of_every_block_and_meets_the_budget(runs, tm
         torch.testing.assert_close(module.weight.double(), expected, rtol=1e-4, atol=1e-5 * float(L.abs().max()))
 
 
+def test_without_a_kappa_both_sides_lose_the_same_fraction(runs, tmp_path):
+    parts, kept = dense_parts(runs / "salaad"), 0.3
+    low_rank = sum(rank * sum(L.shape) for L, _, rank in parts.values())
+    sparse = sum(int((S != 0).sum()) for _, S, _ in parts.values())
+    whole = low_rank + sparse
+    dense = sum(t.numel() for t in load_file(last_checkpoint(runs / "salaad") / "model/model.safetensors").values())
+    budget = dense - sum(L.numel() for L, _, _ in parts.values()) + round(kept * whole)
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", budget, "--output", tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    modules = [model.get_submodule(name) for name in parts]
+    ranks = sum(module.U.shape[1] * sum(module.shape) for module in modules)
+    entries = sum(len(module.S_values) for module in modules)
+    half_a_unit = sum(sum(L.shape) for L, _, _ in parts.values()) / 2  # ranks are whole numbers
+    assert abs(ranks - kept * low_rank) <= half_a_unit
+    assert abs(entries - kept * sparse) <= half_a_unit
+    record = json.loads((tmp_path / "made/compression.json").read_text())
+    assert record["kappa"] == pytest.approx(low_rank / whole, abs=half_a_unit / (1 - kept) / whole)
+
+
 def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_of_the_variant(runs, tmp_path):
     for form in ("factored", "dense"):
         ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.6", "--kappa", 0.3, "--format", form,
@@ -198,8 +217,8 @@ def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_f
         for i, word in enumerate(("rank", "sparse", "train", "model", "step", "weight"))
     ]
     (data / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "dense", "--format",
-       "dense", "--dtype", "float32")  # fmt: skip
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--kappa", 0.5, "--output",
+       tmp_path / "dense", "--format", "dense", "--dtype", "float32")  # fmt: skip
     common = ("--tasks", "piqa", "--task-data", data, "--dtype", "float32", "--output", tmp_path)
     ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", *common)
     ok("evaluate.py", "lm-eval", "--checkpoint", tmp_path / "dense", *common)
@@ -236,7 +255,8 @@ def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_b
     data = tmp_path / "piqa.validation.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in task_rows))
     made = tmp_path / "dense"
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", made, "--format", "dense")
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--kappa", 0.5, "--output", made, "--format",
+       "dense")  # fmt: skip
     ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", "--tasks", "piqa",
        "--task-data", tmp_path, "--output", tmp_path)  # fmt: skip
     [ours] = rows_of(tmp_path, "lm-eval")
