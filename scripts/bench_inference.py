@@ -115,9 +115,8 @@ def _kilobytes(field: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
-@torch.inference_mode()
-def main() -> None:
-    """Measure, print a table, write JSON."""
+def read_options() -> tuple[argparse.Namespace, list[str]]:
+    """The command line: what is ours, and what is the config's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", type=float, default=0.5, help="parameters of the factored model over the dense ones")
     parser.add_argument("--checkpoint", type=Path, help="a run trained with SALAAD; random weights without it")
@@ -139,6 +138,32 @@ def main() -> None:
             raise UserError(f"--{name} is {getattr(options, name)}, outside [0, 1]; give a fraction")
     if not all(part.isdigit() and int(part) for part in options.batches.split(",")):
         raise UserError(f"--batches is {options.batches!r}, which are no numbers above 0; give some such as 1,4,16")
+    return options, rest
+
+
+def density(model: PreTrainedModel) -> float:
+    """Entries of S over all, in the blocks stored in parts."""
+    stored = slr_modules(model).values()
+    return sum(module.nnz for module in stored) / sum(prod(module.shape) for module in stored)
+
+
+def memory(models: dict[str, PreTrainedModel], threads: int, length: int) -> dict[str, dict[str, int]]:
+    """Parameters, bytes of the loaded weights, and peak of a process that opens the model; takes the models away."""
+    found = {label: {"parameters": count_parameters(m), "weights": resident_bytes(m)} for label, m in models.items()}
+    with TemporaryDirectory() as folder:
+        for label in found:
+            models.pop(label).save_pretrained(f"{folder}/{label}")
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            jobs = [(threads, length, f"{folder}/{label}") for label in found]
+            for label, peak in zip(found, pool.map(peak_memory, jobs, chunksize=1), strict=True):
+                found[label]["peak"] = peak
+    return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    options, rest = read_options()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
@@ -152,32 +177,25 @@ def main() -> None:
         for work, amount in ((prefill, options.length), (decode, options.tokens))
         for batch in map(int, options.batches.split(","))
     ]
-    sizes = {label: (count_parameters(model), resident_bytes(model)) for label, model in models.items()}
-    nnz = sum(module.nnz for module in slr_modules(models["factored"]).values())
-    density = nnz / sum(prod(module.shape) for module in slr_modules(models["factored"]).values())
-    with TemporaryDirectory() as folder:
-        for label, model in models.items():
-            model.save_pretrained(f"{folder}/{label}")
-        description = models["dense"].config.to_diff_dict()
-        del models, model
-        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            jobs = [(options.threads, options.length, f"{folder}/{label}") for label in sizes]
-            peaks = dict(zip(sizes, pool.map(peak_memory, jobs, chunksize=1), strict=True))
+    about = {
+        "model": models["dense"].config.to_diff_dict(),
+        **{key: str(value) for key, value in vars(options).items() if key not in ("output", "density")},
+        "density": density(models["factored"]),
+        "products": "compiled" if native.library() and dtype == torch.float32 else "torch's",
+        **provenance(),
+    }
+    sizes = memory(models, options.threads, options.length)
     table = [
         (row["work"], row["batch"], f"{row['dense']:,.0f}", f"{row['factored']:,.0f}", f"{row['ratio']:.2f}")
         for row in rows
     ]
     print(markdown_table(("work", "batch", "dense, tokens/s", "factored, tokens/s", "ratio"), table))
-    for label, (parameters, weights) in sizes.items():
-        print(f"\n{label}: {millions(parameters)} parameters, {megabytes(weights)} of weights, peak "
-              f"{megabytes(peaks[label])}")  # fmt: skip
+    for label, size in sizes.items():
+        print(f"\n{label}: {millions(size['parameters'])} parameters, {megabytes(size['weights'])} of weights, peak "
+              f"{megabytes(size['peak'])}")  # fmt: skip
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        setting = {key: str(value) for key, value in vars(options).items() if key not in ("output", "density")}
-        about = {"model": description, **setting, "density": density, **provenance()}
-        about["products"] = "compiled" if native.library() and dtype == torch.float32 else "torch's"
-        memory = {label: {"parameters": p, "weights": w, "peak": peaks[label]} for label, (p, w) in sizes.items()}
-        write_json({**about, "rows": rows, "memory": memory}, options.output)
+        write_json({**about, "rows": rows, "memory": sizes}, options.output)
 
 
 if __name__ == "__main__":
