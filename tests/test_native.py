@@ -11,31 +11,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slr_weights import dense, parts
 
 from salaad import native
 from salaad.errors import UserError
-from salaad.factored import SlrEmbedding, SlrLinear
+from salaad.layers import SlrEmbedding, SlrLinear
 from salaad.slr import Slr
 
 ROOT = Path(__file__).parent.parent
 AVX2 = "avx2" in native._processor().split()
 compiled = pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
-
-
-def parts(n: int, m: int, rank: int, nnz: int, seed: int = 0) -> Slr:
-    """U·V + S (n×m) of random numbers."""
-    source = torch.Generator().manual_seed(seed)
-    positions = torch.randperm(n * m, generator=source)[:nnz].int()
-    U, V, values = (torch.randn(*shape, generator=source) for shape in ((n, rank), (rank, m), (nnz,)))
-    return Slr((n, m), U, V, positions, values)
-
-
-def dense(slr: Slr) -> torch.Tensor:
-    """The same as a float64 matrix, put together entry by entry."""
-    W = slr.U.double() @ slr.V.double()
-    rows, columns = slr.positions.long() // slr.shape[1], slr.positions.long() % slr.shape[1]
-    W[rows, columns] += slr.values.double()
-    return W
 
 
 def error(y: torch.Tensor, exact: torch.Tensor) -> float:
@@ -229,7 +214,7 @@ def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     script = (
         "import torch\n"
         "from salaad import native\n"
-        "from salaad.factored import SlrLinear\n"
+        "from salaad.layers import SlrLinear\n"
         "from test_native import dense, error, parts\n"
         "layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)\n"
         "assert native.library() is None and layer._native(x) is None\n"
