@@ -1,11 +1,13 @@
 """Layers that compute with U·V + S as it is stored: a linear layer and an embedding."""
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 
 from salaad import elias_fano, native
 from salaad.slr import Slr
@@ -90,12 +92,13 @@ class SlrWeight(nn.Module):
 
         Asked at every call, in which a small layer has microseconds; what does not change is looked at once.
         """
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None  # tensors of torch.compile and torch.func have no memory of their own
+        if native.is_watched() or type(x) not in native.PLAIN:
+            return None
         parameters, buffers = self._parameters, self._buffers
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
-        held = U.data_ptr(), V.data_ptr(), starts.data_ptr(), columns.data_ptr(), values.data_ptr(), values.dtype
+        places = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
+        held = *places, U.numel(), V.numel()  # of a U or V cut in place the address stays
         if self._known_products is None or self._known_products[0] != held:
             self._known_products = held, native.products(self.shape, U, V, starts, columns, values)
         products = self._known_products[1]
@@ -113,7 +116,8 @@ class SlrWeight(nn.Module):
     def weight(self) -> Tensor:
         """U·V + S, dense (n×m); made anew at every call."""
         self.unpack()  # transformers looks at a weight of GPT-2 before it lets us finish loading
-        return (self.U @ self.V).add_(self._S(self.U.dtype))
+        with _without_autocast(self.U.device):
+            return (self.U @ self.V).add_(self._S(self.U.dtype))
 
     def extra_repr(self) -> str:
         """What print says of the layer."""
@@ -181,17 +185,26 @@ class SlrLinear(SlrWeight):
         return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    """Products in the dtype the parts have: autocast would round them, and has no sparse product."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
+
+
 class _NativeLinear(torch.autograd.Function):
     """The compiled product where a gradient has to pass to x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: SlrLinear, products: native.Products) -> Tensor:
-        ctx.layer = layer
+        ctx.shape = layer.shape
+        ctx.save_for_backward(layer.U, layer.V, layer.S_starts, layer.S_columns, layer.S_values)
         return products.linear(x, layer.bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient @ ctx.layer.weight, None, None
+        U, V, *S = ctx.saved_tensors
+        with _without_autocast(gradient.device):
+            S = torch.sparse_csr_tensor(*S, size=ctx.shape, check_invariants=False)
+            return gradient @ (U @ V).add_(S), None, None
 
 
 class SlrEmbedding(SlrWeight):
@@ -221,7 +234,7 @@ class SlrEmbedding(SlrWeight):
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
         flat = ids.reshape(-1)
-        with torch.autocast(flat.device.type, enabled=False):
+        with _without_autocast(flat.device):
             rows = F.embedding(flat, self.U) @ self.V
         starts = self.S_starts[flat].long()
         counts = self.S_starts[flat + 1].long() - starts

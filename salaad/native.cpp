@@ -59,8 +59,14 @@ template <int N> void store(float *to, Vector<N> value) { *reinterpret_cast<Vect
 // Of two rows of a square whose columns differ in one binary digit: the columns where it is 0, or those where it is 1.
 template <int DIGIT, bool SET, int N, int... I>
 Vector<N> half(Vector<N> low, Vector<N> high, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
   if constexpr (SET) return __builtin_shufflevector(low, high, (I & DIGIT ? N + I : I + DIGIT)...);
   return __builtin_shufflevector(low, high, (I & DIGIT ? N + I - DIGIT : I)...);
+#else
+  typedef int32_t Places __attribute__((vector_size(4 * N)));
+  if constexpr (SET) return __builtin_shuffle(low, high, Places{(I & DIGIT ? N + I : I + DIGIT)...});
+  return __builtin_shuffle(low, high, Places{(I & DIGIT ? N + I - DIGIT : I)...});
+#endif
 }
 
 // Transpose N×N numbers, exchanging one binary digit of row and column after the other.
@@ -129,7 +135,7 @@ template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x,
         Vector<N> sums[2][G] = {};  // one alone would wait for each of its additions
         for (int g = 0; g < G; g++) sums[0][g] = load<N>(low_rank + ALL * i + N * g);
         const auto sum = [&](int c, int64_t e) {
-          for (int g = 0; g < G; g++) sums[c][g] += w.values[e] * load<N>(columns + ALL * w.columns[e] + N * g);
+          for (int g = 0; g < G; g++) sums[c][g] += w.values[e] * load<N>(columns + int64_t{ALL} * w.columns[e] + N * g);
         };
         int64_t e = w.starts[first + i];
         const int64_t last = w.starts[first + i + 1];
@@ -225,6 +231,7 @@ extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, f
 // Rows `ids` (count) of U·V + S in y (count×m), or added to them; false if one of them is not there.
 extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids, float *y, bool add, int threads) {
   const Weight &w = *weight;
+  if (!count) return true;
   for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= w.n) return false;
   if (count * (w.rank * w.m + w.starts[w.n] / w.n) < MANY) threads = 1;

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from salaad.caches import cache_folder, made_once
 from salaad.errors import UserError
@@ -32,6 +33,7 @@ _COMPILE_SECONDS = 120
 # Multiplications by U and V below which calls of torch's dense product cost more than they gain: of a layer, and of an
 # embedding, where ours reads V anew for every row.
 _FEW, _FEW_IN_ROWS = 2**26, 2**18
+PLAIN = (Tensor, nn.Parameter)
 
 
 class Weight(ctypes.Structure):
@@ -72,9 +74,10 @@ class Products:
         if rows * self._work > _FEW and rows > 1:
             weight = self._S_alone
             with torch.autocast("cpu", enabled=False):
-                y = F.linear(F.linear(x, self._V), self._U, bias)
+                y = F.linear(F.linear(x, self._V), self._U)
+            y = y if bias is None else y.add_(bias)
         elif bias is not None:
-            y = bias.expand(*outer, self.n).clone(memory_format=torch.contiguous_format)
+            y = x.new_empty(*outer, self.n).copy_(bias)
         else:
             y, add = x.new_empty(*outer, self.n), False
         if rows:
@@ -103,12 +106,31 @@ class Products:
 def products(
     shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
 ) -> Products | None:
-    """Those with U·V + S (n×m); None where it cannot be read: not on the CPU, not float32 with int32, no compiler."""
+    """Those with U·V + S (n×m).
+
+    None where it cannot be read: not on the CPU, not float32 with int32, stand-ins instead of numbers, no compiler.
+    """
     tensors = (U, V, starts, columns, values)
+    if any(type(t) not in PLAIN for t in tensors):
+        return None
     numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
     if not (numbers and all(t.is_cpu and t.is_contiguous() for t in tensors) and library()):
         return None
     return Products(shape, *tensors)
+
+
+def is_watched() -> bool:
+    """Whether operations are recorded or replaced, which a call past torch would escape.
+
+    By torch.compile, torch.func, a mode such as that of torch's FLOP counter, a tracer, or derivatives taken forward.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )
 
 
 @functools.cache
@@ -121,7 +143,7 @@ def library() -> ctypes.CDLL | None:
     asked = os.environ.get("SALAAD_NATIVE", "1")
     if asked not in ("0", "1"):
         raise UserError(f"SALAAD_NATIVE is {asked!r}, but only 0 and 1 are known; give one of them, or nothing")
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    compiler = _compiler()
     if asked == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
         return None
     try:
@@ -137,6 +159,14 @@ def library() -> ctypes.CDLL | None:
     library.slr_rows.argtypes = (pointer, number, pointer, pointer, ctypes.c_bool, ctypes.c_int)
     library.slr_rows.restype = ctypes.c_bool
     return library
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        return shlex.split(named)
+    except ValueError as error:
+        raise UserError(f"CXX is {named!r}, which is no command ({error}); give one such as g++, or nothing") from None
 
 
 def _compiled(compiler: list[str]) -> Path:

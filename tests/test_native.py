@@ -12,6 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slr_weights import dense, parts
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from salaad import native
 from salaad.errors import UserError
@@ -172,6 +175,43 @@ def test_weights_that_were_moved_are_found_again():
     assert found(Slr(slr.shape, other.U, other.V, slr.positions, slr.values)) < 1e-5
     layer.fill(larger)
     assert found(larger) < 1e-5
+    layer.U.data, layer.V.data = layer.U.data[:, :2], layer.V.data[:2]
+    assert found(Slr(larger.shape, larger.U[:, :2], larger.V[:2], larger.positions, larger.values)) < 1e-5
+
+
+@compiled
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_bias_of_another_dtype_is_added_as_it_is(rows, dtype):
+    slr, b = parts(40, 30, 3, 200), torch.randn(40).to(dtype)
+    layer, x = SlrLinear.from_slr(slr, b), torch.randn(rows, 30)
+    assert layer(x).dtype == torch.float32
+    assert error(layer(x), x.double() @ dense(slr).T + b.double()) < 1e-5
+
+
+@compiled
+def test_a_gradient_is_that_of_the_weights_that_were_used():
+    slr = parts(40, 30, 3, 200)
+    layer, x = SlrLinear.from_slr(slr), torch.randn(5, 30, requires_grad=True)
+    y = layer(x)
+    layer.fill(parts(40, 30, 4, 100, seed=1))
+    y.sum().backward()
+    assert error(x.grad, dense(slr).sum(0).expand(5, -1)) < 1e-5
+    y = layer(x)
+    with torch.no_grad():
+        layer.U.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@compiled
+def test_a_gradient_passes_under_autocast():
+    slr = parts(40, 30, 3, 200)
+    layer, x = SlrLinear.from_slr(slr), torch.randn(5, 30, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+        assert error(layer.weight, dense(slr)) < 1e-6
+    assert error(x.grad, dense(slr).sum(0).expand(5, -1)) < 1e-5
 
 
 @compiled
@@ -202,6 +242,29 @@ def test_a_layer_under_vmap_computes_the_same():
     torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x))
 
 
+@compiled
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_watches_a_layer_sees_its_operations():
+    slr = parts(40, 30, 3, 200)
+    layer, x = SlrLinear.from_slr(slr, torch.randn(40)), torch.randn(5, 30)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() >= 2 * 5 * 3 * (40 + 30)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (5, 40)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    assert error(tangent, dense(slr).sum(1).expand(5, -1)) < 1e-5
+    with pytest.raises(RuntimeError):  # torch's tracer knows no sparse tensors
+        torch.jit.trace(layer, x)
+
+
+@compiled
+def test_an_empty_table_has_no_rows_to_give():
+    layer = SlrEmbedding.from_slr(parts(0, 4, 0, 0))
+    assert layer(torch.zeros(0, dtype=torch.int64)).shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -226,6 +289,13 @@ def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     assert done.returncode == 0, done.stderr
     assert said in done.stderr
     assert not list(tmp_path.glob("native-*/native.so"))
+
+
+def test_a_compiler_that_is_no_command_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'half")
+    native.library.cache_clear()
+    with pytest.raises(UserError, match="which is no command"):
+        native.library()
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch):
