@@ -175,8 +175,9 @@ def variant_of(options: CompressOptions, budget: int | None, deployment: Deploym
         return Variant("L+S", refine=refine, calibrated=calibrated)
     if options.elastic or options.allocation == "energy":
         return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
-    kappa = deployment.share if options.kappa is None else options.kappa
-    return Variant(f"{options.budget}@{kappa:.3g}", budget, kappa, refine, calibrated)
+    # Rounded, so that the name says all of it and the same cut can be asked for by it.
+    kappa = round(deployment.share, 3) if options.kappa is None else options.kappa
+    return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
 
 
 def split_of(source: Source, options: CompressOptions) -> PostHoc | None:

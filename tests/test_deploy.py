@@ -126,6 +126,11 @@ def test_without_a_kappa_both_sides_lose_the_same_fraction(runs, tmp_path):
     assert abs(entries - kept * sparse) <= half_a_unit
     record = json.loads((tmp_path / "made/compression.json").read_text())
     assert record["kappa"] == pytest.approx(low_rank / whole, abs=half_a_unit / (1 - kept) / whole)
+    named = record["variant"].partition("@")[2]
+    assert float(named) == pytest.approx(low_rank / whole, abs=1e-3)
+    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", budget, "--kappa", named, "--output",
+       tmp_path / "again")  # fmt: skip
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "made/model.safetensors").read_bytes()
 
 
 def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_of_the_variant(runs, tmp_path):
