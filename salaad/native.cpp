@@ -206,12 +206,8 @@ void single(const Weight &w, const float *x, float *y, bool add, int threads) {
   });
 }
 
-}  // namespace
-
 // y (rows×n) = or += x·Vᵀ·Uᵀ + x·Sᵀ for x (rows×m).
-extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, float *y, bool add, int threads) {
-  const Weight &w = *weight;
-  if (rows * (w.rank * (w.n + w.m) + w.starts[w.n]) < MANY) threads = 1;
+void linear(const Weight &w, int64_t rows, const float *x, float *y, bool add, int threads) {
   if (rows == 1) return single(w, x, y, add, threads);
   if (rows <= 4) return tile<4, 1>(w, rows, x, y, add, threads);
   if constexpr (WIDTH > 8)
@@ -229,12 +225,9 @@ extern "C" void slr_linear(const Weight *weight, int64_t rows, const float *x, f
 }
 
 // Rows `ids` (count) of U·V + S in y (count×m), or added to them; false if one of them is not there.
-extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids, float *y, bool add, int threads) {
-  const Weight &w = *weight;
-  if (!count) return true;
+bool rows(const Weight &w, int64_t count, const int64_t *ids, float *y, bool add, int threads) {
   for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= w.n) return false;
-  if (count * (w.rank * w.m + w.starts[w.n] / w.n) < MANY) threads = 1;
   share(count, 1, threads, [=, &w](int64_t i, int64_t end) {
     for (; i < end; i++) {
       float *row = y + i * w.m;
@@ -246,4 +239,68 @@ extern "C" bool slr_rows(const Weight *weight, int64_t count, const int64_t *ids
     }
   });
   return true;
+}
+
+}  // namespace
+
+// The way in from Python, since a call through ctypes can take longer than a small layer's product. What it takes of
+// Python is in its stable ABI and declared here: where there is a compiler, Python's headers may still be missing.
+extern "C" {
+struct PyObject;
+typedef PyObject *Function(PyObject *, PyObject *const *arguments, intptr_t count);
+struct PyMethodDef {
+  const char *name;
+  Function *function;
+  int flags;
+  const char *doc;
+};
+PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *self, PyObject *module);
+PyObject *PyTuple_Pack(intptr_t count, ...);
+PyObject *PyBool_FromLong(long);
+long long PyLong_AsLongLong(PyObject *);
+PyObject *PyErr_Occurred();
+void *PyEval_SaveThread();
+void PyEval_RestoreThread(void *);
+}
+
+namespace {
+
+constexpr int METH_FASTCALL = 0x80;
+
+// Arguments, all integers: address of the Weight, count of rows, addresses of what comes in and of y, add, threads.
+// Where there is so much to do that threads are worth waking, Python's other threads run on meanwhile.
+template <typename In, typename Product>
+PyObject *call(PyObject *const *arguments, int64_t (*work)(const Weight &), const Product &product) {
+  long long given[6];
+  std::transform(arguments, arguments + 6, given, PyLong_AsLongLong);
+  if (PyErr_Occurred()) return nullptr;
+  const Weight &w = *reinterpret_cast<const Weight *>(given[0]);
+  const int64_t count = given[1];
+  const auto in = reinterpret_cast<const In *>(given[2]);
+  const auto y = reinterpret_cast<float *>(given[3]);
+  const bool add = given[4];
+  if (count * work(w) < MANY) return PyBool_FromLong(product(w, count, in, y, add, 1));
+  void *const here = PyEval_SaveThread();
+  const bool done = product(w, count, in, y, add, given[5]);
+  PyEval_RestoreThread(here);
+  return PyBool_FromLong(done);
+}
+
+PyObject *call_linear(PyObject *, PyObject *const *arguments, intptr_t) {
+  const auto work = [](const Weight &w) { return w.rank * (w.n + w.m) + w.starts[w.n]; };
+  return call<float>(arguments, work, [](const auto &...all) { return linear(all...), true; });
+}
+
+PyObject *call_rows(PyObject *, PyObject *const *arguments, intptr_t) {
+  const auto work = [](const Weight &w) { return w.rank * w.m + (w.n ? w.starts[w.n] / w.n : 0); };
+  return call<int64_t>(arguments, work, rows);
+}
+
+}  // namespace
+
+// The two as a tuple of functions.
+extern "C" PyObject *products() {
+  static PyMethodDef linear = {"linear", call_linear, METH_FASTCALL, nullptr};
+  static PyMethodDef rows = {"rows", call_rows, METH_FASTCALL, nullptr};
+  return PyTuple_Pack(2, PyCFunction_NewEx(&linear, nullptr, nullptr), PyCFunction_NewEx(&rows, nullptr, nullptr));
 }

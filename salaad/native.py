@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class Products:
         addresses = [tensor.data_ptr() for tensor in (U, V, *S)]
         self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
         self._whole, self._S_alone = map(ctypes.addressof, self._weights)
-        self._linear, self._rows = library().slr_linear, library().slr_rows
+        self._linear, self._rows = library()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
@@ -134,8 +135,8 @@ def is_watched() -> bool:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled products; None where there is no compiler, or where they are not asked for.
+def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
+    """The compiled products with x and of rows; None where there is no compiler, or where they are not asked for.
 
     Raises:
         UserError: `SALAAD_NATIVE` is neither 0 nor 1.
@@ -147,18 +148,14 @@ def library() -> ctypes.CDLL | None:
     if asked == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
         return None
     try:
-        library = ctypes.CDLL(str(_compiled(compiler)))
+        functions = ctypes.PyDLL(str(_compiled(compiler))).products
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         told = f"{shlex.join(compiler)} cannot compile {SOURCE.name} ({said[0]}); torch's products are used"
         warnings.warn(told, stacklevel=2)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.slr_linear.argtypes = (pointer, number, pointer, pointer, ctypes.c_bool, ctypes.c_int)
-    library.slr_linear.restype = None
-    library.slr_rows.argtypes = (pointer, number, pointer, pointer, ctypes.c_bool, ctypes.c_int)
-    library.slr_rows.restype = ctypes.c_bool
-    return library
+    functions.restype = ctypes.py_object
+    return functions()
 
 
 def _compiler() -> list[str]:

@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def test_threads_change_nothing(shape, rows):
     assert all(error(y, exact) < 1e-5 for y in found)
     if rows * shape[2] * sum(shape[:2]) < native._FEW:  # else torch multiplies by U and V, as it likes
         assert all(torch.equal(y, found[0]) for y in found)
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(40, 30, 3, 200), (512, 1280, 160, 90000)])
+def test_a_layer_that_several_threads_of_python_use_at_once_keeps_them_apart(shape):
+    layer, inputs = SlrLinear.from_slr(parts(*shape)), [torch.randn(1 + i, shape[1]) for i in range(40)]
+    alone = [layer(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(layer, inputs))
+    assert all(map(torch.equal, together, alone))
 
 
 @compiled
