@@ -17,7 +17,14 @@ def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
 
     By Moreau's identity this is Z minus its projection on [−τ, τ], which is exactly zero inside the band.
     """
-    return Z - Z.clamp(-tau, tau)
+    return Z - clip(Z, tau)
+
+
+def clip(Z: Tensor, tau: float | Tensor) -> Tensor:
+    """The projection of every entry of Z (any shape) on [−τ, τ]."""
+    if Z.is_cpu:
+        tau = float(tau)  # torch is several times slower with bounds that are tensors; elsewhere this would wait
+    return Z.clamp(-tau, tau)
 
 
 def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = 
         torch.linalg.LinAlgError: no rung converges, or Z is not finite.
     """
     if Z.shape[0] > Z.shape[1]:
-        found = threshold(Z.mT.contiguous(), tau, basis, method)
+        found = threshold(Z.mT, tau, basis, method)
         return Thresholded(found.L.mT.contiguous(), found.sigma, found.basis, found.method, found.bound)
     for rung in _ladder(Z, tau, basis, method):
         with suppress(torch.linalg.LinAlgError):
@@ -174,7 +174,7 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
     elif projected is None:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
-        L = (U[:, :k] * (1 - tau / sigma[:k])) @ projected[:k]
+        L = _product(U[:, :k] * (1 - tau / sigma[:k]), projected[:k], Z)
     return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
@@ -182,7 +182,12 @@ def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
     """U diag(1 − τ/σ) UᵀZ in the order that takes fewer operations."""
     (n, m), k = Z.shape, len(sigma)
     left = U * (1 - tau / sigma)
-    return left @ (U.mT @ Z) if 2 * k * m <= n * (k + m) else (left @ U.mT) @ Z
+    return _product(left, U.mT @ Z, Z) if 2 * k * m <= n * (k + m) else _product(left @ U.mT, Z, Z)
+
+
+def _product(left: Tensor, right: Tensor, Z: Tensor) -> Tensor:
+    """Left times right, in memory as Z is: of a tall matrix Z is a view, and a copy takes as long as a product."""
+    return torch.mm(left, right, out=torch.empty_like(Z))
 
 
 def _basis(U: Tensor, k: int, least: int) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from salaad.config import SalaadConfig
-from salaad.prox import effective_rank, soft_threshold, truncate
+from salaad.prox import clip, effective_rank, soft_threshold, truncate
 from salaad.spectral import METHODS as RUNGS
 from salaad.spectral import Thresholded, threshold
 
@@ -82,40 +82,40 @@ class Surrogate:
         X = X.detach().float()
         before = (self.R, self.T, self.sigma, self.basis, self._tau_R)
         try:
-            found = self._iterate(X)
-            delta = self._distance(X)
+            found, U, delta = self._iterate(X)
         except torch.linalg.LinAlgError:
             found, delta = None, None
         if found is not None and bool(delta.isfinite()):
             method, bound = found.method, found.bound
             self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
-            density = self._density()
+            density = self._density(U)
             self._control(density)
         else:
             self.R, self.T, self.sigma, self.basis, self._tau_R = before
-            method, bound, density, delta = KEPT, 0.0, self._density(), self._distance(X)
+            U = self._U()
+            method, bound, density = KEPT, 0.0, self._density(U)
+            delta = torch.linalg.vector_norm(X - self.T - U)
         error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
         statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error, bound, METHODS.index(method))
         return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
 
-    def _iterate(self, X: Tensor) -> Thresholded:
+    def _iterate(self, X: Tensor) -> tuple[Thresholded, Tensor, Tensor]:
+        """The rung taken, U, and ‖X − L − S‖_F."""
+        tau_L, U = float(self.tau_L), self._U()
         for _ in range(self.config.inner):
-            U = self._U()
-            found = threshold(X - self.R + 2 * U, float(self.tau_L), self.basis, self.config.method)
+            before = U
+            found = threshold((X - self.R).add_(U, alpha=2), tau_L, self.basis, self.config.method)
             self.sigma, self.basis = found.sigma, found.basis
             # Without a threshold L takes everything that is not S, and R = S: rounding must not fill S.
-            self.R = X - found.L + U if self.tau_L > 0 else self.R - U
+            self.R = (X - found.L).add_(U) if tau_L > 0 else self.R - U
             self._tau_R = self.tau_S.clone()
-        U = self._U()
-        self.T = found.L + (self.R - U) - U
-        return found
+            U = self._U()
+        self.T = (found.L + self.R).sub_(U, alpha=2)
+        return found, U, torch.linalg.vector_norm(U - before)  # the dual step is X − L − S
 
-    def _distance(self, X: Tensor) -> Tensor:
-        """‖X − L − S‖_F, in which L + S = T + U."""
-        return torch.linalg.vector_norm(X - self.T - self._U())
-
-    def _density(self) -> Tensor:
-        return torch.count_nonzero(self.R.abs() > self._tau_R) / self.R.numel()
+    def _density(self, U: Tensor) -> Tensor:
+        """Υ(S): R and U differ where S is not zero."""
+        return torch.count_nonzero(self.R != U) / self.R.numel()
 
     def _control(self, density: Tensor) -> None:
         """I-controller (section 4.2); a threshold never goes below 0."""
@@ -124,7 +124,7 @@ class Surrogate:
         self.tau_S = (self.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
 
     def _U(self) -> Tensor:
-        return self.R.clamp(-self._tau_R, self._tau_R)
+        return clip(self.R, self._tau_R)
 
     @torch.no_grad()
     def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0) -> None:
@@ -209,9 +209,9 @@ class Surrogate:
 
 def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:
     """L = T − S + U of a block, S and U the halves of R that τ splits it into (n×m all)."""
-    return T - R + 2 * R.clamp(-tau, tau)
+    return T - R + 2 * clip(R, tau)
 
 
 def target_of(L: Tensor, R: Tensor, tau: Tensor) -> Tensor:
     """T of a block from its L: what `low_rank_of` undoes, up to rounding."""
-    return L + R - 2 * R.clamp(-tau, tau)
+    return L + R - 2 * clip(R, tau)
