@@ -18,9 +18,14 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal 
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
-‖E‖_F is computed, ‖F‖₂ is estimated in a small Krylov space and what it exceeds τ by is added. Where the sum exceeds
-the tolerance another filter follows, then the next rung, which finds A already made. By the same argument noise N added
-to Z moves L by at most ‖N‖_F.
+To first order it is less. E leads out of the whole space of Ritz vectors, where Z has singular values of at most s. Its
+column i, which couples them to σᵢ, moves L by no more than (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length: vectors near
+the threshold, which a filter leaves worst, hardly count. What is of second order stays below ‖E‖_F‖E‖₂ over the gap
+σₖ − s. The lesser of ‖E‖_F and of the two together is the bound.
+
+E is computed, s is estimated in a small Krylov space, and what it exceeds τ by is added. Where the sum exceeds the
+tolerance another filter follows, then the next rung, which finds A already made. As a proximal operator never pulls two
+matrices apart, noise N added to Z moves L by at most ‖N‖_F.
 """
 
 import math
@@ -35,12 +40,12 @@ from torch import Tensor
 
 TOLERANCE = 5e-4  # of the error in L relative to ‖Z‖_F
 SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes to find some
-LARGEST_SHARE = 0.35  # of the short side that a subspace may span to be worth it
+LARGEST_SHARE = 0.4  # of the short side that a subspace may span to be worth it
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
 METHODS = ("exact", "gram", "subspace", "regularised")
 _NOISE = 1e-6  # relative to ‖Z‖_F: what `regularised` adds
 _ROUNDING = 50  # units of it that a whole spectrum leaves in L, at the most seen
-_SAFETY = 3.0  # by which a filter is to overshoot
+_EASE = 0.25  # of the error that a filter has to remove: it removes what counts sooner than the worst of it
 _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
 _STRIPES = 4
 _WELL_CONDITIONED = 0.1  # least diagonal entry of R, of unit columns
@@ -211,9 +216,9 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
         if k + _PROBES >= len(sigma) or not k or float(sigma[0]) * _LEAST_SIGMA > tau:
             return None
         E = (AU[:, :k] - U[:, :k] * squares[:k]) / sigma[:k]
-        bound = float(torch.linalg.vector_norm(E)) / size
+        bound = _bound(E, sigma[:k], tau, float(sigma[-1 - _PROBES])) / size
         if bound <= TOLERANCE:
-            bound += _excess(A, U, tau) / size
+            bound = _bound(E, sigma[:k], tau, _outside(A, U)) / size
             if bound <= TOLERANCE:
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
@@ -223,7 +228,7 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
             return None
         edge = min(max(float(squares[-1 - _PROBES]), _LOWEST_EDGE * tau**2), _HIGHEST_EDGE * tau**2)
         rate = math.acosh(2 * tau**2 / edge - 1)
-        degree = max(2, math.ceil(math.acosh(max(_SAFETY * bound / TOLERANCE, 1.5)) / rate))
+        degree = max(2, math.ceil(math.acosh(max(_EASE * bound / TOLERANCE, 1.5)) / rate))
         if degree > HIGHEST_DEGREE:
             return None
         U, AU, squares = _ritz(A, _orthonormal(_filtered(A, U, AU, edge, float(squares[0]), degree)))
@@ -266,18 +271,29 @@ def _orthonormal(Y: Tensor) -> Tensor:
     return Y
 
 
-def _excess(A: Tensor, U: Tensor, tau: float) -> float:
-    """What ‖F‖₂ exceeds τ by, with a margin: the largest Ritz value in a small Krylov space beside the span of U."""
-    g = _random(len(A), _PROBES, A)
+def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
+    """Of ‖L̂ − SVT_τ(Z)‖_F, where `outside` is the largest singular value beside all Ritz vectors."""
+    lengths = torch.linalg.vector_norm(E, dim=0)
+    size, s = float(torch.linalg.vector_norm(lengths)), min(outside, tau)
+    weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
+    largest = float(torch.linalg.vector_norm(E.mT @ E)) ** 0.5
+    gap = max(float(sigma[-1]) - s, torch.finfo(E.dtype).tiny)
+    return min(size, float(torch.linalg.vector_norm(weights * lengths)) + size * largest / gap) + max(0, outside - tau)
+
+
+def _outside(A: Tensor, U: Tensor) -> float:
+    """The largest singular value of Z outside the span of U (n×q), with a margin: that of a small Krylov space."""
+    g = _random(len(A), _PROBES, A).mT  # in rows: a product with few columns is several times slower
     space = []
     for _ in range(_PROBE_STEPS):
-        g = torch.linalg.qr(g - U @ (U.mT @ g))[0]
+        g = g - (g @ U) @ U.mT
+        g = g / torch.linalg.vector_norm(g, dim=1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
         space.append(g)
-        g = A @ g
-    Q = torch.linalg.qr(torch.cat(space, 1))[0]
-    Q = Q - U @ (U.mT @ Q)
-    largest = float(torch.linalg.eigvalsh(Q.mT @ (A @ Q))[-1])
-    return max(0.0, _PROBE_MARGIN * max(0.0, largest) ** 0.5 - tau)
+        g = g @ A
+    Q = torch.linalg.qr(torch.cat(space).mT)[0].mT
+    Q = Q - (Q @ U) @ U.mT
+    largest = float(torch.linalg.eigvalsh(Q @ A @ Q.mT)[-1])
+    return _PROBE_MARGIN * max(0.0, largest) ** 0.5
 
 
 def _random(n: int, q: int, like: Tensor) -> Tensor:
