@@ -14,6 +14,7 @@ and that of the authors as published, made anew: full SVD in float32, dense L, S
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,19 @@ def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float
     (state["S"] != 0).float().mean().item()
 
 
-def seconds_of(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """The least of some rounds, after one that is not counted."""
-    best = float("inf")
+def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
+    """The least of some rounds in which all take turns, so that a machine whose speed drifts slows all of them.
+
+    One round before is not counted.
+    """
+    best = dict.fromkeys(works, float("inf"))
     for counted in [False] + [True] * rounds:
-        _wait(device)
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        best = min(best, time.perf_counter() - start) if counted else best
+        for name, work in works.items():
+            _wait(device)
+            start = time.perf_counter()
+            work()
+            _wait(device)
+            best[name] = min(best[name], time.perf_counter() - start) if counted else best[name]
     return best
 
 
@@ -111,35 +116,25 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
     width = max(1, int(torch.count_nonzero(before.sigma)))
     start = torch.linalg.svd(Z0, full_matrices=False)[2][: min(n, width + 8)].mT.contiguous().to(device)
     Z, basis = Z1.to(device), before.basis.to(device) if before.basis is not None else None
-    rows = []
 
-    def add(name: str, work: Callable[[], tuple[Tensor, Tensor, str, float]]) -> None:
+    def by_rung(rung: str) -> tuple[Tensor, Tensor, str, float]:
+        found = threshold(Z, tau, basis if rung == "auto" else None, rung)
+        return found.L, found.sigma, found.method, found.bound
+
+    rungs: dict[str, Callable[[], Any]] = {rung: partial(by_rung, rung) for rung in RUNGS}
+    rungs["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)
+    about = {}
+    for name, work in rungs.items():
         found, values, method, bound = work()
         found, values = found.cpu().double(), values.cpu()
         S = soft_threshold(Z1.double() - found, tau / 20)
-        rows.append(
-            {
-                "shape": [n, m],
-                "phase": phase,
-                "rung": name,
-                "method": method,
-                "seconds": seconds_of(work, rounds, device),
-                "error": float(torch.linalg.vector_norm(found - L) / torch.linalg.vector_norm(L)),
-                "bound": bound,
-                "rank_ratio": rank / n,
-                "rank_error": abs(effective_rank(values) - rank) / n,
-                "density_error": abs(float((S != 0).double().mean()) - density),
-            }
-        )
-
-    for rung in RUNGS:
-
-        def work(rung: str = rung) -> tuple[Tensor, Tensor, str, float]:
-            found = threshold(Z, tau, basis if rung == "auto" else None, rung)
-            return found.L, found.sigma, found.method, found.bound
-
-        add(rung, work)
-    add("orthogonal", lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0))
+        about[name] = {
+            "method": method,
+            "error": float(torch.linalg.vector_norm(found - L) / torch.linalg.vector_norm(L)),
+            "bound": bound,
+            "rank_error": abs(effective_rank(values) - rank) / n,
+            "density_error": abs(float((S != 0).double().mean()) - density),
+        }
 
     config, rho = SalaadConfig(delta_alpha=0.0, delta_beta=0.0), 1e-6
     block = Surrogate(Z, rho, config)
@@ -154,10 +149,9 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
     def theirs() -> None:
         authors_update(dict(dense), Z, rho, rho * tau, rho * tau / 20)
 
-    for name, work in (("update", ours), ("update of the authors", theirs)):
-        about = {"shape": [n, m], "phase": phase, "rung": name, "rank_ratio": rank / n}
-        rows.append({**about, "seconds": seconds_of(work, rounds, device)})
-    return rows
+    seconds = seconds_of(rungs | {"update": ours, "update of the authors": theirs}, rounds, device)
+    common = {"shape": [n, m], "phase": phase, "rank_ratio": rank / n}
+    return [{**common, "rung": name, "seconds": seconds[name], **about.get(name, {})} for name in seconds]
 
 
 def main() -> None:

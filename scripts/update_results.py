@@ -139,9 +139,11 @@ def overhead_table() -> str:
 
 def ladder_table() -> str:
     """What scripts/bench_admm.py recorded of our own choice of rung, beside a full SVD and the two peers."""
-    rows = []
-    for path in sorted((ROOT / "results" / "admm").glob("*m.json")):
-        result = read_json(path)
+    rows, rounds = [], []
+    for name in ("60m", "130m", "350m", "1b"):
+        result = read_json(ROOT / "results" / "admm" / f"{name}.json")
+        totals = result["rounds"].values()
+        rounds.append((name, *(f"{total['update of the authors'] / total['update']:.1f}×" for total in totals)))
         cells = {(*row["shape"], row["phase"], row["rung"]): row for row in result["rows"]}
         for n, m, phase in dict.fromkeys((*row["shape"], row["phase"]) for row in result["rows"]):
             exact, ours, single = (cells[n, m, phase, rung] for rung in ("exact", "auto", "orthogonal"))
@@ -155,12 +157,14 @@ def ladder_table() -> str:
                     f"{exact['seconds'] / ours['seconds']:.1f}×",
                     f"{ours['error']:.0e}",
                     f"{ours['bound']:.0e}" if ours["method"] == "subspace" else "rounding",
-                    f"{single['error']:.0e}",
+                    f"{single['error']:.0e}, {single['seconds'] / ours['seconds']:.2f}×",
                     f"{theirs['seconds'] / whole['seconds']:.1f}×",
                 )
             )
     header = ("shape", "phase, rank ratio", "rung", "time", "full SVD over it", "error in L", "its bound")
-    return markdown_table((*header, "error of a single orthogonal step", "the authors' update over ours"), rows)
+    header += ("a single orthogonal step: error, time over ours", "the authors' update over ours")
+    phases = (f"{phase}: the authors' over ours" for phase in result["rounds"])
+    return f"{markdown_table(header, rows)}\n\n{markdown_table(('all blocks once', *phases), rounds)}"
 
 
 def balance_table() -> str:

@@ -1,0 +1,190 @@
+"""Other ways to the singular-value threshold than those of salaad/spectral.py, on the same matrices: what they cost.
+
+    python scripts/try_rungs.py --output results/admm/tried.json
+    python scripts/try_rungs.py --device cuda
+
+Beside the JSON a table is written, with our own choice of rung in each phase. The TF32 and bfloat16 rows round what
+goes into each product as a device does that has such products, which shows their error anywhere, not their speed.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_admm import SPECTRA, draw, seconds_of
+from torch import Tensor
+
+from salaad.errors import UserError, run_command
+from salaad.files import read_json, write_json
+from salaad.run import provenance
+from salaad.spectral import threshold
+from salaad.tables import markdown_table
+
+SPARE = 8  # columns of a subspace beyond the kept rank
+STEPS = 14  # of a Newton–Schulz iteration
+MANTISSA = {"TF32": 10, "bfloat16": 7}  # bits after the first
+
+
+def power_step(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
+    """One step of block power iteration from the kept left vectors of before, then Rayleigh–Ritz."""
+    Q = torch.linalg.qr(Z @ (Z.mT @ vectors[:, :kept]))[0]
+    return _ritz(Z, tau, Q)
+
+
+def randomised(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
+    """Two power steps from a random subspace of the same width: no memory of before."""
+    U, sigma, V = torch.svd_lowrank(Z, kept, niter=2)
+    return (U * (sigma - tau).clamp_min(0)) @ V.mT
+
+
+def all_vectors(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
+    """One step of Ogita and Aishima's refinement of all eigenvectors of before: five products of n×n matrices."""
+    A, R = Z @ Z.mT, torch.eye(len(Z), device=Z.device) - vectors.mT @ vectors
+    S = vectors.mT @ A @ vectors
+    values = S.diagonal() / (1 - R.diagonal())
+    gaps = values - values[:, None]
+    off = torch.linalg.matrix_norm(S - values.diag(), float("inf"))
+    near = 2 * (off + torch.linalg.matrix_norm(A, float("inf")) * torch.linalg.matrix_norm(R, float("inf")))
+    E = torch.where(gaps.abs() > near, (S + values * R) / torch.where(gaps == 0, 1, gaps), R / 2)
+    U = vectors + vectors @ E
+    projected = U.mT @ Z
+    sigma = torch.linalg.vector_norm(projected, dim=1)
+    return (U * (1 - tau / sigma).clamp_min(0)) @ projected
+
+
+def newton_schulz(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
+    """Products alone: Z = PH, and SVT is P·((H − τ) + |H − τ|)/2, with P and the sign of H − τ by Newton–Schulz."""
+    P = _polar(Z)
+    H = Z @ P.mT
+    H = (H + H.mT) / 2 - tau * torch.eye(len(Z), device=Z.device)
+    return (H + H @ _polar(H)) @ P / 2
+
+
+def rounded(parts: int, bits: int) -> Callable[[Tensor, float, Tensor, int], Tensor]:
+    """All eigenvectors of the Gram matrix, each factor of each product as a sum of so many rounded parts."""
+
+    def find(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
+        eigenvalues, U = torch.linalg.eigh(_product(Z, Z.mT, parts, bits))
+        sigma = eigenvalues.clamp_min(tau**2).sqrt()
+        return _product(U * (1 - tau / sigma), _product(U.mT, Z, parts, bits), parts, bits)
+
+    return find
+
+
+IDEAS = {
+    "one power step": power_step,
+    "randomised, cold": randomised,
+    "refining all vectors": all_vectors,
+    f"Newton–Schulz, 2 × {STEPS} steps": newton_schulz,
+    "Gram in TF32": rounded(1, MANTISSA["TF32"]),
+    "Gram in TF32, twice": rounded(2, MANTISSA["TF32"]),
+    "Gram in bfloat16, three times": rounded(3, MANTISSA["bfloat16"]),
+}
+
+
+def _ritz(Z: Tensor, tau: float, Q: Tensor) -> Tensor:
+    B = Q.mT @ Z
+    eigenvalues, W = torch.linalg.eigh(B @ B.mT)
+    sigma = eigenvalues.clamp_min(tau**2).sqrt()
+    return ((Q @ W) * (1 - tau / sigma)) @ (W.mT @ B)
+
+
+def _polar(X: Tensor, least: float = 1e-3) -> Tensor:
+    """The polar factor of X (n×m) by cubic steps, scaled for singular values from `least` of the largest up."""
+    A = X @ X.mT
+    X = X / torch.linalg.matrix_norm(A, float("inf")).sqrt()
+    for _ in range(STEPS):
+        scale = (3 / (1 + least + least**2)) ** 0.5
+        X = 1.5 * scale * X - 0.5 * scale**3 * ((X @ X.mT) @ X)
+        least = 0.5 * scale * least * (3 - scale**2 * least**2)
+    return X
+
+
+def _product(left: Tensor, right: Tensor, parts: int, bits: int) -> Tensor:
+    """The sum over those pairs of parts of the two that are not below the rounding of the last."""
+    lefts, rights = _split(left, parts, bits), _split(right, parts, bits)
+    return sum(lefts[i] @ rights[j] for i in range(parts) for j in range(parts - i))
+
+
+def _split(X: Tensor, parts: int, bits: int) -> list[Tensor]:
+    found = []
+    for _ in range(parts):
+        mantissa, exponent = torch.frexp(X)
+        found.append(torch.ldexp((mantissa * 2 ** (bits + 1)).round(), exponent - (bits + 1)))
+        X = X - found[-1]
+    return found
+
+
+def measure(n: int, m: int, phase: str, like: dict, rounds: int, device: torch.device) -> list[dict]:
+    """A row for our own choice and one for each idea, on the same matrix."""
+    before, Z, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
+    U, sigma, Vh = torch.linalg.svd(Z.double(), full_matrices=False)
+    L = (U * (sigma - tau).clamp_min(0)) @ Vh
+    old = threshold(before, tau, None, "gram")
+    vectors = torch.linalg.svd(before, full_matrices=False)[0].to(device)
+    kept = min(n, int(torch.count_nonzero(old.sigma)) + SPARE)
+    Z, basis = Z.to(device), None if old.basis is None else old.basis.to(device)
+
+    def ours() -> Tensor:
+        return threshold(Z, tau, basis).L
+
+    def error(found: Tensor) -> float:
+        return float(torch.linalg.vector_norm(found.cpu().double() - L) / torch.linalg.vector_norm(L))
+
+    works = {"ours": ours} | {name: partial(find, Z, tau, vectors, kept) for name, find in IDEAS.items()}
+    seconds = seconds_of(works, rounds, device)
+    common = {"shape": [n, m], "phase": phase}
+    return [{**common, "idea": name, "seconds": seconds[name], "error": error(work())} for name, work in works.items()]
+
+
+def main() -> None:
+    """Measure, print a table, write it and JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default="1024x1024,1024x2736", help="n x m, n ≤ m, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
+    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
+    options = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape.count("x") == 1]
+    if not shapes or any(not 0 < n <= m for n, m in shapes):
+        raise UserError(f"--shapes is {options.shapes!r}; give some such as 512x512,512x1376, the short side first")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
+    torch.set_num_threads(options.threads)
+    recorded = read_json(SPECTRA)["blocks"][options.block]
+    rows = [
+        row
+        for n, m in shapes
+        for phase, like in recorded.items()
+        for row in measure(n, m, phase, like, options.rounds, torch.device(options.device))
+    ]
+    text = table(rows)
+    print(text)
+    if options.output:
+        about = {"device": options.device, "threads": options.threads, "block": options.block, **provenance()}
+        write_json({**about, "rows": rows}, options.output)
+        options.output.with_suffix(".md").write_text(text + "\n")
+
+
+def table(rows: list[dict]) -> str:
+    """A line per shape and idea; in each phase the time over that of our own choice, and the error in L."""
+    lines = []
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    for shape, idea in dict.fromkeys((tuple(row["shape"]), row["idea"]) for row in rows):
+        cells = []
+        for phase in phases:
+            here = {row["idea"]: row for row in rows if (tuple(row["shape"]), row["phase"]) == (shape, phase)}
+            row, ours = here[idea], here["ours"]
+            time = f"{row['seconds'] * 1e3:.0f} ms" if idea == "ours" else f"{row['seconds'] / ours['seconds']:.2g}×"
+            cells += [time, f"{row['error']:.0e}"]
+        lines.append(("×".join(map(str, shape)), idea, *cells))
+    header = [cell for phase in phases for cell in (f"{phase}: time", "error in L")]
+    return markdown_table(("shape", "idea", *header), lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
