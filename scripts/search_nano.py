@@ -2,8 +2,8 @@
 
     python scripts/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
 
-A point is a list of `key=value` of the `salaad` section (or `section.key=value` of any other), laid over the config.
-Finished points are kept, so the search can be interrupted and extended.
+A point is a list of `key=value` of the `salaad` section (or `section.key=value` of any other, or `seed=value`), laid
+over the config. Finished points are kept, so the search can be interrupted and extended.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def overrides(point: str) -> list[str]:
             key, equals, value = word.partition("=")
             if not (key and equals and value):
                 raise UserError(f"point {point!r} holds {word!r}; give full_rank or key=value, such as every=2")
-            options += [f"--{key if '.' in key else 'salaad.' + key}", value]
+            options += [f"--{key if '.' in key or key == 'seed' else 'salaad.' + key}", value]
     return options
 
 

@@ -4,6 +4,7 @@ python scripts/update_results.py
 """
 
 import re
+import statistics
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def main() -> None:
     elastic = elastic_rows()
     elastic_figure(elastic, NANO / "elastic" / "elastic.png")
     (ROOT / "results" / "admm" / "balance.md").write_text(balance_table() + "\n")
+    (ROOT / "results" / "admm" / "trajectory.md").write_text(trajectory_table() + "\n")
     fill_readme(
         {
             "nano": (NANO / "demo.md").read_text().strip(),
@@ -165,6 +167,23 @@ def ladder_table() -> str:
     header += ("a single orthogonal step: error, time over ours", "the authors' update over ours")
     phases = (f"{phase}: the authors' over ours" for phase in result["rounds"])
     return f"{markdown_table(header, rows)}\n\n{markdown_table(('all blocks once', *phases), rounds)}"
+
+
+def trajectory_table() -> str:
+    """nano trained with one rung alone (search_nano.py "method=exact seed=0" and so on): every seed, and the means."""
+    header = ("rung", "seed", "perplexity of X", "of L + S", "mean rank ratio", "mean density")
+    found: dict[str, list[tuple[float, ...]]] = {}
+    rows = []
+    for path in sorted((ROOT / "results" / "admm" / "trajectory").glob("*.json")):
+        config, summary = (read_json(path)[key] for key in ("config", "summary"))
+        X, deployed = (summary["variants"][name] for name in ("X", "L+S"))
+        figures = X["perplexity"], deployed["perplexity"], deployed["rank_ratio"], deployed["density"]
+        found.setdefault(config["salaad"]["method"], []).append(figures)
+        rows.append((config["salaad"]["method"], config["seed"], *(f"{figure:#.5g}" for figure in figures)))
+    for method, runs in found.items():
+        means = map(statistics.mean, zip(*runs, strict=True))
+        rows.append((method, "mean", *(f"{mean:#.5g}" for mean in means)))
+    return markdown_table(header, rows)
 
 
 def balance_table() -> str:
