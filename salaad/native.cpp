@@ -287,12 +287,12 @@ PyObject *call(PyObject *const *arguments, int64_t (*work)(const Weight &), cons
 }
 
 PyObject *call_linear(PyObject *, PyObject *const *arguments, intptr_t) {
-  const auto work = [](const Weight &w) { return w.rank * (w.n + w.m) + w.starts[w.n]; };
+  const auto work = [](const Weight &w) { return (w.rank + 1) * (w.n + w.m) + w.starts[w.n]; };
   return call<float>(arguments, work, [](const auto &...all) { return linear(all...), true; });
 }
 
 PyObject *call_rows(PyObject *, PyObject *const *arguments, intptr_t) {
-  const auto work = [](const Weight &w) { return w.rank * w.m + (w.n ? w.starts[w.n] / w.n : 0); };
+  const auto work = [](const Weight &w) { return (w.rank + 1) * w.m + (w.n ? w.starts[w.n] / w.n : 0); };
   return call<int64_t>(arguments, work, rows);
 }
 

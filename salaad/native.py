@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),  # Python's functions, known when loaded
 )
 _COMPILE_SECONDS = 120
 # Multiplications by U and V below which calls of torch's dense product cost more than they gain: of a layer, and of an
@@ -136,7 +138,7 @@ def is_watched() -> bool:
 
 @functools.cache
 def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-    """The compiled products with x and of rows; None where there is no compiler, or where they are not asked for.
+    """`linear` and `rows` of native.cpp; None where there is no compiler, or where they are not asked for.
 
     Raises:
         UserError: `SALAAD_NATIVE` is neither 0 nor 1.
@@ -151,8 +153,8 @@ def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
         functions = ctypes.PyDLL(str(_compiled(compiler))).products
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        told = f"{shlex.join(compiler)} cannot compile {SOURCE.name} ({said[0]}); torch's products are used"
-        warnings.warn(told, stacklevel=2)
+        told = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or what it made cannot be loaded ({said[0]})"
+        warnings.warn(f"{told}; torch's products are used", stacklevel=2)
         return None
     functions.restype = ctypes.py_object
     return functions()

@@ -21,9 +21,9 @@ def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def clip(Z: Tensor, tau: float | Tensor) -> Tensor:
-    """The projection of every entry of Z (any shape) on [−τ, τ]."""
+    """The projection of every entry of Z (any shape) on [−τ, τ], τ ≥ 0 without dimensions; no gradient reaches τ."""
     if Z.is_cpu:
-        tau = float(tau)  # torch is several times slower with bounds that are tensors; elsewhere this would wait
+        tau = float(tau)  # torch is several times slower with bounds that are tensors; on other devices float() waits
     return Z.clamp(-tau, tau)
 
 

@@ -18,12 +18,14 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal 
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
-To first order it is less. E leads out of the whole space of Ritz vectors, where Z has singular values of at most s. Its
-column i, which couples them to σᵢ, moves L by no more than (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length: vectors near
-the threshold, which a filter leaves worst, hardly count. What is of second order stays below ‖E‖_F‖E‖₂ over the gap
-σₖ − s. The lesser of ‖E‖_F and of the two together is the bound.
+To first order it is less. E leads out of the span of all Ritz vectors, kept or not. Where Z has no singular value above
+s there, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length: vectors near the threshold,
+which a filter leaves worst, hardly count. What is of second order stays below ‖E‖_F‖E‖₂ over the gap σₖ − s. The lesser
+of ‖E‖_F and of the two together is the bound; what ‖F‖₂ exceeds τ by is added.
 
-E is computed, s is estimated in a small Krylov space, and what it exceeds τ by is added. Where the sum exceeds the
+E is computed and s estimated in a small Krylov space. A vector that has just come up may lie half in the span, half
+outside, each half below τ; so ‖F‖₂² is bounded by the largest eigenvalue of all there is beside Û: the squares of the
+Ritz values that are not kept, the residuals that couple them to the outside, and s². Where the bound exceeds the
 tolerance another filter follows, then the next rung, which finds A already made. As a proximal operator never pulls two
 matrices apart, noise N added to Z moves L by at most ‖N‖_F.
 """
@@ -45,7 +47,7 @@ MOST_FILTERS, HIGHEST_DEGREE = 2, 16
 METHODS = ("exact", "gram", "subspace", "regularised")
 _NOISE = 1e-6  # relative to ‖Z‖_F: what `regularised` adds
 _ROUNDING = 50  # units of it that a whole spectrum leaves in L, at the most seen
-_EASE = 0.25  # of the error that a filter has to remove: it removes what counts sooner than the worst of it
+_EASE = 0.25  # share of the error that a filter's degree is chosen for: what counts falls faster than its worst part
 _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
 _STRIPES = 4
 _WELL_CONDITIONED = 0.1  # least diagonal entry of R, of unit columns
@@ -207,7 +209,7 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
     size = float(torch.linalg.vector_norm(Z))
     # A few random vectors beside the basis let the filter find what has come up from elsewhere. Ritz vectors, unlike
     # those of the basis itself, do not mix: a filter would let the largest drown the others.
-    fresh = _random(len(A), _PROBES, A)
+    fresh = _random(len(A), _PROBES, A, seed=1)
     fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh))[0]
     U, AU, squares = _ritz(A, torch.cat([basis, fresh], 1))
     for filters in range(MOST_FILTERS + 1):
@@ -218,7 +220,9 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
         E = (AU[:, :k] - U[:, :k] * squares[:k]) / sigma[:k]
         bound = _bound(E, sigma[:k], tau, float(sigma[-1 - _PROBES])) / size
         if bound <= TOLERANCE:
-            bound = _bound(E, sigma[:k], tau, _outside(A, U)) / size
+            outside = _outside(A, U)
+            beside = _beside(AU[:, k:] - U[:, k:] * squares[k:], squares[k:], outside)
+            bound = (_bound(E, sigma[:k], tau, outside) + max(0.0, beside - tau)) / size
             if bound <= TOLERANCE:
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
@@ -272,18 +276,26 @@ def _orthonormal(Y: Tensor) -> Tensor:
 
 
 def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
-    """Of ‖L̂ − SVT_τ(Z)‖_F, where `outside` is the largest singular value beside all Ritz vectors."""
+    """Of ‖L̂ − SVT_τ(Z)‖_F for ‖F‖₂ ≤ τ, from E (n×k), σ (k) and s outside the span, or a guess of s."""
     lengths = torch.linalg.vector_norm(E, dim=0)
     size, s = float(torch.linalg.vector_norm(lengths)), min(outside, tau)
     weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
     largest = float(torch.linalg.vector_norm(E.mT @ E)) ** 0.5
     gap = max(float(sigma[-1]) - s, torch.finfo(E.dtype).tiny)
-    return min(size, float(torch.linalg.vector_norm(weights * lengths)) + size * largest / gap) + max(0, outside - tau)
+    return min(size, float(torch.linalg.vector_norm(weights * lengths)) + size * largest / gap)
+
+
+def _beside(residuals: Tensor, squares: Tensor, outside: float) -> float:
+    """A bound of ‖F‖₂: from the Ritz vectors not kept, their residuals (n×p) and squares (p), and the outside."""
+    coupling = torch.linalg.qr(residuals, mode="r")[1]
+    rest = torch.eye(len(coupling), dtype=squares.dtype, device=squares.device) * outside**2
+    block = torch.cat([torch.cat([squares.diag(), coupling.mT], 1), torch.cat([coupling, rest], 1)])
+    return float(torch.linalg.eigvalsh(block)[-1].clamp_min(0).sqrt())
 
 
 def _outside(A: Tensor, U: Tensor) -> float:
     """The largest singular value of Z outside the span of U (n×q), with a margin: that of a small Krylov space."""
-    g = _random(len(A), _PROBES, A).mT  # in rows: a product with few columns is several times slower
+    g = _random(len(A), _PROBES, A, seed=2).mT  # in rows: a product with few columns is several times slower
     space = []
     for _ in range(_PROBE_STEPS):
         g = g - (g @ U) @ U.mT
@@ -296,7 +308,7 @@ def _outside(A: Tensor, U: Tensor) -> float:
     return _PROBE_MARGIN * max(0.0, largest) ** 0.5
 
 
-def _random(n: int, q: int, like: Tensor) -> Tensor:
+def _random(n: int, q: int, like: Tensor, seed: int = 0) -> Tensor:
     """A fixed random matrix n×q."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, q, generator=generator, dtype=like.dtype).to(like.device)

@@ -85,7 +85,7 @@ class Surrogate:
             found, U, delta = self._iterate(X)
         except torch.linalg.LinAlgError:
             found, delta = None, None
-        if found is not None and bool(delta.isfinite()):
+        if found is not None and bool((delta + self.T.sum()).isfinite()):  # U is clipped: only T shows an infinite L
             method, bound = found.method, found.bound
             self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
             density = self._density(U)
@@ -100,7 +100,7 @@ class Surrogate:
         return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
 
     def _iterate(self, X: Tensor) -> tuple[Thresholded, Tensor, Tensor]:
-        """The rung taken, U, and ‖X − L − S‖_F."""
+        """The last inner iteration's rung, U, and ‖X − L − S‖_F; raises LinAlgError where no rung converges."""
         tau_L, U = float(self.tau_L), self._U()
         for _ in range(self.config.inner):
             before = U

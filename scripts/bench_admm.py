@@ -84,7 +84,7 @@ def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float
 
 
 def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
-    """The least of some rounds in which all take turns, so that a machine whose speed drifts slows all of them.
+    """By name the least of some rounds in which all take turns, so that a machine whose speed drifts slows all of them.
 
     One round before is not counted.
     """

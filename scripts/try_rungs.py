@@ -8,6 +8,7 @@ goes into each product as a device does that has such products, which shows thei
 """
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ def power_step(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
 
 def randomised(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
     """Two power steps from a random subspace of the same width: no memory of before."""
+    torch.manual_seed(0)
     U, sigma, V = torch.svd_lowrank(Z, kept, niter=2)
     return (U * (sigma - tau).clamp_min(0)) @ V.mT
 
@@ -45,8 +47,7 @@ def all_vectors(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
     S = vectors.mT @ A @ vectors
     values = S.diagonal() / (1 - R.diagonal())
     gaps = values - values[:, None]
-    off = torch.linalg.matrix_norm(S - values.diag(), float("inf"))
-    near = 2 * (off + torch.linalg.matrix_norm(A, float("inf")) * torch.linalg.matrix_norm(R, float("inf")))
+    near = 2 * (_norm(S - values.diag()) + _norm(A) * _norm(R))
     E = torch.where(gaps.abs() > near, (S + values * R) / torch.where(gaps == 0, 1, gaps), R / 2)
     U = vectors + vectors @ E
     projected = U.mT @ Z
@@ -55,7 +56,7 @@ def all_vectors(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
 
 
 def newton_schulz(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
-    """Products alone: Z = PH, and SVT is P·((H − τ) + |H − τ|)/2, with P and the sign of H − τ by Newton–Schulz."""
+    """Products alone: Z = HP, and SVT is ((H − τ) + |H − τ|)/2·P, with P and the sign of H − τ by Newton–Schulz."""
     P = _polar(Z)
     H = Z @ P.mT
     H = (H + H.mT) / 2 - tau * torch.eye(len(Z), device=Z.device)
@@ -82,6 +83,14 @@ IDEAS = {
     "Gram in TF32, twice": rounded(2, MANTISSA["TF32"]),
     "Gram in bfloat16, three times": rounded(3, MANTISSA["bfloat16"]),
 }
+
+
+def _norm(M: Tensor) -> Tensor:
+    """‖M‖₂ of a symmetric M, nearly, by power iteration."""
+    x = torch.ones(len(M), 1, device=M.device)
+    for _ in range(10):
+        x = M @ (x / torch.linalg.vector_norm(x).clamp_min(1e-30))
+    return torch.linalg.vector_norm(x)
 
 
 def _ritz(Z: Tensor, tau: float, Q: Tensor) -> Tensor:
@@ -149,17 +158,25 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape.count("x") == 1]
+    for name in ("rounds", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    known = read_json(SPECTRA)["blocks"]
+    if options.block not in known:
+        raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
+    if re.fullmatch(r"\d+x\d+(,\d+x\d+)*", options.shapes):
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    else:
+        shapes = []
     if not shapes or any(not 0 < n <= m for n, m in shapes):
         raise UserError(f"--shapes is {options.shapes!r}; give some such as 512x512,512x1376, the short side first")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
     torch.set_num_threads(options.threads)
-    recorded = read_json(SPECTRA)["blocks"][options.block]
     rows = [
         row
         for n, m in shapes
-        for phase, like in recorded.items()
+        for phase, like in known[options.block].items()
         for row in measure(n, m, phase, like, options.rounds, torch.device(options.device))
     ]
     text = table(rows)
@@ -179,7 +196,7 @@ def table(rows: list[dict]) -> str:
         for phase in phases:
             here = {row["idea"]: row for row in rows if (tuple(row["shape"]), row["phase"]) == (shape, phase)}
             row, ours = here[idea], here["ours"]
-            time = f"{row['seconds'] * 1e3:.0f} ms" if idea == "ours" else f"{row['seconds'] / ours['seconds']:.2g}×"
+            time = f"{row['seconds'] * 1e3:.0f} ms" if idea == "ours" else f"{row['seconds'] / ours['seconds']:.1f}×"
             cells += [time, f"{row['error']:.0e}"]
         lines.append(("×".join(map(str, shape)), idea, *cells))
     header = [cell for phase in phases for cell in (f"{phase}: time", "error in L")]

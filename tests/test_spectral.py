@@ -97,6 +97,18 @@ def test_the_bound_holds_whatever_the_matrix_and_wherever_it_came_from(seed, dri
     assert found.bound <= TOLERANCE
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(1.005, 2), st.floats(0, 0.02), st.integers(1, 14))
+def test_the_bound_holds_for_a_singular_value_that_has_just_come_up(seed, height, drift, kept):
+    before = matrix(60, 70, kept, seed, gap=0.9)
+    U, sigma, Vh = torch.linalg.svd(before.double(), full_matrices=False)
+    sigma[-5] = height  # from far outside the basis to above the threshold
+    Z = moved(((U * sigma) @ Vh).float(), drift, seed + 1)
+    found = threshold(Z, 1.0, threshold(before, 1.0).basis)
+    assert error(found, Z, 1.0) <= found.bound + 1e-5
+    assert found.bound <= TOLERANCE
+
+
 def test_a_basis_from_elsewhere_never_changes_a_result_silently():
     Z = matrix(40, 60)
     unrelated = torch.linalg.qr(torch.randn(40, 18, generator=torch.Generator().manual_seed(3)))[0]
