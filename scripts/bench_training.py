@@ -5,8 +5,8 @@
     python scripts/bench_training.py --config 350m.yaml --train.precision bf16-mixed --train.compile true
 
 What this script does not know goes to train.py's options. Both models take the same batches of the configured text.
-Rounds of K steps of the two alternate, so that a machine whose speed drifts slows both, and the ratio of the medians is
-the overhead.
+Rounds of K steps of the two alternate, so that a machine whose speed drifts slows both; the median of what each round
+took over the vanilla round just before it is the overhead.
 """
 
 import argparse
@@ -104,6 +104,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def means(seconds: list[float], size: int) -> list[float]:
+    """Of each part of this size."""
+    return [statistics.mean(seconds[i : i + size]) for i in range(0, len(seconds), size)]
+
+
 def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     """Alternate rounds of K steps of both methods; returns medians per step, overhead and utilisation."""
     K = config.salaad.every
@@ -129,21 +134,23 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
     flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * positions
-    result = {}
+    result, rounds = {}, {}
     for method, contender in contenders.items():
         # An update comes every K steps: the mean over each round, and the median of the rounds.
-        rounds = [contender.seconds[i : i + K] for i in range(0, len(contender.seconds), K)]
-        per_step = statistics.median(sum(part) / len(part) for part in rounds)
-        admm = [contender.admm_seconds[i : i + K] for i in range(0, len(contender.admm_seconds), K)]
+        rounds[method] = means(contender.seconds, K)
+        per_step = statistics.median(rounds[method])
         result[method] = {
             "seconds_per_step": per_step,
-            "admm_seconds_per_step": statistics.median(sum(part) / len(part) for part in admm),
+            "admm_seconds_per_step": statistics.median(means(contender.admm_seconds, K)),
             "tokens_per_second": positions / per_step,
             "utilisation": flops / per_step / peak,
-            # Both methods share the device: what the other one holds all the time is not this one's.
-            "peak_memory_bytes": contender.peak - sum(c.resident for c in contenders.values() if c is not contender),
         }
-    result["overhead"] = result["salaad"]["seconds_per_step"] / result["full_rank"]["seconds_per_step"] - 1
+        if device.type == "cuda":
+            # Both methods share the device: what the other one holds all the time is not this one's.
+            others = sum(c.resident for c in contenders.values() if c is not contender)
+            result[method]["peak_memory_bytes"] = contender.peak - others
+    ratios = (ours / vanilla for ours, vanilla in zip(rounds["salaad"], rounds["full_rank"], strict=True))
+    result["overhead"] = statistics.median(ratios) - 1
     surrogates = contenders["salaad"].method.surrogates().values()
     dense = sum(4 * surrogate.T.numel() for surrogate in surrogates)
     result["admm_buffers_per_block"] = admm_bytes(contenders["salaad"].method) / dense
