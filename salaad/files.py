@@ -76,12 +76,25 @@ def require_new(folder: Path) -> None:
         raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
 
 
-def require_writable(path: Path) -> None:
-    """Make the folder of the JSON file `path`, and raise a UserError if it or what is in the file cannot be used."""
+def json_file(name: str) -> Path:
+    """The JSON file that an `--output` names, whose folder is made before any work that it is to keep.
+
+    Raises:
+        UserError: the folder cannot be made, or the name does not end in .json, so that it may be another file's.
+    """
+    path = Path(name)
+    if path.suffix != ".json":
+        raise UserError(f"--output is {name}, but JSON is written; give a name that ends in .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
+    return path
+
+
+def require_writable(path: Path) -> None:
+    """Make the folder of the JSON file `path`, and raise a UserError if it or what is in the file cannot be used."""
+    json_file(str(path))
     if path.exists() and "rows" not in (read_json(path) or ()):
         raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
 

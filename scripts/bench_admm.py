@@ -25,7 +25,7 @@ from tqdm import tqdm
 from salaad.cli import read_command_line
 from salaad.config import SalaadConfig
 from salaad.errors import UserError, run_command
-from salaad.files import read_json, write_json
+from salaad.files import json_file, read_json, write_json
 from salaad.models import describe_model, outline
 from salaad.prox import effective_rank, soft_threshold
 from salaad.roles import find_blocks
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     for name in ("rounds", "threads"):
         if getattr(options, name) < 1:
@@ -202,7 +202,6 @@ def main() -> None:
             f"{theirs / ours:.1f}×"
         )
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         about = {
             "config": config.to_dict(),
             "device": options.device,

@@ -8,7 +8,6 @@ singular values, and of density 0.1. Reading a checkpoint and writing a folder a
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -17,7 +16,7 @@ from salaad import hpa
 from salaad.cli import read_command_line
 from salaad.energy import Line
 from salaad.errors import UserError, run_command
-from salaad.files import write_json
+from salaad.files import json_file, write_json
 from salaad.models import describe_model, outline
 from salaad.refinement import refine
 from salaad.roles import find_blocks
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="part of the units' parameters to keep")
     parser.add_argument("--refine", type=int, default=20, help="alternations at the most")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     if not 0 < options.share < 1:
         raise UserError(f"--share is {options.share}, outside (0, 1); give the part of the units to keep")
@@ -82,7 +81,6 @@ def main() -> None:
     print(markdown_table(("step", "seconds"), [(step, f"{spent:.2f}") for step, spent in seconds.items()]))
     print(f"\n{len(parts)} blocks; the error of all of them falls by {1 - after / before:.1%}")
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         setting = {"share": options.share, "refine": options.refine, "rank_ratio": RANK_RATIO, "density": DENSITY}
         result = {"blocks": len(parts), "parameters": line.parameters, **setting, "seconds": seconds}
         write_json({**result, "error": [before, after], "config": config.to_dict(), **provenance()}, options.output)

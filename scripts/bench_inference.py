@@ -27,7 +27,7 @@ from salaad.config import RunConfig
 from salaad.deployment import Deployment
 from salaad.errors import UserError, run_command
 from salaad.factored import factor, resident_bytes, slr_modules
-from salaad.files import write_json
+from salaad.files import json_file, write_json
 from salaad.models import count_parameters, describe_model, load_model
 from salaad.roles import find_blocks
 from salaad.run import provenance
@@ -128,7 +128,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     for name in ("length", "tokens", "rounds", "threads"):
         if getattr(options, name) < 1:
@@ -194,7 +194,6 @@ def main() -> None:
         print(f"\n{label}: {millions(size['parameters'])} parameters, {megabytes(size['weights'])} of weights, peak "
               f"{megabytes(size['peak'])}")  # fmt: skip
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_json({**about, "rows": rows, "memory": sizes}, options.output)
 
 

@@ -12,7 +12,6 @@ took over the vanilla round just before it is the overhead.
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from salaad.config import RunConfig
 from salaad.cross_entropy import IGNORED
 from salaad.data import TrainingStream, open_text
 from salaad.errors import UserError, run_command
-from salaad.files import write_json
+from salaad.files import json_file, write_json
 from salaad.launch import start_accelerator
 from salaad.methods import METHODS, FullRank
 from salaad.models import SummedLoss, build_model, describe_model, training_flops
@@ -163,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
     parser.add_argument("--threads", type=int, help="threads on the CPU")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     for name in ("steps", "threads"):
         value = getattr(options, name)
@@ -189,7 +188,6 @@ def main() -> None:
         f"\noverhead {result['overhead']:.1%}; ADMM state {result['admm_buffers_per_block']:.2f} dense buffers a block"
     )
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_json({"config": config.to_dict(), **provenance(), **result}, options.output)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from salaad.cli import read_command_line
 from salaad.errors import UserError, run_command
-from salaad.files import write_json
+from salaad.files import json_file, write_json
 from salaad.models import describe_model, outline
 from salaad.roles import find_blocks
 from salaad.run import provenance
@@ -60,7 +60,7 @@ def main() -> None:
         else (arguments, [])
     )
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
     parser.add_argument(
         "--blocks", default="layers.1.self_attn.q_proj,layers.2.mlp.gate_proj,embed_tokens", help="whose"
     )
@@ -90,7 +90,6 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         config, run = read_command_line([*rest, "--output", f"{folder}/run"])
         train.main(config, run)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json({"config": config.to_dict(), **provenance(), "phases": PHASES, "blocks": found}, options.output)
 
 

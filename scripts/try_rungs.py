@@ -11,14 +11,13 @@ import argparse
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from bench_admm import SPECTRA, draw, seconds_of
 from torch import Tensor
 
 from salaad.errors import UserError, run_command
-from salaad.files import read_json, write_json
+from salaad.files import json_file, read_json, write_json
 from salaad.run import provenance
 from salaad.spectral import threshold
 from salaad.tables import markdown_table
@@ -156,7 +155,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
-    parser.add_argument("--output", type=Path, help="JSON file to write; a table is written beside it")
+    parser.add_argument("--output", type=json_file, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     for name in ("rounds", "threads"):
         if getattr(options, name) < 1:

@@ -136,7 +136,8 @@ def overhead_table() -> str:
             )
         )
     header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
-    return markdown_table(header, rows)
+    told = "Where the overhead is not the ratio of the two times, it is the median over pairs of neighbouring rounds."
+    return f"{markdown_table(header, rows)}\n\n{told}"
 
 
 def ladder_table() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from salaad.errors import UserError
-from salaad.files import digest_of, new_folder, read_json, require_new, verify, write_checksums, write_json
+from salaad.files import digest_of, json_file, new_folder, read_json, require_new, verify, write_checksums, write_json
 
 CONTENTS = {
     "model/config.json": b"{}",
@@ -316,3 +316,16 @@ def test_json_that_cannot_be_read_is_named_in_a_sentence(damage, tmp_path):
     with pytest.raises(UserError, match=r"index\.json cannot be read \(.+\); give a whole checkpoint") as caught:
         read_json(path)
     assert "\n" not in str(caught.value)
+
+
+def test_the_folder_of_a_json_file_is_made_before_the_work_that_it_is_to_keep(tmp_path):
+    assert json_file(str(tmp_path / "new" / "rows.json")) == tmp_path / "new" / "rows.json"
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize(("name", "said"), [("README.md", "JSON is written"), ("taken/rows.json", "cannot be made")])
+def test_a_json_file_that_cannot_be_written_or_may_be_another_is_refused(tmp_path, name, said):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UserError, match=said) as caught:
+        json_file(str(tmp_path / name))
+    assert "; give a" in str(caught.value)
