@@ -2,10 +2,10 @@
 
 from transformers import logging
 
-from salaad.cli import read_options
-from salaad.compression import compress
-from salaad.errors import run_command
-from salaad.options import CompressOptions
+from salaad.common.errors import run_command
+from salaad.compression.write import compress
+from salaad.config.command_line import read_options
+from salaad.config.commands import CompressOptions
 
 
 def main() -> None:

@@ -9,24 +9,31 @@ import torch
 from tqdm import tqdm
 from transformers import logging
 
-from salaad import harness, sweep
-from salaad.cli import read_options
-from salaad.config import DataConfig, SalaadConfig
-from salaad.decomposition import PostHoc
-from salaad.deployment import Deployment
-from salaad.elastic_deployment import ElasticDeployment, open_deployment
-from salaad.errors import run_command
-from salaad.evaluation import VariantEvaluation
-from salaad.figures import elastic_figure, sweep_figure
-from salaad.files import require_writable
-from salaad.models import load_model
-from salaad.options import LmEvalOptions, OutputOptions, PerplexityOptions, RpcaOptions, SweepOptions, TextOptions
-from salaad.report import accuracy_table, keep_rows, perplexity_table, structure_table
-from salaad.roles import find_blocks
+from salaad.common.errors import run_command
+from salaad.common.files import require_writable
+from salaad.compression.deployment import Deployment
+from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
+from salaad.compression.post_hoc import PostHoc
+from salaad.compression.variants import parse_budgets, parse_count, parse_kappas, parse_variants
+from salaad.config.command_line import read_options
+from salaad.config.commands import (
+    LmEvalOptions,
+    OutputOptions,
+    PerplexityOptions,
+    RpcaOptions,
+    SweepOptions,
+    TextOptions,
+)
+from salaad.config.run import DataConfig, SalaadConfig
+from salaad.data.tokenizer import load_tokenizer
+from salaad.evaluation import lm_harness, sweep
+from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.model.build import load_model
+from salaad.model.roles import find_blocks
 from salaad.rpca import model_statistics
-from salaad.sources import Source, open_source
-from salaad.tokenizer import load_tokenizer
-from salaad.variants import parse_budgets, parse_count, parse_kappas, parse_variants
+from salaad.runs.model_on_disk import Source, open_source
+from salaad.runs.summary import accuracy_table, keep_rows, perplexity_table, structure_table
 
 COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 
@@ -85,14 +92,14 @@ def lm_eval(options: LmEvalOptions) -> None:
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
     deployment.check(variants)
-    harness.check_tasks(tasks, task_data)
+    lm_harness.check_tasks(tasks, task_data)
     path = result_file(source, options, "lm-eval")
     tokenizer = load_tokenizer(str(source.model))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
     rows: list[dict[str, Any]] = []
     for variant in variants:
         with deployment.opened(variant, getattr(torch, options.dtype)) as opened:
-            scores = harness.evaluate_tasks(
+            scores = lm_harness.evaluate_tasks(
                 opened.model,
                 tokenizer,
                 tasks,
@@ -103,7 +110,7 @@ def lm_eval(options: LmEvalOptions) -> None:
             )
         about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": options.dtype}
         about |= {"refine": variant.refine, "limit": options.limit, "max_length": options.max_length}
-        rows += [{**about, **asdict(score), "harness": harness.harness_version()} for score in scores]
+        rows += [{**about, **asdict(score), "harness": lm_harness.harness_version()} for score in scores]
     show(accuracy_table(rows), rows, path)
 
 

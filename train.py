@@ -11,27 +11,28 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from salaad import run, sharding
-from salaad.checkpoint import Checkpoints, NotSavedError
-from salaad.cli import TrainOptions, read_command_line
-from salaad.config import ModelConfig, RunConfig
-from salaad.data import Text, TrainingStream, count_targets, merge_states, open_text, validation_batches
-from salaad.errors import run_command
-from salaad.files import read_json
-from salaad.gradients import Gradients
-from salaad.interrupt import Agreement, StopRequest
-from salaad.launch import distribute, leave_together, start_accelerator
-from salaad.methods import METHODS
-from salaad.metrics import Recorder, Stopwatch
-from salaad.models import SummedLoss, build_model, describe_model
-from salaad.nonfinite import NonFinite, diverged
-from salaad.optimizer import build_optimizer, step_unless
-from salaad.perplexity import evaluate
-from salaad.plan import check_run, plan_table
-from salaad.report import summarize, summary_table
-from salaad.resume import FRESH, TrainingParts, read_state
-from salaad.salaad import NotFiniteError
-from salaad.tally import Tally
+from salaad.common import distributed
+from salaad.common.errors import run_command
+from salaad.common.files import read_json
+from salaad.common.signals import Agreement, StopRequest
+from salaad.config.command_line import TrainOptions, read_command_line
+from salaad.config.run import ModelConfig, RunConfig
+from salaad.data.batches import Text, TrainingStream, count_targets, merge_states, open_text, validation_batches
+from salaad.methods.base import METHODS
+from salaad.methods.optimizer import build_optimizer, step_unless
+from salaad.methods.salaad.plugin import NotFiniteError
+from salaad.model.build import SummedLoss, build_model, describe_model
+from salaad.model.perplexity import evaluate
+from salaad.runs import run
+from salaad.runs.checkpoints import Checkpoints, NotSavedError
+from salaad.runs.records import Recorder, Stopwatch
+from salaad.runs.summary import summarize, summary_table
+from salaad.training.divergence import NonFinite, diverged
+from salaad.training.gradients import Gradients
+from salaad.training.launch import distribute, leave_together, start_accelerator
+from salaad.training.plan import check_run, plan_table
+from salaad.training.state import FRESH, TrainingParts, read_state
+from salaad.training.step_totals import Tally
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:
@@ -39,7 +40,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     description = describe_model(config.model, config.data.sequence_length)
     accelerator = start_accelerator(config)
     if options.dry_run:
-        accelerator.print(plan_table(config, description, sharding.world_size()))
+        accelerator.print(plan_table(config, description, distributed.world_size()))
         return
     check_run(config, description)
     folder, checkpoint = run.open_run(config, options)
@@ -48,7 +49,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         return
     with accelerator.local_main_process_first():
         text = open_text(run.with_own_tokenizer(config), vocab_size=description.vocab_size)
-    sharding.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
+    distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     trainer = Trainer(config, accelerator, text, folder, checkpoint)
     try:
@@ -77,7 +78,9 @@ class Trainer:
         description = describe_model(source, config.data.sequence_length)
         self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
         self.model.to(self.device, dtype).train()
-        torch.manual_seed(config.seed + self.step * sharding.world_size() + sharding.rank())  # for dropout, if any
+        torch.manual_seed(
+            config.seed + self.step * distributed.world_size() + distributed.rank()
+        )  # for dropout, if any
         if config.train.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         self.method = METHODS[config.method](self.model, config)
@@ -93,8 +96,8 @@ class Trainer:
             text,
             config.data,
             batch=config.train.batch,
-            rank=sharding.rank(),
-            world_size=sharding.world_size(),
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
             seed=config.seed,
             state=state["data"],
             stop=self.request,
@@ -170,7 +173,7 @@ class Trainer:
                 summed = self.loss(*(values.to(self.device, non_blocking=True) for values in (input_ids, labels)))
                 # The ranks' gradients are averaged, not summed: hence their number in the numerator. And a loss can be
                 # infinite where its gradient is not; times zero it is NaN, which spoils the gradient on every rank.
-                scale = sharding.world_size() / targets + 0 * summed.detach()
+                scale = distributed.world_size() / targets + 0 * summed.detach()
                 self.accelerator.backward((summed * scale).to(summed.dtype))
             loss += summed.detach() / targets
         return loss
@@ -198,7 +201,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Perplexity of X and of what the method deploys, on the validation text; still due if a stop comes between."""
         self.recorder.blocks(self.method.drain_records())
-        train, rank, size = self.config.train, sharding.rank(), sharding.world_size()
+        train, rank, size = self.config.train, distributed.rank(), distributed.world_size()
         found = []
         for variant, context, figures in self.method.variants():
             which = {"rank": rank, "world_size": size, "rows": train.micro_batch, "max_tokens": train.eval_tokens}
@@ -217,7 +220,7 @@ class Trainer:
         self.save(last=True)
         self.recorder.say(f"stopped after step {self.step}; go on with the same command: {run.resume_command()}")
         self.recorder.close()
-        sharding.raise_first(self.stream.error)
+        distributed.raise_first(self.stream.error)
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint of the state after this step; collective. If that fails the run goes on, or ends here."""
@@ -226,7 +229,7 @@ class Trainer:
         self.nonfinite.check(self.step)
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
-            self.recorder.skipped(sharding.gather(self.stream.counts))
+            self.recorder.skipped(distributed.gather(self.stream.counts))
             trainer = {
                 "step": self.step,
                 "tokens": self.recorder.tokens,
@@ -234,9 +237,9 @@ class Trainer:
                 "due": self.due,
                 "seconds": self.stopwatch.read(),
                 "sums": self.tally.read(),
-                "data": merge_states(sharding.gather(self.stream.state_dict())),
+                "data": merge_states(distributed.gather(self.stream.state_dict())),
                 "method": self.method.state_dict(),
-                "world_size": sharding.world_size(),
+                "world_size": distributed.world_size(),
                 "config": self.config.to_dict(),
             }
             try:

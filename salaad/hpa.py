@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from salaad.errors import UserError
+from salaad.common.errors import UserError
 
 Blocks = Mapping[str, tuple[int, int, int, int]]
 Kept = dict[str, tuple[int, int]]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from salaad.errors import UserError
+from salaad.common.errors import UserError
 from salaad.prox import effective_rank, soft_threshold, svt
 
 _PATIENCE = 100  # iterations without a new least residual: pauses of a residual that still falls are shorter

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from salaad.cli import read_command_line
-from salaad.config import SalaadConfig
-from salaad.errors import UserError, run_command
-from salaad.files import json_file, read_json, write_json
-from salaad.models import describe_model, outline
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, read_json, write_json
+from salaad.common.formats import markdown_table
+from salaad.config.command_line import read_command_line
+from salaad.config.run import SalaadConfig
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.model.build import describe_model, outline
+from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
-from salaad.roles import find_blocks
-from salaad.run import provenance
+from salaad.runs.run import provenance
 from salaad.spectral import threshold
-from salaad.surrogate import Surrogate
-from salaad.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"

@@ -21,20 +21,20 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, logging
 
-from salaad import native
-from salaad.cli import read_command_line
-from salaad.config import RunConfig
-from salaad.deployment import Deployment
-from salaad.errors import UserError, run_command
-from salaad.factored import factor, resident_bytes, slr_modules
-from salaad.files import json_file, write_json
-from salaad.models import count_parameters, describe_model, load_model
-from salaad.roles import find_blocks
-from salaad.run import provenance
-from salaad.slr import Slr
-from salaad.sources import open_source
-from salaad.tables import markdown_table, megabytes, millions
-from salaad.variants import Variant
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, write_json
+from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.compression.deployment import Deployment
+from salaad.compression.variants import Variant
+from salaad.config.command_line import read_command_line
+from salaad.config.run import RunConfig
+from salaad.factored import cpu_kernels
+from salaad.factored.fixed_size import factor, resident_bytes, slr_modules
+from salaad.factored.slr import Slr
+from salaad.model.build import count_parameters, describe_model, load_model
+from salaad.model.roles import find_blocks
+from salaad.runs.model_on_disk import open_source
+from salaad.runs.run import provenance
 
 
 def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
@@ -181,7 +181,7 @@ def main() -> None:
         "model": models["dense"].config.to_diff_dict(),
         **{key: str(value) for key, value in vars(options).items() if key not in ("output", "density")},
         "density": density(models["factored"]),
-        "products": "compiled" if native.library() and dtype == torch.float32 else "torch's",
+        "products": "compiled" if cpu_kernels.library() and dtype == torch.float32 else "torch's",
         **provenance(),
     }
     sizes = memory(models, options.threads, options.length)

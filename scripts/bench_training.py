@@ -15,18 +15,18 @@ import time
 
 import torch
 
-from salaad.cli import read_command_line
-from salaad.config import RunConfig
-from salaad.cross_entropy import IGNORED
-from salaad.data import TrainingStream, open_text
-from salaad.errors import UserError, run_command
-from salaad.files import json_file, write_json
-from salaad.launch import start_accelerator
-from salaad.methods import METHODS, FullRank
-from salaad.models import SummedLoss, build_model, describe_model, training_flops
-from salaad.optimizer import build_optimizer
-from salaad.run import provenance
-from salaad.tables import markdown_table
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, write_json
+from salaad.common.formats import markdown_table
+from salaad.config.command_line import read_command_line
+from salaad.config.run import RunConfig
+from salaad.data.batches import TrainingStream, open_text
+from salaad.methods.base import METHODS, FullRank
+from salaad.methods.optimizer import build_optimizer
+from salaad.model.build import SummedLoss, build_model, describe_model, training_flops
+from salaad.model.loss import IGNORED
+from salaad.runs.run import provenance
+from salaad.training.launch import start_accelerator
 
 PEAK_SIZE = 8192
 

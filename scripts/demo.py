@@ -13,21 +13,22 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-from salaad import python_docs, sweep
-from salaad.cli import read_command_line
-from salaad.compression import compress
-from salaad.config import RunConfig
-from salaad.decomposition import PostHoc
-from salaad.deployment import Deployment
-from salaad.errors import UserError, run_command
-from salaad.evaluation import VariantEvaluation
-from salaad.factored import disk_bytes
-from salaad.figures import elastic_figure, sweep_figure, training_figure
-from salaad.metrics import read_lines
-from salaad.options import CompressOptions
-from salaad.report import deployment_table, keep_rows, save_result
-from salaad.sources import open_source
-from salaad.variants import Variant
+from salaad.common.errors import UserError, run_command
+from salaad.compression.deployment import Deployment
+from salaad.compression.post_hoc import PostHoc
+from salaad.compression.variants import Variant
+from salaad.compression.write import compress
+from salaad.config.command_line import read_command_line
+from salaad.config.commands import CompressOptions
+from salaad.config.run import RunConfig
+from salaad.data import python_docs
+from salaad.evaluation import sweep
+from salaad.evaluation.figures import elastic_figure, sweep_figure, training_figure
+from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.factored.fixed_size import disk_bytes
+from salaad.runs.model_on_disk import open_source
+from salaad.runs.records import read_lines
+from salaad.runs.summary import deployment_table, keep_rows, save_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "nano"

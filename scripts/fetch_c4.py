@@ -11,9 +11,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
 from tqdm import tqdm
 
-from salaad.data import DEFAULT_TOKENIZER
-from salaad.documents import C4_SHARDS, c4_files
-from salaad.errors import UserError, run_command
+from salaad.common.errors import UserError, run_command
+from salaad.data.batches import DEFAULT_TOKENIZER
+from salaad.data.documents import C4_SHARDS, c4_files
 
 REPOSITORY = "allenai/c4"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model")

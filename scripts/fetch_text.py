@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from salaad.documents import expand, is_remote, read_documents
-from salaad.errors import UserError, run_command
-from salaad.files import new_folder
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import new_folder
+from salaad.data.documents import expand, is_remote, read_documents
 
 PARTS = 41
 WIKIPEDIA = tuple(

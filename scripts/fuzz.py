@@ -34,15 +34,15 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from transformers import logging
 
-from salaad.cli import read_command_line
-from salaad.elastic_deployment import ElasticDeployment, open_deployment
-from salaad.errors import UserError, run_command
-from salaad.files import CHECKSUMS, write_checksums, write_json
-from salaad.models import describe_model, load_model
-from salaad.plan import check_run, plan_table
-from salaad.sources import open_source
-from salaad.tokenizer import load_tokenizer
-from salaad.variants import parse_variants
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import CHECKSUMS, write_checksums, write_json
+from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
+from salaad.compression.variants import parse_variants
+from salaad.config.command_line import read_command_line
+from salaad.data.tokenizer import load_tokenizer
+from salaad.model.build import describe_model, load_model
+from salaad.runs.model_on_disk import open_source
+from salaad.training.plan import check_run, plan_table
 from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, read_case, tamper
 
 ROOM = 3 * 2**30  # bytes that the process may grow by, over what it takes before the first case

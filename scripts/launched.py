@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from salaad.files import read_json
+from salaad.common.files import read_json
 from scripts.toy import ROOT, launch_command
 
 PATIENCE = 180  # seconds until a process that does nothing counts as hanging

@@ -115,9 +115,9 @@ def main(tokenizer: str) -> None:
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(min(seconds, 0.01))
 
-    from salaad import data, documents
-    from salaad.config import DataConfig
-    from salaad.errors import UserError
+    from salaad.common.errors import UserError
+    from salaad.config.run import DataConfig
+    from salaad.data import batches, documents
 
     found = {}
     for name in (*FAULTS, "down"):
@@ -131,7 +131,7 @@ def main(tokenizer: str) -> None:
     runs = []
     for allowed in (0, 1):
         config = DataConfig(source="c4", tokenizer=tokenizer, sequence_length=32, streams=1, max_lost_files=allowed)
-        stream = data.TrainingStream(data.open_text(config, vocab_size=512), config, batch=20)
+        stream = batches.TrainingStream(batches.open_text(config, vocab_size=512), config, batch=20)
         rows = []
         while len(rows) < 2 * DOCUMENTS and stream.error is None:
             rows += next(stream)["input_ids"].tolist()

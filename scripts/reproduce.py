@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import logging
 
-from salaad.errors import UserError, run_command
-from salaad.tables import markdown_table
+from salaad.common.errors import UserError, run_command
+from salaad.common.formats import markdown_table
 from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_table

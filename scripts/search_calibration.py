@@ -16,20 +16,20 @@ from tqdm import tqdm
 from transformers import logging
 
 from salaad import hpa
-from salaad.calibration import CalibrationText, output_weights
-from salaad.config import DataConfig
-from salaad.data import open_text, validation_batches
-from salaad.deployment import Deployment, own_text
-from salaad.energy import Line
-from salaad.errors import UserError, run_command
-from salaad.models import SummedLoss, load_model
-from salaad.perplexity import evaluate
+from salaad.common.errors import UserError, run_command
+from salaad.compression.calibration import CalibrationText, output_weights
+from salaad.compression.deployment import Deployment, own_text
+from salaad.compression.refinement import refine
+from salaad.compression.variants import parse_budgets
+from salaad.config.run import DataConfig
+from salaad.data.batches import open_text, validation_batches
+from salaad.energy_allocation import Line
+from salaad.factored.slr import Slr
+from salaad.model.build import SummedLoss, load_model
+from salaad.model.perplexity import evaluate
 from salaad.prox import truncate
-from salaad.refinement import refine
-from salaad.report import keep_rows
-from salaad.slr import Slr
-from salaad.sources import open_source
-from salaad.variants import parse_budgets
+from salaad.runs.model_on_disk import open_source
+from salaad.runs.summary import keep_rows
 
 ITERATIONS = 20
 LIBRARY = "output, half uniform"

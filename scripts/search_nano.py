@@ -13,8 +13,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from salaad.errors import UserError, run_command
-from salaad.report import save_result
+from salaad.common.errors import UserError, run_command
+from salaad.runs.summary import save_result
 
 ROOT = Path(__file__).resolve().parent.parent
 

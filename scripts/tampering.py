@@ -30,17 +30,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from salaad.checkpoint import save_surrogates
-from salaad.config import RunConfig, SalaadConfig
-from salaad.elastic import save_elastic
-from salaad.elastic_deployment import open_deployment
-from salaad.energy import Line
-from salaad.errors import UserError
-from salaad.factored import factor
-from salaad.files import CHECKSUMS, write_checksums, write_json
-from salaad.salaad import Salaad
-from salaad.slr import Slr
-from salaad.sources import RECORD, open_source
+from salaad.common.errors import UserError
+from salaad.common.files import CHECKSUMS, write_checksums, write_json
+from salaad.compression.elastic_deployment import open_deployment
+from salaad.config.run import RunConfig, SalaadConfig
+from salaad.energy_allocation import Line
+from salaad.factored.any_size import save_elastic
+from salaad.factored.fixed_size import factor
+from salaad.factored.slr import Slr
+from salaad.methods.salaad.plugin import Salaad
+from salaad.runs.checkpoints import save_surrogates
+from salaad.runs.model_on_disk import RECORD, open_source
 
 WORDS = ("a", "b", "c")
 

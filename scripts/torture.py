@@ -32,10 +32,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad.errors import UserError, run_command
-from salaad.files import read_json, require_writable, write_json
-from salaad.run import provenance
-from salaad.tables import markdown_table
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import read_json, require_writable, write_json
+from salaad.common.formats import markdown_table
+from salaad.runs.run import provenance
 from scripts import playing_hub
 from scripts.launched import PATIENCE, Training, deviation, differences, last_step, records, saved_step, spoil
 from scripts.toy import ROOT, toy_arguments, write_text, write_tokenizer
@@ -346,8 +346,8 @@ class Drills:
 def train_poisoned() -> None:
     """train.py with a gradient of NaN every so many steps."""
     import train
-    from salaad.cli import read_command_line
-    from salaad.gradients import Gradients
+    from salaad.config.command_line import read_command_line
+    from salaad.training.gradients import Gradients
 
     original = Gradients.clip
 

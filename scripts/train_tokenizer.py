@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad.documents import expand, read_documents
-from salaad.errors import UserError, run_command
-from salaad.tokenizer import train_tokenizer
+from salaad.common.errors import UserError, run_command
+from salaad.data.documents import expand, read_documents
+from salaad.data.tokenizer import train_tokenizer
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ import torch
 from bench_admm import SPECTRA, draw, seconds_of
 from torch import Tensor
 
-from salaad.errors import UserError, run_command
-from salaad.files import json_file, read_json, write_json
-from salaad.run import provenance
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, read_json, write_json
+from salaad.common.formats import markdown_table
+from salaad.runs.run import provenance
 from salaad.spectral import threshold
-from salaad.tables import markdown_table
 
 SPARE = 8  # columns of a subspace beyond the kept rank
 STEPS = 14  # of a Newton–Schulz iteration

@@ -11,16 +11,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad import sharding
-from salaad.cli import read_command_line
-from salaad.figures import elastic_figure, frontier_figure
-from salaad.files import read_json
-from salaad.models import describe_model, outline
-from salaad.report import accuracy_table, structure_table
-from salaad.roles import find_blocks
+from salaad.common import distributed
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
+from salaad.config.command_line import read_command_line
+from salaad.evaluation.figures import elastic_figure, frontier_figure
+from salaad.evaluation.sweep import ways_table
+from salaad.model.build import describe_model, outline
+from salaad.model.roles import find_blocks
 from salaad.rpca import RpcaRow
-from salaad.sweep import ways_table
-from salaad.tables import markdown_table, millions
+from salaad.runs.summary import accuracy_table, structure_table
 from scripts.torture import table as torture_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,8 +194,10 @@ def balance_table() -> str:
         config, _ = read_command_line(["--config", f"{name}.yaml"])
         model = outline(describe_model(config.model, config.data.sequence_length))
         blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
-        costs = {block: sharding.update_cost(*X.shape) for block, X in blocks.items()}
-        ratios = [sharding.imbalance(costs, sharding.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)]
+        costs = {block: distributed.update_cost(*X.shape) for block, X in blocks.items()}
+        ratios = [
+            distributed.imbalance(costs, distributed.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)
+        ]
         rows.append((name, str(len(blocks)), *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown_table(("model", "blocks", "1 rank", "2 ranks", "8 ranks", "64 ranks"), rows)
 

@@ -38,7 +38,7 @@ def own_caches(tmp_path_factory, monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
     """A folder with a toy run of each method; the embedding is among the blocks."""
-    from training import run_training  # the trainer, seconds that other tests need not wait for
+    from tests.helpers.training import run_training  # the trainer, seconds that other tests need not wait for
 
     folder = tmp_path_factory.mktemp("runs")
     for method in ("salaad", "full_rank"):

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from salaad.figures import dress, save
+from salaad.evaluation.figures import dress, save
 from salaad.rpca import RpcaRow, summarise
 from scripts.reproduction.palette import COLORS
 

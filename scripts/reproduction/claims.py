@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from salaad.files import read_json
+from salaad.common.files import read_json
 from scripts.reproduction import judges
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.judges import Judge, Verdict

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from salaad.files import read_json
+from salaad.common.files import read_json
 from scripts.reproduction.grid import Run, Scale
 
 CORES = 9e10  # operations per second of two cores, as measured on this project's own runs

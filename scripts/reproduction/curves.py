@@ -1,6 +1,6 @@
 """The paper's figures of training itself, drawn from the records of its runs."""
 
-from salaad.tables import markdown_table
+from salaad.common.formats import markdown_table
 from scripts.reproduction import pictures, tables, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured

@@ -6,19 +6,20 @@ from typing import Any
 
 import torch
 
-from salaad import harness, hpa
-from salaad.config import SalaadConfig
-from salaad.figures import elastic_figure, sweep_figure
-from salaad.models import load_model
-from salaad.report import accuracy_table, structure_table
-from salaad.roles import find_blocks
+from salaad import hpa
+from salaad.common.formats import markdown_table, millions
+from salaad.compression.variants import Variant, parse_budget
+from salaad.config.run import SalaadConfig
+from salaad.data.tokenizer import load_tokenizer
+from salaad.evaluation import lm_harness
+from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.sweep import elastic_table, grid_table, stable_band, ways_table
+from salaad.factored.slr import Slr
+from salaad.model.build import load_model
+from salaad.model.roles import find_blocks
 from salaad.rpca import model_statistics
-from salaad.slr import Slr
-from salaad.sources import open_source
-from salaad.sweep import elastic_table, grid_table, stable_band, ways_table
-from salaad.tables import markdown_table, millions
-from salaad.tokenizer import load_tokenizer
-from salaad.variants import Variant, parse_budget
+from salaad.runs.model_on_disk import open_source
+from salaad.runs.summary import accuracy_table, structure_table
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
@@ -124,7 +125,7 @@ def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:
 def downstream(scale: Scale) -> Measured:
     """Zero-shot accuracy of X, L̃ + S̃ and vanilla by the evaluation harness."""
     rows: list[dict[str, Any]] = []
-    harness.check_tasks(list(harness.DEFAULT_TASKS), scale.task_data)
+    lm_harness.check_tasks(list(lm_harness.DEFAULT_TASKS), scale.task_data)
     kappa = at_budget(trainings.SALAAD, scale, scale.table_budget)["kappa"]
     for label, run in (("X", trainings.SALAAD), ("L̃+S̃", trainings.SALAAD), ("Vanilla", trainings.VANILLA)):
         deployment = evaluation(run.folder(scale), scale).deployment
@@ -132,14 +133,14 @@ def downstream(scale: Scale) -> Measured:
         budget = parse_budget(scale.table_budget, deployment.dense)
         variant = Variant(label, budget, kappa) if label == "L̃+S̃" else Variant("X")
         with deployment.opened(variant, getattr(torch, scale.dtype)) as opened:
-            scores = harness.evaluate_tasks(
+            scores = lm_harness.evaluate_tasks(
                 opened.model,
                 tokenizer,
-                list(harness.DEFAULT_TASKS),
+                list(lm_harness.DEFAULT_TASKS),
                 task_data=scale.task_data,
                 max_length=scale.max_length,
             )
-        about = {"model": scale.name, "variant": label, "dtype": scale.dtype, "harness": harness.harness_version()}
+        about = {"model": scale.name, "variant": label, "dtype": scale.dtype, "harness": lm_harness.harness_version()}
         rows += [{**about, **asdict(score)} for score in scores]
     tables = {"accuracy in percent": accuracies(rows, paper("downstream", scale)), "in full": accuracy_table(rows)}
     return Measured(rows, tables, notes=[f"L̃+S̃ has {millions(budget)} parameters, κ* = {kappa:g}"])
@@ -147,7 +148,7 @@ def downstream(scale: Scale) -> Measured:
 
 def accuracies(rows: Sequence[dict[str, Any]], theirs: Mapping[str, Mapping[str, float]]) -> str:
     """The paper's layout: a line a model, a column a task; the paper's own lines below, where it has any."""
-    tasks, found = list(harness.DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
+    tasks, found = list(lm_harness.DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     lines = [(variant, *(f"{found[variant, task]:.1f}" for task in tasks)) for variant in variants]
     lines += [(f"paper {variant}", *(f"{printed[task]:.1f}" for task in tasks)) for variant, printed in theirs.items()]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from salaad.sweep import best, grid
-from salaad.tables import markdown_table, millions
+from salaad.common.formats import markdown_table, millions
+from salaad.evaluation.sweep import best, grid
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.deployments import found_and_true
 from scripts.reproduction.grid import Scale

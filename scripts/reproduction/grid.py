@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from salaad.cli import read_command_line
-from salaad.config import RunConfig
-from salaad.files import read_json
-from salaad.models import describe_model, outline, training_flops
-from salaad.report import save_result
+from salaad.common.files import read_json
+from salaad.config.command_line import read_command_line
+from salaad.config.run import RunConfig
+from salaad.model.build import describe_model, outline, training_flops
+from salaad.runs.summary import save_result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {

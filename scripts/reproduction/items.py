@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salaad.files import read_json, write_json
-from salaad.run import provenance
+from salaad.common.files import read_json, write_json
+from salaad.runs.run import provenance
 from scripts.reproduction.grid import Run, Scale, distinct
 
 

@@ -11,8 +11,8 @@ from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
 
-from salaad.sweep import REMOVED, best, ways
-from salaad.tables import millions
+from salaad.common.formats import millions
+from salaad.evaluation.sweep import REMOVED, best, ways
 from scripts.reproduction.evidence import (
     Row,
     by_seed,

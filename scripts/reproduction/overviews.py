@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from salaad.figures import save
+from salaad.evaluation.figures import save
 from scripts.reproduction.palette import COLORS, OTHERS
 
 _PLAIN, _CONTROL, _STAGE = "#333333", OTHERS[0], "#F3F3F3"

@@ -13,10 +13,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from salaad.checkpoint import Checkpoints, read_surrogates
-from salaad.errors import UserError
-from salaad.figures import dress, loss_curve, save
-from salaad.metrics import read_lines
+from salaad.common.errors import UserError
+from salaad.evaluation.figures import dress, loss_curve, save
+from salaad.runs.checkpoints import Checkpoints, read_surrogates
+from salaad.runs.records import read_lines
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.overviews import deployment_overview, pretraining_overview
 from scripts.reproduction.palette import COLORS, OTHERS

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from salaad.config import DataConfig, SalaadConfig
-from salaad.decomposition import PostHoc
-from salaad.deployment import Deployment
-from salaad.evaluation import VariantEvaluation
-from salaad.files import read_json
-from salaad.sources import open_source
-from salaad.sweep import best, by_energy, grid
-from salaad.variants import Variant, parse_budget, parse_count
+from salaad.common.files import read_json
+from salaad.compression.deployment import Deployment
+from salaad.compression.post_hoc import PostHoc
+from salaad.compression.variants import Variant, parse_budget, parse_count
+from salaad.config.run import DataConfig, SalaadConfig
+from salaad.evaluation.sweep import best, by_energy, grid
+from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.runs.model_on_disk import open_source
 from scripts.reproduction.grid import Run, Scale
 
 KAPPAS = tuple(k / 10 for k in range(11))

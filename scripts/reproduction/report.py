@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from salaad.files import read_json
+from salaad.common.files import read_json
 from scripts.reproduction.claims import CLAIMS, answer, claims_table, text_table, verdicts
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item

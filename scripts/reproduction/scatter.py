@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
-from salaad.figures import dress, save
+from salaad.evaluation.figures import dress, save
 from scripts.reproduction.palette import OTHERS
 
 MARKERS = "os^DvPX*<>hp"

@@ -5,8 +5,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from salaad.files import read_json
-from salaad.tables import markdown_table, millions
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
 from scripts.reproduction import trainings
 from scripts.reproduction.grid import ROOT, Run, Scale
 from scripts.reproduction.items import Measured

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from salaad.models import describe_model, outline
-from salaad.roles import find_blocks
+from salaad.model.build import describe_model, outline
+from salaad.model.roles import find_blocks
 from scripts.reproduction.grid import Run, Scale
 
 RHO, ALPHA, BETA, K = "salaad.rho_constant", "salaad.delta_alpha", "salaad.delta_beta", "salaad.every"

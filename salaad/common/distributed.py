@@ -1,0 +1,113 @@
+"""Who owns which block, and the few exchanges between ranks. The only user of torch.distributed.
+
+Every function takes the same path at world size 1, where an exchange is the identity.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from salaad.common.errors import UserError
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """Number of ranks; 1 when nothing was launched."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def update_cost(n: int, m: int) -> float:
+    """Modelled cost of the ADMM update of an n×m block: two products with the Gram matrix and one eigh of it.
+
+    Modelled and not measured, so that every start of a run arrives at the same owners. The eigh of an s×s matrix
+    counts like 22·s³ multiplications, which is what a symmetric eigensolver needs with its vectors.
+    """
+    short, long = sorted((n, m))
+    return short**2 * (4 * long + 22 * short)
+
+
+def assign_owners(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
+    """Block → owner: round-robin over the blocks sorted by cost, largest first, ties by name."""
+    ordered = sorted(costs, key=lambda name: (-costs[name], name))
+    owners = {name: i % ranks for i, name in enumerate(ordered)}
+    return {name: owners[name] for name in costs}
+
+
+def imbalance(costs: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:
+    """The most loaded rank's cost over the mean cost of a rank; 1 is perfect balance."""
+    loads = [0.0] * ranks
+    for name, cost in costs.items():
+        loads[owners[name]] += cost
+    return max(loads) * ranks / sum(loads)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """Sum `values` over the ranks, in place, on every rank."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def broadcast(values: Tensor, owner: int) -> Tensor:
+    """Fill `values` with the owner's, in place, on every rank."""
+    if world_size() > 1:
+        dist.broadcast(values, owner)
+    return values
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank; small Python objects only."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def first_decides(action: Callable[[], T]) -> T:
+    """What rank 0's `action` returned, on every rank; the others do nothing. Its UserError is raised on every rank."""
+    result, problem = None, None
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as error:
+            problem = error
+    raise_first(problem)
+    return gather(result)[0]
+
+
+def raise_first(problem: UserError | None) -> None:
+    """Raise on every rank what the first rank that has a problem has."""
+    problems = [found for found in gather(problem) if found is not None]
+    if problems:
+        raise problems[0]
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace each gradient by its mean over the ranks, in the gradient's own dtype."""
+    if world_size() > 1:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(world_size())
+
+
+def exclude_from_averaging(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Tell DistributedDataParallel, before it wraps `module`, that these are averaged by `average_gradients`."""
+    chosen = {id(parameter) for parameter in parameters}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in chosen]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

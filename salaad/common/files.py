@@ -1,0 +1,192 @@
+"""JSON files, folders that appear whole or not at all, and the checksums by which they stay so."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from salaad.common.errors import UserError
+
+CHECKOUT = Path(__file__).resolve().parents[2]  # of the project, where it was not installed from a wheel
+CHECKSUMS = "checksums.json"
+_LARGEST_JSON = 2**26  # bytes; ours are a thousandth of it, and a parsed one takes some ten times as much memory
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write `value` as indented JSON."""
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
+    """Read a JSON file; a missing or broken one, or one of more than `most` bytes, is a UserError."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise OSError("it is no file")
+        if path.stat().st_size > most:
+            raise OSError(f"it has {path.stat().st_size:,} bytes, and {most:,} are the most")
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None
+
+
+def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file of at most `most` bytes that holds an object; anything else is a UserError."""
+    value = read_json(path, most)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
+    return value
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; no, too, where no file can have this name."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The path of what a file of `folder` names, which lies in `folder` itself.
+
+    Raises:
+        UserError: the name is no plain relative one, or a link leads out of the folder. The hub's cache keeps
+            REPOSITORY/snapshots/REVISION/NAME as links into REPOSITORY/blobs, and those are followed.
+    """
+    plain = isinstance(name, str) and name.isprintable() and name == str(PurePosixPath(name))
+    if not plain or name == "." or name[0] == "/" or "\\" in name or name[1:2] == ":" or ".." in name.split("/"):
+        raise UserError(f"{folder} names {name!r}, which is no plain name in it; give a whole copy")
+    path = folder / name
+    try:
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # a name too long, links in a circle
+        raise UserError(f"{path} leads nowhere ({error}); give a whole copy of the folder") from None
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in homes):
+        raise UserError(f"{path} is a link that leads out of its folder, to {target}; put the file itself there")
+    return path
+
+
+def require_new(folder: Path) -> None:
+    """Raise a UserError if `folder` is there already."""
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
+
+
+def json_file(name: str) -> Path:
+    """The JSON file that an `--output` names, whose folder is made before any work that it is to keep.
+
+    Raises:
+        UserError: the folder cannot be made, or the name does not end in .json, so that it may be another file's.
+    """
+    path = Path(name)
+    if path.suffix != ".json":
+        raise UserError(f"--output is {name}, but JSON is written; give a name that ends in .json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
+    return path
+
+
+def require_writable(path: Path) -> None:
+    """Make the folder of the JSON file `path`, and raise a UserError if it or what is in the file cannot be used."""
+    json_file(str(path))
+    if path.exists() and "rows" not in (read_json(path) or ()):
+        raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which gets the name `folder` at the end; after an error nothing of it is left.
+
+    Raises:
+        UserError: `folder` exists or cannot be made.
+    """
+    require_new(folder)
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error}); give a folder in a place you can write") from None
+    try:
+        yield partial
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_checksums(folder: Path) -> None:
+    """List the SHA-256 of every file below `folder` in its checksums.json."""
+    files = sorted(_files_below(folder))
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        digests = pool.map(_digest, files)
+        write_json(
+            {str(path.relative_to(folder)): digest for path, digest in zip(files, digests, strict=True)},
+            folder / CHECKSUMS,
+        )
+
+
+def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
+    """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
+
+    With `alone` no other file may lie there: whoever reads what is there, such as a trainer, would read it unchecked.
+
+    Returns:
+        One digest for all of them, the key of whatever is derived from them.
+
+    Raises:
+        UserError: the list is missing, a file is missing or not what was written, or was not written at all.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
+    listed = read_json(folder / CHECKSUMS)
+    patterns = patterns or ("*",)
+    names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
+    if not names:
+        raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
+    foreign = {str(path.relative_to(folder)) for path in _files_below(folder)} - set(names) if alone else set()
+    if foreign:
+        raise UserError(f"{folder / min(foreign)} is none of the files that were written here; take it out")
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(_digest, [inside(folder, name) for name in names]))
+    for name, digest in zip(names, found, strict=True):
+        if digest is None:
+            raise UserError(f"{folder / name} is missing; give a whole copy of the folder")
+        if digest != listed[name]:
+            raise UserError(
+                f"{folder / name} is not as it was written (its SHA-256 begins with {digest[:8]}, not "
+                f"{str(listed[name])[:8]}); give a whole copy of the folder"
+            )
+    return combined_digest(names, found)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+
+
+def digest_of(files: list[Path]) -> str:
+    """One digest of the names and contents of `files`."""
+    with ThreadPoolExecutor() as pool:
+        return combined_digest([path.name for path in files], list(pool.map(_digest, files)))
+
+
+def combined_digest(names: list[str], digests: list[str]) -> str:
+    """One digest for a list of names and digests."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in zip(names, digests, strict=True))
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+
+
+def _digest(path: Path) -> str | None:
+    if not is_file(path):
+        return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}); give a folder you may read") from None

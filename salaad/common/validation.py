@@ -1,0 +1,100 @@
+"""What every section of a configuration and every command's options check about themselves."""
+
+import math
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from salaad.common.errors import UserError
+
+T = TypeVar("T")
+_MOST = 2**53  # beyond it not every whole number is a float, and soon none is an index
+
+
+def check(condition: bool, sentence: str) -> None:
+    """Raise a UserError with `sentence` unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def at_least(section: object, low: float, *names: str) -> None:
+    """Refuse any of the named numbers that is infinite or lies below `low` (NaN lies nowhere)."""
+    for name in names:
+        value, key = getattr(section, name), _key(section, name)
+        check(value != math.inf, f"{key} is {value}, but has to be finite; give a number of {low} or more")
+        if isinstance(value, int) and abs(value) > _MOST:  # and perhaps of more digits than Python writes out
+            raise UserError(f"{key} is beyond {_MOST:,}, either way; give {low} or more")
+        check(value >= low, f"{key} is {value}, but the least is {low}; give {low} or more")
+
+
+def one_or_more(section: object, *names: str) -> None:
+    """Let a single text stand for a tuple of one, and a list, as YAML has it, for a tuple."""
+    for name in names:
+        value = getattr(section, name)
+        object.__setattr__(section, name, (value,) if isinstance(value, str) else tuple(value))
+
+
+def section(kind: type[T], values: Any, place: Path) -> T:
+    """The dataclass `kind` of what a file says of it; JSON has lists where it has tuples.
+
+    Raises:
+        UserError: something is unknown, of a wrong type or out of range.
+    """
+    types = get_type_hints(kind)
+    check(isinstance(values, dict), f"{place} holds no {kind.__name__}; give a whole checkpoint")
+    for name, value in values.items():
+        known = name in types and _is_of(value, types[name])
+        check(known, f"{place} has {name!r} as {_shown(value)} in its {kind.__name__}; give a whole checkpoint")
+    return kind(**values)
+
+
+def require_types(kind: type, values: Any, place: str = "") -> None:
+    """Compare the values of a dataclass to be made, those of the dataclasses in it too, with the types it declares.
+
+    Args:
+        kind: the dataclass.
+        values: name → value.
+        place: its own key.
+
+    Raises:
+        UserError: one is of another type.
+    """
+    for name, wanted in get_type_hints(kind).items():
+        key, value = f"{place}.{name}".lstrip("."), values[name]
+        if is_dataclass(wanted):
+            check(hasattr(value, "keys"), f"{key} is {_shown(value)}, but a section of its own; give its keys below it")
+            require_types(wanted, value, key)
+        else:
+            shown = str(wanted).removeprefix("typing.") if get_origin(wanted) else wanted.__name__
+            check(
+                _is_of(value, wanted), f"{key} is {_shown(value)}, but has to be {shown}; see --help for what it takes"
+            )
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence; Python refuses to write out a whole number of thousands of digits."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return "a number of thousands of digits"
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in inner
+    if origin is UnionType:
+        return any(_is_of(value, one) for one in inner)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(kinds) == len(value) and all(map(_is_of, value, kinds))
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def _key(section: object, name: str) -> str:
+    """The name a user knows: `train.steps` of TrainConfig, `--batch` of a command's options."""
+    kind = type(section).__name__
+    return f"{kind.removesuffix('Config').lower()}.{name}" if kind.endswith("Config") else f"--{name}"

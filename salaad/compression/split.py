@@ -1,0 +1,70 @@
+"""L + S of every block of a model on disk: as it was trained, or split after the fact; kept once found."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from salaad.common.errors import UserError
+from salaad.compression.post_hoc import PostHoc
+from salaad.factored.slr import Slr
+from salaad.methods.salaad.surrogate import low_rank_of
+from salaad.prox import soft_threshold
+from salaad.runs.checkpoints import read_index, read_surrogates
+
+Parts = dict[str, Slr]
+
+
+def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:
+    """The named blocks of a checkpoint's surrogate folder, one after the other.
+
+    Raises:
+        UserError: one holds numbers that are not finite, which have no singular values.
+    """
+    index = read_index(surrogate)
+    for name in names:
+        state = read_surrogates(surrogate, (name,))[name]
+        T, R, tau = state["target"], state["residual"], state["thresholds"][2]
+        L, S = low_rank_of(T, R, tau), soft_threshold(R, tau)
+        if not (L.isfinite().all() and S.isfinite().all()):
+            raise UserError(f"{name} in {surrogate} is not finite; give an earlier checkpoint")
+        yield name, Slr.from_parts(L, S, index[name]["rank"])
+
+
+def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:
+    """The parts of finished weights, one after the other, computed on `device`."""
+    for name, X in weights.items():
+        yield name, post_hoc.split(X.to(device))
+
+
+def cached_parts(
+    path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[], Iterator[tuple[str, Slr]]]
+) -> Parts:
+    """The parts in the file at `path`, or those that `make` yields, which are then kept there.
+
+    Args:
+        path: a safetensors file; of one that is broken, or holds other matrices, nothing is taken.
+        shapes: name → (n, m) of every block.
+        make: gives the parts of all of them.
+    """
+    if path.is_file():
+        with suppress(SafetensorError, OSError, IndexError), safe_open(path, framework="pt") as file:
+            tensors = {name: {key: file.get_tensor(f"{name}/{key}") for key in Slr.TENSORS} for name in shapes}
+            read = {name: Slr.from_tensors(parts) for name, parts in tensors.items()}
+            if all(slr.shape == shapes[name] and slr.is_sound() for name, slr in read.items()):
+                return read
+    what = "splitting blocks into L + S"
+    parts = dict(tqdm(make(), total=len(shapes), desc=what, unit="block", leave=False, disable=None))
+    tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
+    with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        save_file(tensors, temporary)
+        temporary.replace(path)
+    return parts

@@ -1,0 +1,227 @@
+"""The options of evaluate.py and compress.py, checked as far as they can be without reading a model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from salaad.common.validation import at_least, check, one_or_more
+from salaad.evaluation.lm_harness import DEFAULT_TASKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What all evaluations share.
+
+    Args:
+        checkpoint: a run, one of its checkpoints, or any Hugging Face causal-LM folder.
+        output: folder for tables and pictures; RUN/evaluation, or evaluation/NAME for a Hugging Face folder, when none
+            is given.
+    """
+
+    checkpoint: str
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(OutputOptions):
+    """What all evaluations that run the model share.
+
+    Args:
+        dtype: dtype of weights and activations.
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(EvaluationOptions):
+    """What the evaluations that read validation text share.
+
+    Args:
+        tokens: validation tokens after which to stop reading, such as 10M.
+        batch: rows taken through the model at once.
+    """
+
+    tokens: str = "10M"
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(TextOptions):
+    """Perplexity of X, L + S and L + S cut to budgets, over validation text.
+
+    Args:
+        variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
+            (one threshold for the whole model), or BUDGET of an elastic folder; a budget is a parameter count of the
+            whole model or a fraction of the dense one. Without it X, and L+S where there is one.
+        refine: alternating projections that follow each cut.
+        calibrate: sequences of training text by which worth is measured at each cut.
+    """
+
+    variants: str | None = None
+    refine: int = 0
+    calibrate: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "refine", "calibrate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(TextOptions):
+    """The HPA grid of budgets × κ, its best κ per budget, and the elastic curve of every way to cut.
+
+    Args:
+        budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
+        kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
+        vanilla: a run trained with method full_rank, which is split after the fact and cut to the same budgets.
+        rivals: how vanilla is split, separated by commas: rpca, godec; rpca without it.
+        refine: alternating projections; the cuts by energy are measured without and with them.
+        calibrate: sequences of training text; the refined cuts are measured without and with them.
+    """
+
+    budgets: str
+    kappas: str = "0:1:0.1"
+    vanilla: str | None = None
+    rivals: str | None = None
+    refine: int = 0
+    calibrate: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            self.rivals is None or self.vanilla is not None, "--rivals split vanilla, but there is none; add --vanilla"
+        )
+        for name in self.ways_to_split:
+            check(name in ("rpca", "godec"), f"--rivals names {name!r}, which is no way to split; give rpca or godec")
+        at_least(self, 0, "refine", "calibrate")
+
+    @property
+    def ways_to_split(self) -> list[str]:
+        """The rivals, one by one."""
+        return [name.strip() for name in (self.rivals or "rpca").split(",")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalOptions(EvaluationOptions):
+    """Zero-shot accuracies by the installed lm-evaluation-harness.
+
+    Args:
+        variants: what to evaluate, separated by commas: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder.
+        refine: alternating projections that follow each cut.
+        tasks: names of the harness's tasks, separated by commas.
+        task_data: folder with local copies of the tasks' data, for machines without a hub.
+        limit: rows per task at the most; all when none is given.
+        batch_size: rows at once, or auto.
+        max_length: tokens of a row, of which a longer prompt loses its beginning; those of the model without it.
+    """
+
+    variants: str = "X"
+    refine: int = 0
+    tasks: str = ",".join(DEFAULT_TASKS)
+    task_data: str | None = None
+    limit: int | None = None
+    batch_size: str = "auto"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "refine")
+        if self.limit is not None:
+            at_least(self, 1, "limit")
+        if self.max_length is not None:
+            at_least(self, 1, "max_length")
+        check(all(name.strip() for name in self.tasks.split(",")), f"--tasks {self.tasks!r} names nothing; give names")
+        size = self.batch_size
+        check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch_size is {size}; give auto, or 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcaOptions(OutputOptions):
+    """What robust PCA finds in the weights, beside what it finds in noise.
+
+    Args:
+        roles: which weights: q k v o gate up down embedding lm_head, or re:PATTERN; all projections without it.
+        embedding: take the embedding too.
+        growth: factor by which the method's penalty grows; 1.1 is slower and finds sparser S than 1.5.
+    """
+
+    roles: tuple[str, ...] | str = ()
+    embedding: bool = False
+    growth: float = 1.5
+
+    def __post_init__(self) -> None:
+        one_or_more(self, "roles")
+        check(1 < self.growth < 10, f"--growth is {self.growth}, outside (1, 10); give 1.5, or 1.1 to be thorough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    """A model of the size you name, or one folder for all sizes, out of a checkpoint, without training.
+
+    Args:
+        checkpoint: a run, one of its checkpoints, or an elastic folder; with --rpca or --godec any Hugging Face
+            causal-LM folder.
+        output: the folder to make.
+        budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
+        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; without it L's share of
+            L + S, at which both sides lose the same fraction.
+        allocation: hpa takes the same fractions of every block; energy keeps what has most energy per parameter, by
+            one threshold for the whole model.
+        refine: alternating projections that bring the cut as near to L + S as trained (to X with --rpca or --godec) as
+            its ranks and counts allow.
+        calibrate: sequences of training text by which the worth of what is kept is measured.
+        elastic: write one folder that opens at any size, its units ordered by energy; with --budget and --refine they
+            are fitted to that size, and larger sizes add to it.
+        format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
+        dtype: dtype of the stored weights.
+        rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
+        godec: take L + S of a given rank and density from alternating projections of the dense weights.
+        rank_ratio: with --godec, the rank of L over the shorter side; a quarter without it.
+        density: with --godec, the entries of S over all; a quarter without it.
+        roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
+            without it.
+        embedding: with --rpca or --godec, split the embedding too.
+    """
+
+    checkpoint: str
+    output: str
+    budget: str | None = None
+    kappa: float | None = None
+    allocation: Literal["hpa", "energy"] = "hpa"
+    refine: int = 0
+    calibrate: int = 0
+    elastic: bool = False
+    format: Literal["factored", "dense"] = "factored"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    rpca: bool = False
+    godec: bool = False
+    rank_ratio: float | None = None
+    density: float | None = None
+    roles: tuple[str, ...] | str = ()
+    embedding: bool = False
+
+    def __post_init__(self) -> None:
+        one_or_more(self, "roles")
+        at_least(self, 0, "refine", "calibrate")
+        if self.kappa is not None:
+            check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
+            by_energy = self.elastic or self.allocation == "energy"
+            check(not by_energy, f"--kappa is {self.kappa}, but energy finds its own; leave it out")
+            check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
+        if not self.elastic:
+            cut = self.budget is not None or not (self.refine or self.calibrate)
+            check(cut, "--refine and --calibrate fit what is cut, but nothing is; give a --budget too")
+        else:
+            check(self.format == "factored", "--elastic stores parts, --format dense none; leave one of them out")
+            both = (self.budget is None) == (self.refine == 0)
+            check(both, "--elastic fits its units to a size by --refine N and --budget SIZE; give both, or neither")
+        check(not (self.rpca and self.godec), "--rpca and --godec are two ways to split; give one of them")
+        post_hoc = self.rpca or self.godec
+        check(post_hoc or not (self.roles or self.embedding), "--roles and --embedding need --rpca or --godec; add one")
+        for name in ("rank_ratio", "density"):
+            value = getattr(self, name)
+            if value is not None:
+                check(self.godec, f"--{name} is {value}, which is GoDec's; add --godec or leave it out")
+                check(0 < value <= 1, f"--{name} is {value}, outside (0, 1]; give the part of what there could be")

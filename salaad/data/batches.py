@@ -1,0 +1,430 @@
+"""Text to batches: the same rows at any number of ranks and workers, and a place in them that can be saved.
+
+Global row g = 0, 1, 2, … of a run comes from stream g mod V; a step takes the next B of them, and rank r of W trains
+those whose place i in the batch has i ≡ r (mod W). A rank reads only the streams whose rows it trains on.
+"""
+
+import hashlib
+import itertools
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, astuple, dataclass, field, replace
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerFast
+
+from salaad.common.errors import Stopped, UserError
+from salaad.common.signals import StopRequest
+from salaad.config.run import DataConfig
+from salaad.data import python_docs
+from salaad.data.documents import c4_files, expand, require_document, size_of
+from salaad.data.rows import Cursor, Plan, RowStream
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
+from salaad.data.workers import Workers
+from salaad.model.loss import IGNORED
+
+DEFAULT_TOKENIZER = "t5-base"
+COUNTS = ("bad", "empty", "long", "lost")
+
+
+@dataclass
+class Text:
+    """Where the text of a run is, and its tokenizer.
+
+    Args:
+        tokenizer: for the model folder.
+        train_files: paths or hub addresses.
+        validation_files: the same; no file is in both.
+        corpus_hash: hex digest of all python-docs texts; None for other sources.
+        vocab_size: ids stay below it.
+        sizes: bytes of the local files when they were found; a file that changes cannot be read on.
+        validation_rows: rows already tokenised, by what was asked for.
+        validation_counts: bad, empty and long documents met in them.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    corpus_hash: str | None
+    vocab_size: int
+    sizes: dict[str, int] = field(default_factory=dict, repr=False)
+    validation_rows: dict[tuple, list[np.ndarray]] = field(default_factory=dict, repr=False)
+    validation_counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def pad_id(self) -> int:
+        """Id that fills rows up; its labels are ignored."""
+        pad = self.tokenizer.pad_token_id
+        return 0 if pad is None else pad
+
+
+def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> Text:
+    """Find the files, open the tokenizer and check that both can serve a run, before anything is trained.
+
+    Without `training` only the validation files are looked for.
+
+    Raises:
+        UserError: files that are missing, empty, unreadable or in both lists, no network, or a tokenizer that has
+            more ids than the model.
+    """
+    corpus_hash, tokenizer = None, config.tokenizer or DEFAULT_TOKENIZER
+    if config.source == "python-docs":
+        corpus = python_docs.corpus()
+        train, validation, corpus_hash = corpus.train_files, corpus.validation_files, corpus.hash
+        tokenizer = config.tokenizer or str(python_docs.tokenizer(corpus, vocab_size))
+    elif config.source == "c4":
+        train, validation = c4_files("train") if training else (), c4_files("validation")
+    else:
+        train, validation = expand(config.files) if training else (), expand(config.validation_files)
+        _require_disjoint(train, validation)
+    # One shard stands for all of C4: asking for each would be a thousand requests.
+    for file in validation[:1] if config.source == "c4" else (*train, *validation):
+        require_document(file, _field(config), config.max_bad_documents, config.retries)
+    sizes = {file: size for file in (*train, *validation) if (size := size_of(file)) is not None}
+    text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size, sizes)
+    pieces = text_pieces(text.tokenizer)
+    if pieces > vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; give "
+            f"model.vocab_size {pieces} or more, or another data.tokenizer"
+        )
+    return text
+
+
+def _field(config: DataConfig) -> str:
+    return config.text_field if config.source == "files" else "text"
+
+
+def _require_disjoint(train: tuple[str, ...], validation: tuple[str, ...]) -> None:
+    resolved = {Path(file).resolve() for file in train}
+    for file in validation:
+        if Path(file).resolve() in resolved:
+            raise UserError(f"{file} is in data.files and in data.validation_files; leave it in one of them")
+
+
+class TrainingStream:
+    """Endless batches of one rank; `state_dict` is the place after the last batch handed out.
+
+    Behind that batch the next is already there, so that `error` is known while the run can still be saved.
+
+    Args:
+        text: from `open_text`.
+        config: how rows are cut and how many processes cut them.
+        batch: B, rows in a global batch.
+        rank: r.
+        world_size: W.
+        seed: seeds the order of the text.
+        state: from `merge_states`, or of one rank that was alone.
+        stop: ends a wait for the next batch; the one before is still handed out.
+
+    Raises:
+        UserError: the state belongs to other files, another order, or to some ranks only.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        config: DataConfig,
+        *,
+        batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        state: dict | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self._text, self._stop = text, stop
+        files = fingerprint(text.train_files, text.sizes)
+        self._order = {"files": files, "seed": seed, "shuffle_window": config.shuffle_window}
+        self._rows = 0
+        streams = gcd(config.streams, batch)
+        cursors: dict[int, Cursor] = {}
+        if state is not None:
+            _require_same_order(state, self._order)
+            self._rows, streams = state["rows"], state["streams"]
+            cursors = {int(number): Cursor(**cursor) for number, cursor in state["cursors"].items()}
+            if len(cursors) < streams:
+                raise UserError(
+                    f"the data state holds {len(cursors)} of {streams} streams, so some ranks' files are missing; "
+                    f"resume from a complete checkpoint"
+                )
+        plan = _plan(text, config, text.train_files, streams, seed)
+        self._share = _Share(plan, Encoder(text.tokenizer), self._rows, batch, rank, world_size, cursors)
+        self._cursors = dict(self._share.cursors)
+        self._count = min(config.workers, len(self._cursors))
+        self._workers: Workers | None = None
+        self._ahead: tuple[list[_Item], dict[str, torch.Tensor]] | None = None
+        self._error: str | None = None
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """The next batch: `input_ids` and `labels`, int64 [rows of this rank, length].
+
+        Raises:
+            UserError: the text cannot be read on.
+            Stopped: a stop was asked for before there was a batch.
+        """
+        self._look_ahead()
+        if self._ahead is None:
+            raise Stopped if self.error is None else self.error
+        items, batch = self._ahead
+        self._ahead = None
+        for item in items:
+            for number, cursor in zip(item.numbers, item.cursors, strict=True):
+                self._cursors[number] = Cursor(*cursor)
+        self._rows += self._share.batch
+        self._look_ahead()
+        return batch
+
+    @property
+    def error(self) -> UserError | None:
+        """Why the batch behind the last one handed out cannot be had, unless nobody waited; `__next__` raises it."""
+        return None if self._error is None or (self._stop and self._stop.asked) else UserError(self._error)
+
+    def _look_ahead(self) -> None:
+        """Have the next batch, or the sentence that says why there is none."""
+        if self._ahead is not None or self._error is not None:
+            return
+        share, text = self._share, self._text
+        try:
+            if self._workers is None:
+                self._workers = Workers(share, self._count)
+            with self._stop.ends_waiting() if self._stop else nullcontext():
+                items = [next(self._workers) for _ in range(max(1, self._count))]
+            for item in items:
+                if isinstance(item, UserError):
+                    raise item
+            rows: list[np.ndarray] = [None] * len(range(share.rank, share.batch, share.world_size))
+            for item in items:
+                for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
+                    rows[place // share.world_size] = row
+            self._ahead = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)
+        except UserError as error:
+            self._error = str(error)  # the exception itself would hold on to the loader
+        except Stopped:
+            self._error = "a stop was asked for while text was waited for"
+        if self._error is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Let the workers go; the stream can be iterated again only from its state."""
+        self._ahead = None
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batches handed out since the run began."""
+        return self._rows
+
+    def state_dict(self) -> dict:
+        """Where the run stands and the cursors of the streams this rank reads, ready for JSON."""
+        return {
+            "rows": self._rows,
+            "streams": self._share.plan.streams,
+            **self._order,
+            "cursors": {str(number): asdict(cursor) for number, cursor in sorted(self._cursors.items())},
+        }
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of this rank's streams since the run began: bad and empty documents, long ones cut, parts of files lost."""
+        return {name: sum(getattr(cursor, name) for cursor in self._cursors.values()) for name in COUNTS}
+
+
+def merge_states(states: Iterable[dict]) -> dict:
+    """One state out of those of all ranks; any number of ranks can go on from it."""
+    states = list(states)
+    merged = {**states[0], "cursors": {}}
+    for state in states:
+        if any(state[name] != merged[name] for name in state if name != "cursors"):
+            raise ValueError("data states of different runs or steps cannot be merged")
+        merged["cursors"] |= state["cursors"]
+    merged["cursors"] = dict(sorted(merged["cursors"].items(), key=lambda item: int(item[0])))
+    return merged
+
+
+def validation_batches(
+    text: Text, config: DataConfig, *, rank: int = 0, world_size: int = 1, rows: int, max_tokens: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The validation rows of a rank, in micro-batches of up to `rows`.
+
+    The rows are those read in order up to the one that brings all their non-padding tokens to `max_tokens`; row i is
+    rank i mod W's. Every rank reads them all, so they agree without a word, and keeps its own for the next time.
+
+    Raises:
+        UserError: the text cannot be read.
+    """
+    asked = (config.sequence_length, config.packing, max_tokens, rank, world_size)
+    if asked not in text.validation_rows:
+        text.validation_rows[asked] = _validation_rows(text, config, max_tokens)[rank::world_size]
+    mine = text.validation_rows[asked]
+    for start in range(0, len(mine), rows):
+        yield to_batch(mine[start : start + rows], config.sequence_length, text.pad_id, text.vocab_size)
+
+
+def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np.ndarray]:
+    plan = _plan(text, config, text.validation_files, streams=1, seed=None)
+    stream = RowStream(plan, 0, Cursor(), Encoder(text.tokenizer))
+    rows, tokens = [], 0
+    while tokens < max_tokens and (row := stream.next_row()) is not None:
+        rows.append(row)
+        tokens += len(row)
+    text.validation_counts = {name: getattr(stream.cursor, name) for name in COUNTS}
+    return rows
+
+
+def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> list[np.ndarray]:
+    """So many rows of the training text, from all over it, none twice; the same for the same seed.
+
+    Raises:
+        UserError: the text cannot be read or is shorter.
+    """
+    plan = replace(_plan(text, config, text.train_files, config.streams, seed), epochs=1)
+    encoder = Encoder(text.tokenizer)
+    streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
+    rows: list[np.ndarray] = []
+    while streams and len(rows) < count:
+        given = [(stream, stream.next_row()) for stream in streams[: count - len(rows)]]
+        rows += [row for _, row in given if row is not None]
+        ended = {id(stream) for stream, row in given if row is None}
+        streams = [stream for stream in streams if id(stream) not in ended]
+    if len(rows) < count:
+        raise UserError(
+            f"the training text holds {len(rows)} sequences of {config.sequence_length} tokens, {count} are asked for; "
+            f"give {len(rows)} or fewer, or more text"
+        )
+    return rows
+
+
+def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Rows of ids as `input_ids` and `labels`, int64 [rows, length], padded on the right.
+
+    Raises:
+        UserError: an id the model has no embedding for.
+    """
+    mask = np.arange(length) < np.array([[len(row)] for row in rows], int).reshape(-1, 1)
+    ids = np.full(mask.shape, pad_id, np.int64)
+    ids[mask] = np.concatenate(rows) if rows else []
+    if ids.size and ids.max() >= vocab_size:
+        raise UserError(
+            f"the tokenizer made the id {ids.max()}, but model.vocab_size is {vocab_size}; give {ids.max() + 1}"
+        )
+    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(np.where(mask, ids, IGNORED))}
+    return {name: value.pin_memory() for name, value in batch.items()} if torch.cuda.is_available() else batch
+
+
+def count_targets(labels: torch.Tensor) -> int:
+    """Tokens of these rows that are predicted: all but padding and each row's first."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
+    """Hex digest of a list of files by name and size, so that they may move to another folder.
+
+    Sizes that are known already are taken for what they are, whatever has become of the files.
+    """
+    known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
+    names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, seed: int | None) -> Plan:
+    return Plan(
+        files=files,
+        streams=streams,
+        seed=seed,
+        window=config.shuffle_window,
+        epochs=None if seed is not None else 1,
+        field=_field(config),
+        max_bad=config.max_bad_documents,
+        length=config.sequence_length,
+        packing=config.packing,
+        eos=text.tokenizer.eos_token_id,
+        retries=config.retries,
+        max_lost=config.max_lost_files if seed is not None else None,
+        sizes=text.sizes,
+    )
+
+
+def _require_same_order(state: dict, order: dict) -> None:
+    if state["files"] != order["files"]:
+        raise UserError(
+            "the checkpoint was made with other training files than data.files names now (by name and size); "
+            "give the same files, or start a new run from the model with model.path"
+        )
+    for name, option in (("seed", "seed"), ("shuffle_window", "data.shuffle_window")):
+        if state[name] != order[name]:
+            raise UserError(
+                f"the checkpoint's text was ordered with {option} {state[name]}, this run has {order[name]}; "
+                f"give {option} {state[name]}"
+            )
+
+
+@dataclass
+class _Item:
+    """What one worker adds to one batch: rows (places in the global batch, ids joined, their ends) and cursors."""
+
+    places: list[int]
+    ids: np.ndarray
+    ends: np.ndarray
+    numbers: list[int]
+    cursors: list[tuple[int, ...]]
+
+
+class _Share(IterableDataset):
+    """The streams of a rank; each worker takes some of them and gives one `_Item` a step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        encoder: Encoder,
+        rows: int,
+        batch: int,
+        rank: int,
+        world_size: int,
+        cursors: dict[int, Cursor],
+    ) -> None:
+        self.plan, self.encoder = plan, encoder
+        self.rows, self.batch, self.rank, self.world_size = rows, batch, rank, world_size
+        # Steps repeat their pattern of streams when the rows done are a multiple of V again.
+        steps = plan.streams // gcd(plan.streams, batch)
+        places = rows + np.add.outer(np.arange(steps) * batch, np.arange(rank, batch, world_size))
+        self.cursors = {int(v): cursors.get(int(v), Cursor()) for v in np.unique(places % plan.streams)}
+
+    def __iter__(self) -> Iterator[_Item | UserError]:
+        """Endless items; what goes wrong is handed over as one, since raising would bury its sentence in tracebacks."""
+        worker = get_worker_info()
+        numbers = list(self.cursors)[worker.id :: worker.num_workers] if worker else list(self.cursors)
+        streams = {v: RowStream(self.plan, v, self.cursors[v], self.encoder) for v in numbers}
+        rows = self.rows
+        while True:
+            try:
+                yield self._item(streams, rows)
+            except UserError as error:
+                yield from itertools.repeat(UserError(str(error)))
+            except Exception as error:
+                traceback.print_exc()  # a fault of this program, which its author will want to see
+                sentence = f"the training text cannot be read on ({type(error).__name__}: {error}); see the lines above"
+                yield from itertools.repeat(UserError(" ".join(sentence.split())))
+            rows += self.batch
+
+    def _item(self, streams: dict[int, RowStream], rows_done: int) -> _Item:
+        places, rows = [], []
+        for number, stream in streams.items():
+            for place in range((number - rows_done) % self.plan.streams, self.batch, self.plan.streams):
+                row = stream.next_row()
+                if place % self.world_size == self.rank:
+                    places.append(place)
+                    rows.append(row)
+        ids = np.concatenate(rows) if rows else np.empty(0, np.int32)
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        return _Item(places, ids, ends, list(streams), [astuple(stream.cursor) for stream in streams.values()])

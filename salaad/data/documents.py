@@ -1,0 +1,324 @@
+"""One file of text as a sequence of documents: JSON lines, plain text, parquet, compressed or not, local or on the hub.
+
+A document has an index, its place among the records of its file, good or bad. So a reader can begin anywhere and take
+every n-th record (a stripe) without parsing the others, and a place in a file means the same whatever was wrong before.
+"""
+
+import codecs
+import contextlib
+import errno
+import glob
+import io
+import json
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+from huggingface_hub import HfFileSystem
+
+from salaad.common.errors import UserError
+from salaad.data.retries import read_patiently
+
+KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}
+C4 = "hf://datasets/allenai/c4/en/c4-{split}.{index:05d}-of-{count:05d}.json.gz"
+C4_SHARDS = {"train": 1024, "validation": 8}
+LARGEST_DOCUMENT = 64 << 20  # bytes of a record; a larger one is bad, and no reader ever holds it whole
+CHUNK = 1 << 20
+
+
+class Skipped(Enum):
+    """Why a record gives no document; never silent, the readers' callers count them."""
+
+    BAD = "bad"
+    EMPTY = "empty"
+
+
+class _BadRecord(Exception):
+    """What is wrong with one record."""
+
+
+def expand(patterns: Iterable[str]) -> tuple[str, ...]:
+    """The files behind paths and globs, sorted, each once.
+
+    Raises:
+        UserError: a pattern that matches nothing, a folder, or a file of an unknown kind.
+    """
+    found = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            raise UserError(f"{pattern} is a folder, but files are read one by one; give a glob such as {path}/*.jsonl")
+        # Path.glob takes no absolute pattern.
+        matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207
+        files = [match for match in matches if not Path(match).is_dir()]
+        if not files:
+            raise UserError(f"{pattern} matches no file here ({Path.cwd()}); give an existing path or a glob")
+        found.update(files)
+    for file in found:
+        kind_of(file)
+    return tuple(sorted(found))
+
+
+def c4_files(split: str) -> tuple[str, ...]:
+    """Addresses of all shards of C4 `en` on the hub; `split` is train or validation."""
+    shards = C4_SHARDS[split]
+    return tuple(C4.format(split=split, index=index, count=shards) for index in range(shards))
+
+
+def is_remote(file: str) -> bool:
+    """Whether a file lies on the hub."""
+    return "://" in file
+
+
+def size_of(file: str) -> int | None:
+    """Bytes of a local file; None for one on the hub.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        return None if is_remote(file) else Path(file).stat().st_size
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); check the path and its permissions") from None
+
+
+def kind_of(file: str) -> tuple[str, str | None]:
+    """(`json`, `text` or `parquet`; compression or None) by the name of a file.
+
+    Raises:
+        UserError: the extension is unknown.
+    """
+    suffixes = [suffix.lower() for suffix in Path(file).suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    if kind is None or (compression and kind == "parquet"):
+        raise UserError(
+            f"{file} is of an unknown kind; give {' '.join(KINDS)}, all but .parquet also with {' '.join(COMPRESSIONS)}"
+        )
+    return kind, compression
+
+
+def read_documents(
+    file: str,
+    field: str = "text",
+    *,
+    max_bad: int = 100,
+    retries: int = 0,
+    size: int | None = None,
+    start: int = 0,
+    stride: int = 1,
+) -> Iterator[tuple[int, str | Skipped]]:
+    """(index, text) of the records start, start + stride, start + 2·stride, … of a file; `Skipped` stands for no text.
+
+    Args:
+        file: a local path or an `hf://` address.
+        field: the column that holds the text in JSON lines and parquet.
+        max_bad: bad records this reader may meet.
+        retries: how often the file is tried again when it cannot be read.
+        size: bytes that a local file must have; another number means that it was changed or cut off.
+        start: index of the first record.
+        stride: distance to the next one; what lies between is passed over unparsed.
+
+    Raises:
+        UnreadableFile: a damaged, changed or vanished file, no network.
+        UserError: more than `max_bad` bad records, no such column.
+    """
+    bad = 0
+    records = read_patiently(
+        file,
+        lambda index: _records(file, field, size, index, stride),
+        start=start,
+        stride=stride,
+        retries=retries,
+        remote=is_remote(file),
+    )
+    for index, place, record in records:
+        try:
+            text = _text_of(record, field)
+        except _BadRecord as problem:
+            bad += 1
+            if bad > max_bad:
+                raise UserError(
+                    f"{file}, {place}: {problem}, and that is bad document {bad} of this file where "
+                    f"data.max_bad_documents allows {max_bad}; mend the file, name its column with data.text_field "
+                    f"or raise data.max_bad_documents"
+                ) from None
+            yield index, Skipped.BAD
+            continue
+        yield index, text if text and not text.isspace() else Skipped.EMPTY
+
+
+def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> None:
+    """Find out before training whether a file can be read and holds at least one document.
+
+    Only the hub is given `retries`: a local file that is missing now is a mistake, and somebody waits to hear of it.
+
+    Raises:
+        UserError: it cannot, or does not.
+    """
+    if size_of(file) == 0:
+        raise UserError(f"{file} is empty (0 bytes); take it out of the list or write it again")
+    seen = {Skipped.BAD: 0, Skipped.EMPTY: 0}
+    for _, document in read_documents(file, field, max_bad=max_bad, retries=retries if is_remote(file) else 0):
+        if isinstance(document, str):
+            return
+        seen[document] += 1
+    raise UserError(
+        f"{file} holds no document ({seen[Skipped.BAD]} bad, {seen[Skipped.EMPTY]} empty ones); "
+        f"check the file and data.text_field, which is {field}"
+    )
+
+
+def _text_of(record: object, field: str) -> str:
+    """The text of one raw record: bytes of a JSON line (`_JsonLine`) or of a paragraph, or a value out of parquet.
+
+    None stands for a record that is too large.
+    """
+    if record is None:
+        raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
+    try:
+        if isinstance(record, _JsonLine):
+            value = json.loads(record)
+            if not isinstance(value, dict) or field not in value:
+                raise _BadRecord(f"no field {field!r}")
+            record = value[field]
+        elif isinstance(record, bytes):
+            record = record.decode("utf-8").strip()
+        elif isinstance(record, pyarrow.Scalar):
+            record = record.as_py()
+        if not isinstance(record, str):
+            raise _BadRecord(f"the text is of type {type(record).__name__}")
+        record.encode("utf-8")  # JSON can spell half a surrogate pair, which no tokenizer takes
+    except UnicodeError:
+        raise _BadRecord("not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise _BadRecord("broken JSON") from None
+    return record
+
+
+def _records(file: str, field: str, size: int | None, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
+    _require_size(file, size)
+    yield from _READERS[kind_of(file)[0]](file, field, start, stride)
+    # A file that is cut off while it is read seems to end; one that is gone by now was open, so it was read whole.
+    with contextlib.suppress(FileNotFoundError):
+        _require_size(file, size)
+
+
+def _require_size(file: str, size: int | None) -> None:
+    if size is not None and (now := Path(file).stat().st_size) != size:
+        raise OSError(errno.ESTALE, f"it has {now:,} bytes, but had {size:,} when the run began")
+
+
+class _Hub(HfFileSystem):
+    """The hub without its listings, which nothing limits in time: a file is opened by one request, in one long answer.
+
+    `datasets` would be no help. Made for the HTTP library that the hub's client used before, it tries nothing again.
+    """
+
+    def isdir(self, path: str) -> bool:
+        """Whether it is a folder; files are all that is asked for."""
+        return False
+
+
+@contextlib.contextmanager
+def _open(file: str) -> Iterator[BinaryIO]:
+    """A file as decompressed bytes."""
+    _, compression = kind_of(file)
+    storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
+    own = None if compression == "zstd" else compression
+    with fsspec.core.OpenFile(storage, file, "rb", compression=own) as stream:
+        # fsspec's zstd reader ends silently at the end of the first frame, and like zstandard's where a frame is cut.
+        if compression == "zstd":
+            stream = pyarrow.CompressedInputStream(stream, "zstd")
+        yield io.BufferedReader(stream, CHUNK)
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """(number, line) from 1 on; None stands for one that is too large."""
+    lines = iter(partial(stream.readline, LARGEST_DOCUMENT + 1), b"")
+    for number, line in enumerate(lines, 1):
+        if len(line) > LARGEST_DOCUMENT:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(CHUNK)
+            yield number, None
+        else:
+            yield number, line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
+
+
+class _JsonLine(bytes):
+    """One undecoded line of JSON."""
+
+
+def _json_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, _JsonLine | None]]:
+    with _open(file) as stream:
+        lines = ((number, line) for number, line in _lines(stream) if line is None or not line.isspace())
+        for index, (number, line) in islice(enumerate(lines), start, None, stride):
+            yield index, f"line {number}", line if line is None else _JsonLine(line)
+
+
+def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tuple[int, str, bytes | None]]:
+    with _open(file) as stream:
+        for index, (number, lines) in islice(enumerate(_paragraphs(stream)), start, None, stride):
+            yield index, f"line {number}", lines if lines is None else b"".join(lines)
+
+
+def _paragraphs(stream: BinaryIO) -> Iterator[tuple[int, list[bytes] | None]]:
+    """(number of the first line, lines) of each block between blank lines; None stands for one that is too large."""
+    block: list[bytes] = []
+    first, size = 1, 0
+    for number, line in _lines(stream):
+        if line is None or not line.isspace():
+            first = first if size else number
+            size += LARGEST_DOCUMENT + 1 if line is None else len(line)
+            if size <= LARGEST_DOCUMENT:
+                block.append(line)
+            else:
+                block = []
+        elif size:
+            yield first, block or None
+            block, size = [], 0
+    if size:
+        yield first, block or None
+
+
+def _parquet_records(
+    file: str, field: str, start: int, stride: int
+) -> Iterator[tuple[int, str, pyarrow.Scalar | None]]:
+    with _open(file) as stream:
+        table = pyarrow.parquet.ParquetFile(stream)
+        names = table.schema_arrow.names
+        if field not in names:
+            raise UserError(f"{file} has no column {field!r}; give data.text_field one of {', '.join(names)}")
+        end = 0
+        for group in range(table.num_row_groups):
+            metadata = table.metadata.row_group(group)
+            begin, end = end, end + metadata.num_rows
+            if end <= start:
+                continue
+            position = begin
+            # Arrow decodes a batch of rows at once: fewer of them where they are large.
+            rows = max(1, min(1024, LARGEST_DOCUMENT * metadata.num_rows // max(1, metadata.total_byte_size)))
+            for batch in table.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False):
+                values = batch.column(0)
+                first = max(start, position + (start - position) % stride)
+                for index in range(first, position + batch.num_rows, stride):
+                    value = values[index - position]
+                    yield index, f"row {index + 1}", None if _is_too_large(value) else value
+                position += batch.num_rows
+
+
+def _is_too_large(value: pyarrow.Scalar) -> bool:
+    # Arrow counts text of every kind among its binary scalars.
+    return isinstance(value, pyarrow.BinaryScalar) and value.is_valid and value.as_buffer().size > LARGEST_DOCUMENT
+
+
+_READERS = {"json": _json_records, "text": _text_records, "parquet": _parquet_records}

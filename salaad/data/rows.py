@@ -1,0 +1,281 @@
+"""Virtual streams: how files are dealt to them, where each one stands, and the rows of tokens it gives.
+
+With F files and V streams every file is cut into V / gcd(F, V) stripes (document index modulo), and these units are
+dealt round-robin, so every stream has equally many. A stream walks its units in an order, and the records of each
+window in an order, that are functions of (seed, stream, epoch, unit, window) alone. So nine numbers are its whole
+state, and going on means reading one window again.
+
+A unit that turns out unreadable is lost from the first window on that cannot be read whole: the next unit follows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from itertools import islice
+
+import numpy as np
+
+from salaad.common.errors import UserError
+from salaad.data.documents import Skipped, read_documents
+from salaad.data.retries import UnreadableFile
+from salaad.data.tokenizer import Encoder
+
+AHEAD = 32  # documents tokenised at once
+PART = 1 << 20  # characters tokenised at once, since a tokenizer takes some hundred bytes for each
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all streams of a run share.
+
+    Args:
+        files: the files, in an order that every process agrees on.
+        streams: V.
+        seed: seeds every order; None keeps the files' own.
+        window: documents that are shuffled together.
+        epochs: passes over the text; None never ends.
+        field: the column that holds the text.
+        max_bad: bad documents one file may hold.
+        length: tokens in a row.
+        packing: cut rows from joined documents instead of one document a row.
+        eos: id that ends every document.
+        retries: how often a file that cannot be read is tried again.
+        max_lost: units a stream may lose in a pass; None where no loss is ever allowed.
+        sizes: bytes of the local files, which must not change.
+    """
+
+    files: tuple[str, ...]
+    streams: int
+    seed: int | None
+    window: int
+    epochs: int | None
+    field: str
+    max_bad: int
+    length: int
+    packing: bool
+    eos: int
+    retries: int = 0
+    max_lost: int | None = 0
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def stripes(self) -> int:
+        """Parts every file is cut into."""
+        return self.streams // math.gcd(len(self.files), self.streams)
+
+    def units(self, stream: int, epoch: int) -> list[tuple[str, int]]:
+        """(file, stripe) of a stream in the order of an epoch."""
+        units = range(stream, len(self.files) * self.stripes, self.streams)
+        order = self.order(len(units), stream, epoch)
+        return [(self.files[units[k] // self.stripes], units[k] % self.stripes) for k in order]
+
+    def order(self, count: int, *place: int) -> np.ndarray:
+        """A permutation of `count` things, [count], that depends on the seed and the place only.
+
+        Sorting raw Philox words keeps it the same over numpy versions, which `Generator.permutation` does not promise.
+        """
+        if self.seed is None:
+            return np.arange(count)
+        words = np.random.Philox(np.random.SeedSequence([self.seed, *place])).random_raw(count)
+        return np.argsort(words, kind="stable")
+
+
+@dataclass
+class Cursor:
+    """Where a stream stands, and what it met on the way there.
+
+    Args:
+        epoch: passes completed.
+        unit: units completed in this pass.
+        window: windows completed in this unit.
+        position: records completed in this window, in its shuffled order.
+        token: tokens of the record there that are already in rows (packing).
+        bad: broken records met.
+        empty: records without text met.
+        long: documents met that did not fit a row.
+        lost: units that could not be read to their end.
+    """
+
+    epoch: int = 0
+    unit: int = 0
+    window: int = 0
+    position: int = 0
+    token: int = 0
+    bad: int = 0
+    empty: int = 0
+    long: int = 0
+    lost: int = 0
+
+
+class RowStream:
+    """The rows of one virtual stream, from a cursor on."""
+
+    def __init__(self, plan: Plan, number: int, cursor: Cursor, encoder: Encoder) -> None:
+        self.plan = plan
+        self.number = number
+        self.cursor = Cursor(*astuple(cursor))
+        if not plan.packing:
+            self.cursor.token = 0
+        self._encoder = encoder
+        self._units = plan.units(number, cursor.epoch)
+        self._reader: Iterator[tuple[int, str | Skipped]] | None = None
+        self._records: list[str | Skipped] | None = None
+        self._unit_ends = False
+        self._ids: dict[int, np.ndarray] = {}
+        self._barren_epochs = 0
+
+    def next_row(self) -> np.ndarray | None:
+        """int32 ids, [at most length], the end-of-document token included; None when the last epoch is over.
+
+        Raises:
+            UserError: the text cannot be read, or none of it falls to this stream.
+        """
+        return self._packed() if self.plan.packing else self._truncated()
+
+    def _truncated(self) -> np.ndarray | None:
+        document = self._document()
+        if document is None:
+            return None
+        if len(document) > self.plan.length:
+            self.cursor.long += 1
+            document = np.append(document[: self.plan.length - 1], np.int32(self.plan.eos))
+        self.cursor.position += 1
+        return document
+
+    def _packed(self) -> np.ndarray | None:
+        parts, room = [], self.plan.length
+        while room and (document := self._document()) is not None:
+            part = document[self.cursor.token : self.cursor.token + room]
+            parts.append(part)
+            room -= len(part)
+            self.cursor.token += len(part)
+            if self.cursor.token >= len(document):
+                self.cursor.position += 1
+                self.cursor.token = 0
+        return np.concatenate(parts) if parts else None
+
+    def _document(self) -> np.ndarray | None:
+        """The document under the cursor as ids ending in eos; records without text are passed and counted."""
+        cursor = self.cursor
+        while True:
+            if cursor.epoch == self.plan.epochs:
+                return None
+            if self._records is None and not self._read_window():
+                continue
+            if cursor.position == len(self._records):
+                self._next_window()
+                continue
+            record = self._records[cursor.position]
+            if isinstance(record, str):
+                ids = self._tokenised(cursor.position)
+                if len(ids) > 1:
+                    self._barren_epochs = 0
+                    return ids
+            if record is Skipped.BAD:
+                cursor.bad += 1
+            else:
+                cursor.empty += 1
+            cursor.position += 1
+
+    def _read_window(self) -> bool:
+        """Read the window under the cursor, or go to the next unit and say False where it cannot be had whole."""
+        cursor, plan = self.cursor, self.plan
+        if self._reader is None:
+            file, stripe = self._units[cursor.unit]
+            self._reader = read_documents(
+                file,
+                plan.field,
+                max_bad=plan.max_bad,
+                retries=plan.retries,
+                size=plan.sizes.get(file),
+                start=stripe + plan.stripes * plan.window * cursor.window,
+                stride=plan.stripes,
+            )
+        try:
+            records = [record for _, record in islice(self._reader, plan.window)]
+        except UnreadableFile as error:
+            self._reader = None  # an ended reader would look like an ended unit
+            self._lose_unit(error)
+            return False
+        self._unit_ends = len(records) < plan.window
+        order = plan.order(len(records), self.number, cursor.epoch, cursor.unit, cursor.window)
+        self._records = [records[k] for k in order]
+        self._ids.clear()
+        return True
+
+    def _lose_unit(self, error: UnreadableFile) -> None:
+        """Pass over the rest of a unit. A partly read window is lost too: no cursor could tell what was read of it."""
+        cursor, allowed = self.cursor, self.plan.max_lost
+        if allowed is None:
+            raise error
+        # A file that is broken for good is met once a pass.
+        if cursor.lost >= allowed * (cursor.epoch + 1):
+            raise UserError(
+                f"{error}, or raise data.max_lost_files, which lets stream {self.number} pass over {allowed} such "
+                f"part(s) of files in a pass"
+            ) from error
+        cursor.lost += 1
+        self._unit_ends = True
+        self._next_window()
+
+    def _next_window(self) -> None:
+        cursor = self.cursor
+        self._records, cursor.position, cursor.token = None, 0, 0
+        if not self._unit_ends:
+            cursor.window += 1
+            return
+        self._reader, cursor.window = None, 0
+        cursor.unit += 1
+        if cursor.unit < len(self._units):
+            return
+        cursor.unit = 0
+        cursor.epoch += 1
+        self._units = self.plan.units(self.number, cursor.epoch)
+        self._barren_epochs += 1
+        if self._barren_epochs > 1:
+            raise UserError(
+                f"stream {self.number} of {self.plan.streams} finds no document in {len(self.plan.files)} file(s), "
+                f"which hold too few for so many streams ({cursor.lost} parts could not be read); lower data.streams "
+                f"or give more text"
+            )
+
+    def _tokenised(self, position: int) -> np.ndarray:
+        if position not in self._ids:
+            places, characters = [], 0
+            for place in range(position, min(position + AHEAD, len(self._records))):
+                if isinstance(self._records[place], str) and characters < PART:
+                    places.append(place)
+                    characters += len(self._records[place])
+            encoded = self._encode([self._records[place] for place in places])
+            eos = np.array([self.plan.eos], np.int32)
+            self._ids = {place: np.concatenate([ids, eos]) for place, ids in zip(places, encoded, strict=True)}
+        return self._ids[position]
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of whole texts, or of a beginning that is surely longer than a row where the rest would be cut off."""
+        if self.plan.packing:
+            return [self._whole(text) for text in texts] if len(texts[-1]) > PART else self._encoder(texts)
+        encoded = self._encoder([_beginning(text, 8 * self.plan.length) for text in texts])
+        for k, text in enumerate(texts):
+            # Ids right before a cut may differ from those of the whole text, so the row must end well before it.
+            if len(encoded[k]) < self.plan.length + 8 and len(text) > 8 * self.plan.length:
+                encoded[k] = self._whole(text)
+        return encoded
+
+    def _whole(self, text: str) -> np.ndarray:
+        """Ids of a text, part by part where it is enormous; at the cuts they may differ from those of one piece."""
+        parts = []
+        while text:
+            part = _beginning(text, PART)
+            parts.append(part)
+            text = text[len(part) :]
+        return np.concatenate([self._encoder([part])[0] for part in parts])
+
+
+def _beginning(text: str, length: int) -> str:
+    """The first characters of a text, cut at a space where there is one."""
+    if len(text) <= length:
+        return text
+    cut = text.rfind(" ", 0, length)
+    return text[: cut if cut > 0 else length]

@@ -1,0 +1,214 @@
+"""Tokenizers: a hub name, a folder or a sentencepiece model, always as a transformers fast tokenizer."""
+
+import json
+import string
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from sentencepiece import SentencePieceTrainer
+from sentencepiece import sentencepiece_model_pb2 as spm
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from salaad.common.errors import UserError
+from salaad.common.files import is_file, read_object
+
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
+SPACE = "▁"
+_LARGEST_CONFIG = 2**22  # bytes of what stands beside a vocabulary; reading it takes a hundred times as much memory
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
+    """Open a tokenizer; its end-of-sequence and padding tokens are defined, and `save_pretrained` keeps all of it.
+
+    Args:
+        spec: a hub name, a folder with a tokenizer in it, or a sentencepiece `.model` file.
+
+    Raises:
+        UserError: there is none, it needs code of its own, or it has no end-of-sequence token.
+    """
+    path = Path(spec).expanduser()
+    if spec.endswith(".model"):
+        if not path.is_file():
+            raise UserError(f"tokenizer {spec} does not exist; give an existing .model file, a folder or a hub name")
+        tokenizer = from_sentencepiece(path)
+    else:
+        tokenizer = _from_transformers(str(path) if path.exists() else spec, local=path.exists())
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {spec} has no end-of-sequence token; give one that defines eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
+    if local:
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+            if is_file(Path(spec) / name):
+                read_object(Path(spec) / name, _LARGEST_CONFIG)
+    try:
+        try:  # the hub's cache first: without a network the hub's client retries for most of a minute
+            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
+        except OSError:
+            if local:
+                raise
+            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
+    except Exception as error:
+        # Anything may come out of here: no network, no such name, a damaged JSON file, missing code.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        cure = (
+            "check the files in this folder"
+            if local
+            else "connect to the hub, or fetch it once with scripts/fetch_c4.py and give data.tokenizer its folder"
+        )
+        raise UserError(f"tokenizer {spec} cannot be opened ({reason}); {cure}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"tokenizer {spec} has no fast version; give one with a tokenizer.json")
+    return tokenizer
+
+
+def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
+    """A sentencepiece model, unigram or BPE, as a fast tokenizer with the same ids.
+
+    Raises:
+        UserError: not a sentencepiece file, or a model type that has no fast counterpart (word, char).
+    """
+    proto = spm.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's own DecodeError; the package is not ours to import
+        raise UserError(f"tokenizer {path} is no sentencepiece model ({error}); give another file") from error
+    if proto.trainer_spec.model_type not in (spm.TrainerSpec.UNIGRAM, spm.TrainerSpec.BPE):
+        raise UserError(f"tokenizer {path} is neither unigram nor BPE; give a sentencepiece model of these types")
+    backend = Tokenizer(_model(proto))
+    steps = _normalizers(proto)
+    backend.normalizer = normalizers.Sequence(steps) if steps else None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=_splits_at_spaces(proto))
+    fallback = [decoders.ByteFallback(), decoders.Fuse()] if proto.trainer_spec.byte_fallback else [decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), *fallback, *strip])
+    backend.add_tokens(
+        [
+            AddedToken(piece.piece, normalized=False, special=piece.type == CONTROL)
+            for piece in proto.pieces
+            if piece.type in (CONTROL, USER_DEFINED)
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **_special_tokens(proto)
+    )
+
+
+def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
+    """A sentencepiece model of `vocab_size` unigram pieces; the bytes are among them, so no text is lost.
+
+    Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
+
+    Raises:
+        UserError: the sentences give no such number of pieces.
+    """
+    model = BytesIO()  # a file would carry its own name inside
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="unigram",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            character_coverage=0.9995,
+            # Else "<0x41>" in a text would be the byte A wherever "<" is no piece.
+            required_chars=string.printable.strip(),
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=4,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][-200:]
+        raise UserError(
+            f"no tokenizer of a vocab_size of {vocab_size} can be trained on this text ({reason}); give another "
+            f"number, usually 512 to 32000, or more text"
+        ) from error
+    return model.getvalue()
+
+
+def _model(proto: spm.ModelProto) -> models.Model:
+    trainer = proto.trainer_spec
+    if trainer.model_type == spm.TrainerSpec.BPE:
+        ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
+        return models.BPE(
+            ids, _merges(proto), unk_token=trainer.unk_piece, fuse_unk=True, byte_fallback=trainer.byte_fallback
+        )
+    # Spelt out in a text, </s> is not the control token and <0x41> not a byte: any other path must be cheaper.
+    dear = 10 * min(piece.score for piece in proto.pieces)
+    scores = [(piece.piece, dear if piece.type in (UNKNOWN, CONTROL, BYTE) else piece.score) for piece in proto.pieces]
+    return models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
+
+
+def _merges(proto: spm.ModelProto) -> list[tuple[str, str]]:
+    """BPE merges in the order of sentencepiece: the pair whose joined piece has the best score goes first."""
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (CONTROL, BYTE)}
+    joined = sorted((piece for piece in scores if len(piece) > 1), key=lambda piece: -scores[piece])
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in joined
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+
+
+def _normalizers(proto: spm.ModelProto) -> list[normalizers.Normalizer]:
+    spec = proto.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(" "))  # Metaspace's own prefix is left out before a text's own space
+    return steps
+
+
+def _splits_at_spaces(proto: spm.ModelProto) -> bool:
+    """Whether no piece has a space after its first character, so that text may be cut there, which is much faster."""
+    return not any(SPACE in piece.piece.lstrip(SPACE) or piece.piece.startswith(SPACE * 2) for piece in proto.pieces)
+
+
+def _special_tokens(proto: spm.ModelProto) -> dict[str, str]:
+    trainer = proto.trainer_spec
+    names = {"bos": trainer.bos_id, "eos": trainer.eos_id, "unk": trainer.unk_id, "pad": trainer.pad_id}
+    return {f"{name}_token": proto.pieces[index].piece for name, index in names.items() if index >= 0}
+
+
+def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Ids that text, end and padding can take: the greatest one + 1, T5's sentinels and their like left out."""
+    sentinels = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
+
+
+class Encoder:
+    """Texts to ids, many at once. A text that spells out a special token is text: it never becomes that token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        parts = json.loads(tokenizer.backend_tokenizer.to_str())
+        special = {token["content"] for token in parts["added_tokens"] if token["special"]}
+        parts["added_tokens"] = [token for token in parts["added_tokens"] if not token["special"]]
+        parts.update(post_processor=None, truncation=None, padding=None)
+        if parts["model"]["type"] == "Unigram":
+            # A unigram model may list special tokens among its pieces (T5 lists all), where text would find them.
+            parts["model"]["vocab"] = [
+                ["\0" + piece if piece in special else piece, score] for piece, score in parts["model"]["vocab"]
+            ]
+        self.backend = Tokenizer.from_str(json.dumps(parts))
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """One int32 array of ids, [tokens], per text."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]

@@ -1,0 +1,109 @@
+"""Perplexity of everything one checkpoint can be cut to."""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from salaad.common.files import digest_of
+from salaad.compression.deployment import Deployment, own_text
+from salaad.compression.elastic_deployment import ElasticDeployment
+from salaad.compression.variants import Variant
+from salaad.config.run import DataConfig
+from salaad.data.batches import Text, fingerprint, open_text, validation_batches
+from salaad.data.documents import is_remote
+from salaad.model.build import SummedLoss
+from salaad.model.perplexity import evaluate
+
+
+class VariantEvaluation:
+    """Perplexities of what one model can be cut to, over one text; what was measured once is kept in its cache.
+
+    Args:
+        deployment: the model and its L + S.
+        data: where the validation text is.
+        tokens: validation tokens after which to stop reading.
+        dtype: name of the dtype of weights and activations.
+        batch: rows taken through the model at once.
+    """
+
+    def __init__(
+        self, deployment: Deployment | ElasticDeployment, data: DataConfig, *, tokens: int, dtype: str, batch: int
+    ) -> None:
+        self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
+        self.data = own_text(deployment, data)
+        self.path = deployment.source.cache / "perplexity.jsonl"
+        self.kept = {json.dumps(row["of"]): row for row in _whole_lines(self.path)}
+
+    @cached_property
+    def text(self) -> Text:
+        """The validation text and the model's own tokenizer."""
+        return open_text(self.data, vocab_size=self.deployment.vocab_size, training=False)
+
+    @cached_property
+    def text_digest(self) -> str:
+        """Changes with the text: of local files a digest of their contents, of the hub's their names."""
+        files = self.text.validation_files
+        return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
+
+    def __call__(self, variant: Variant) -> dict[str, Any]:
+        """Perplexity, parameters and what they are of; one pass over the text unless it is known already."""
+        deployment = self.deployment
+        of = {
+            "parts": deployment.kind if variant.name != "X" else None,
+            "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa, variant.refine],
+            "calibration": deployment.calibration.digest if variant.calibrated else None,
+            "text": self.text_digest,
+            "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
+            "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.model) else None,
+            "dtype": self.dtype,
+        }
+        key = json.dumps(of)
+        if key not in self.kept:
+            with deployment.opened(variant, getattr(torch, self.dtype)) as (model, parameters, kappa):
+                result = evaluate(SummedLoss(model), self._batches(variant.name), model.device)
+            row = {
+                "perplexity": result.perplexity,
+                "loss": result.loss,
+                "legacy_perplexity": result.legacy_perplexity,
+                "tokens": result.tokens,
+                "parameters": parameters,
+                "implied_kappa": kappa,
+            }
+            self.kept[key] = {"of": of, **row}
+            with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write("\n" + json.dumps(self.kept[key]))
+        measured = {name: value for name, value in self.kept[key].items() if name != "of"}
+        return {
+            "model": deployment.source.name,
+            "digest": deployment.source.digest[:16],
+            "text": f"{self.data.source} {self.text_digest[:8]}",
+            "variant": variant.name,
+            "budget": variant.budget,
+            "kappa": variant.kappa,
+            "refine": variant.refine,
+            "calibrate": deployment.calibration.sequences if variant.calibrated else 0,
+            **measured,
+            "dtype": self.dtype,
+        }
+
+    def _batches(self, name: str) -> Iterable[dict[str, Tensor]]:
+        batches = list(validation_batches(self.text, self.data, rows=self.batch, max_tokens=self.tokens))
+        return tqdm(batches, desc=name, unit="batch", leave=False, disable=None)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, without any that a killed process left unfinished."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows

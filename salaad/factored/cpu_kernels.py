@@ -1,0 +1,187 @@
+"""The products of the factored layers on a CPU in float32, compiled for this machine when first needed.
+
+torch's own sparse products read S entry by entry for every x, and each call costs more than a small layer's work. Where
+there is no C++ compiler, torch's are used; `SALAAD_NATIVE=0` asks for them.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from salaad.common.cache_folder import cache_folder, made_once
+from salaad.common.errors import UserError
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# Sums may be taken in any order, or no loop could use vectors; NaN and infinity stay what they are.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),  # Python's functions, known when loaded
+)
+_COMPILE_SECONDS = 120
+# Multiplications by U and V below which calls of torch's dense product cost more than they gain: of a layer, and of an
+# embedding, where ours reads V anew for every row.
+_FEW, _FEW_IN_ROWS = 2**26, 2**18
+PLAIN = (Tensor, nn.Parameter)
+
+
+class Weight(ctypes.Structure):
+    """Where U·V + S (n×m) lies in memory, as salaad/native.cpp reads it; the tensors have to be kept by others."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "m", "rank")),
+        *((name, ctypes.c_void_p) for name in ("U", "V", "starts", "columns", "values")),
+    )
+
+
+class Products:
+    """Products with U·V + S (n×m), as long as its tensors lie where they lay.
+
+    A call has microseconds in a small layer, so all that does not change from one to the next is kept ready.
+    """
+
+    __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
+
+    def __init__(self, shape: tuple[int, int], U: Tensor, V: Tensor, *S: Tensor) -> None:
+        self.n, self.m, self.rank = *shape, len(V)
+        self._U, self._V, self._work = U, V, self.rank * sum(shape)
+        addresses = [tensor.data_ptr() for tensor in (U, V, *S)]
+        self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
+        self._whole, self._S_alone = map(ctypes.addressof, self._weights)
+        self._linear, self._rows = library()
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
+
+        Raises:
+            RuntimeError: x is not m wide.
+        """
+        *outer, width = x.shape
+        if width != self.m:
+            raise RuntimeError(f"the shape of x is {tuple(x.shape)}, but its rows must have {self.m} numbers")
+        x, rows, weight, add = x.contiguous(), x.numel() // width, self._whole, True
+        if rows * self._work > _FEW and rows > 1:
+            weight = self._S_alone
+            with torch.autocast("cpu", enabled=False):
+                y = F.linear(F.linear(x, self._V), self._U)
+            y = y if bias is None else y.add_(bias)
+        elif bias is not None:
+            y = x.new_empty(*outer, self.n).copy_(bias)
+        else:
+            y, add = x.new_empty(*outer, self.n), False
+        if rows:
+            self._linear(weight, rows, x.data_ptr(), y.data_ptr(), add, torch.get_num_threads())
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows (…×m) of U·V + S at `ids` (…, int64).
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        ids, count = ids.contiguous(), ids.numel()
+        add = count * self.rank * self.m > _FEW_IN_ROWS
+        if add:
+            with torch.autocast("cpu", enabled=False):
+                y = F.embedding(ids, self._U) @ self._V
+        else:
+            y = self._V.new_empty(*ids.shape, self.m)
+        weight = self._S_alone if add else self._whole
+        if not self._rows(weight, count, ids.data_ptr(), y.data_ptr(), add, torch.get_num_threads()):
+            raise IndexError(f"an index is outside the {self.n} rows of the embedding")
+        return y
+
+
+def products(
+    shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
+) -> Products | None:
+    """Those with U·V + S (n×m).
+
+    None where it cannot be read: not on the CPU, not float32 with int32, stand-ins instead of numbers, no compiler.
+    """
+    tensors = (U, V, starts, columns, values)
+    if any(type(t) not in PLAIN for t in tensors):
+        return None
+    numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
+    if not (numbers and all(t.is_cpu and t.is_contiguous() for t in tensors) and library()):
+        return None
+    return Products(shape, *tensors)
+
+
+def is_watched() -> bool:
+    """Whether operations are recorded or replaced, which a call past torch would escape.
+
+    By torch.compile, torch.func, a mode such as that of torch's FLOP counter, a tracer, or derivatives taken forward.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+@functools.cache
+def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
+    """`linear` and `rows` of native.cpp; None where there is no compiler, or where they are not asked for.
+
+    Raises:
+        UserError: `SALAAD_NATIVE` is neither 0 nor 1.
+    """
+    asked = os.environ.get("SALAAD_NATIVE", "1")
+    if asked not in ("0", "1"):
+        raise UserError(f"SALAAD_NATIVE is {asked!r}, but only 0 and 1 are known; give one of them, or nothing")
+    compiler = _compiler()
+    if asked == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
+        return None
+    try:
+        functions = ctypes.PyDLL(str(_compiled(compiler))).products
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        told = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or what it made cannot be loaded ({said[0]})"
+        warnings.warn(f"{told}; torch's products are used", stacklevel=2)
+        return None
+    functions.restype = ctypes.py_object
+    return functions()
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        return shlex.split(named)
+    except ValueError as error:
+        raise UserError(f"CXX is {named!r}, which is no command ({error}); give one such as g++, or nothing") from None
+
+
+def _compiled(compiler: list[str]) -> Path:
+    """The shared library, compiled once per source, compiler and kind of processor."""
+    told = (SOURCE.read_text(), *compiler, *FLAGS, _processor())
+    folder = cache_folder() / f"native-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}"
+    with made_once(folder) as make:
+        if make:
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", str(make / "native.so")]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    return folder / "native.so"
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home directory may be shared by machines of several kinds."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    kinds = [line for line in lines if line.startswith(("vendor_id", "cpu family", "model\t", "flags", "Features"))]
+    return "\n".join([platform.machine(), platform.processor(), *dict.fromkeys(kinds)])

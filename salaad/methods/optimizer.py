@@ -1,0 +1,85 @@
+"""Any optimizer of torch.optim by name, and the learning rate: linear warm-up, then a cosine to a floor."""
+
+import inspect
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from salaad.common.errors import UserError
+from salaad.config.run import OptimizerConfig
+
+# The base class, and optimizers that need a closure, sparse gradients or 2-D weights only.
+_UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of torch.optim called `name`; a UserError names those that exist."""
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in _UNFIT
+    }
+    if name not in known:
+        raise UserError(f"optimizer.name is {name!r}, which does not serve here; give one of {', '.join(known)}")
+    return known[name]
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The optimizer, fused where it can be, and its schedule over `steps` steps.
+
+    A bfloat16 weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known
+    for Adam and AdamW.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
+    cls = optimizer_class(config.name)
+    mixed = [p for p in parameters if p.grad_dtype not in (None, p.dtype)]
+    wanted = {
+        "lr": config.lr,
+        "betas": config.betas,
+        # Adafactor takes a pair here, whose first half is its own epsilon for squares.
+        "eps": (None, 1e-3) if cls is torch.optim.Adafactor else config.eps,
+        "weight_decay": config.weight_decay,
+        "foreach" if mixed else "fused": True,
+    }
+    accepted = inspect.signature(cls).parameters
+    optimizer = cls(parameters, **{key: value for key, value in wanted.items() if key in accepted})
+    for p in mixed:
+        moments = {key: torch.zeros_like(p, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.zeros(()), **moments}
+    warmup = round(config.warmup * steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, steps - warmup)
+        return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer, unless `broken` (float32, no dimensions, on the device) is 1.
+
+    A fused optimizer decides that on the device. For any other the host waits.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        # As torch's own scaler of mixed precision tells it of an overflow.
+        optimizer.found_inf, optimizer.grad_scale = broken, None
+        optimizer.step()
+    elif not broken:
+        optimizer.step()
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load `state`, keeping the dtype of every saved moment, which torch would cast to that of its weight."""
+    optimizer.load_state_dict(state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, saved in state["state"].items():
+        current = optimizer.state[parameters[index]]
+        for key, value in saved.items():
+            if torch.is_tensor(value) and value.dtype != current[key].dtype:
+                current[key] = value.to(current[key].device)

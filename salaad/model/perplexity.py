@@ -1,0 +1,68 @@
+"""Perplexity: exp of the token-weighted mean negative log-likelihood over non-padding tokens."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from salaad.common import distributed
+from salaad.model.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A model's loss on a text.
+
+    Args:
+        loss: mean negative log-likelihood in nats.
+        tokens: predicted tokens it is the mean of.
+        legacy_loss: what the field's older tables call the loss: the sum of the batches' means over one more than
+            their number, which reads low, and lower the fewer batches there are.
+    """
+
+    loss: float
+    tokens: int
+    legacy_loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """Exp of the loss."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def legacy_perplexity(self) -> float:
+        """Exp of the legacy loss, for comparison with older tables only."""
+        return math.exp(min(self.legacy_loss, 700.0))
+
+
+@torch.no_grad()
+def evaluate(
+    loss: nn.Module,
+    batches: Iterable[dict[str, Tensor]],
+    device: torch.device,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Perplexity | None:
+    """Perplexity of a `SummedLoss` over every rank's `batches` together; the same figure on every rank.
+
+    None, on every rank, if any was `stopped` before its last batch.
+    """
+    # Loss, tokens, sum of means, batches, ranks that left something out.
+    total = torch.zeros(5, dtype=torch.float64, device=device)
+    training = loss.training
+    loss.eval()
+    for batch in batches:
+        if stopped():
+            total[4] = 1
+            break
+        labels = batch["labels"].to(device, non_blocking=True)
+        summed = loss(batch["input_ids"].to(device, non_blocking=True), labels).double()
+        tokens = (labels[:, 1:] != IGNORED).sum()
+        total[:4] += torch.stack([summed, tokens, summed / tokens.clamp_min(1), torch.ones_like(summed)])
+    loss.train(training)
+    summed, tokens, means, batches, left_out = distributed.all_sum(total).tolist()
+    if left_out:
+        return None
+    # Every rank counted one batch too many.
+    return Perplexity(summed / max(1.0, tokens), int(tokens), means / (batches + distributed.world_size()))

@@ -1,0 +1,123 @@
+"""Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from salaad.common.cache_folder import cache_folder
+from salaad.common.errors import UserError
+from salaad.common.files import CHECKSUMS, digest_of, is_file, read_object, verify
+from salaad.common.locks import keep_from_deletion
+from salaad.common.validation import section
+from salaad.config.run import DataConfig, SalaadConfig
+from salaad.model.weight_headers import is_count
+from salaad.runs.checkpoints import Checkpoints
+
+RECORD = "compression.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk.
+
+    Args:
+        name: what tables call it.
+        model: the Hugging Face folder.
+        surrogate: the folder of its L and S, if it was trained with any.
+        run: the configuration of the run that trained it, as far as known.
+        parameters: of a folder that compress.py made, the paper's count; None of others.
+        digest: changes when any of these files does.
+        cache: folder for what is derived from it.
+        output: folder for the tables made of it, unless the user names another.
+    """
+
+    name: str
+    model: Path
+    surrogate: Path | None
+    run: dict[str, Any]
+    parameters: int | None
+    digest: str
+    cache: Path
+    output: Path
+
+
+@functools.cache
+def open_source(folder: Path) -> Source:
+    """Find out what `folder` is and compare its files with their checksums, where it has any.
+
+    Raises:
+        UserError: it is nothing we know, or some file is not what was written.
+    """
+    if is_file(folder / "checkpoints" / "latest"):
+        folder = _newest_of(Checkpoints(folder / "checkpoints"))
+    if is_file(folder / "model" / "config.json"):
+        return _checkpoint(folder)
+    if is_file(folder / "config.json"):
+        return _model_folder(folder)
+    raise UserError(
+        f"--checkpoint {folder} is no run, no checkpoint and no Hugging Face folder; give one such as "
+        "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"
+    )
+
+
+def _newest_of(checkpoints: Checkpoints) -> Path:
+    """The newest checkpoint of a run that may be training: not one that is deleted before it is read."""
+    while not keep_from_deletion(newest := checkpoints.latest()):
+        pass
+    return newest
+
+
+def _checkpoint(folder: Path) -> Source:
+    keep_from_deletion(folder)
+    digest = verify(folder, "model/*", "surrogate/*")
+    surrogate = folder / "surrogate"
+    own = folder.resolve()
+    inside = own.parent.name == "checkpoints"  # and not copied out of its run
+    run = own.parent.parent
+    return Source(
+        name=f"{run.name}/{own.name}" if inside else own.name,
+        model=folder / "model",
+        surrogate=surrogate if is_file(surrogate / "index.json") else None,
+        run=_run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state"),
+        parameters=None,
+        digest=digest,
+        cache=run / "cache" / digest[:16] if inside else cache_folder() / digest[:16],
+        output=run / "evaluation" if inside else Path("evaluation") / own.name,
+    )
+
+
+def _model_folder(folder: Path) -> Source:
+    entry = read_object(folder / "config.json").get("quantization_config")
+    elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
+    if not is_file(folder / CHECKSUMS):
+        digest = digest_of(sorted(filter(is_file, folder.iterdir())))
+    elif elastic:
+        digest = verify(folder, "config.json") + digest_of([folder / CHECKSUMS])  # a size reads a part of the rest
+    else:
+        digest = verify(folder, "*.safetensors", "config.json")
+    record = read_object(folder / RECORD) if is_file(folder / RECORD) else {}
+    parameters = record.get("parameters")
+    if record and not (isinstance(parameters, list) and len(parameters) == 2 and all(map(is_count, parameters))):
+        raise UserError(f"{folder / RECORD} does not count the parameters; give a whole copy of the folder")
+    name = folder.resolve().name
+    return Source(
+        name=name,
+        model=folder,
+        surrogate=None,
+        run=_run_of(record.get("run", {}), folder / RECORD),
+        parameters=parameters[1] if record else None,
+        digest=digest,
+        cache=cache_folder() / digest[:16],
+        output=Path("evaluation") / name,
+    )
+
+
+def _run_of(config: Any, place: Path) -> dict[str, Any]:
+    """The configuration of a run, of which later commands take these sections over."""
+    if not isinstance(config, dict):
+        raise UserError(f"{place} has no configuration of a run in it; give a whole checkpoint")
+    for name, kind in (("data", DataConfig), ("salaad", SalaadConfig)):
+        if name in config:
+            section(kind, config[name], place)
+    return config

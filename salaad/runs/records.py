@@ -1,0 +1,266 @@
+"""The records of a run: metrics.jsonl, blocks.jsonl, evaluations.jsonl, Weights & Biases and the progress bar."""
+
+import json
+import math
+import os
+import secrets
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from salaad.common.errors import UserError
+from salaad.config.run import RunConfig, WandbConfig
+from salaad.methods.salaad.surrogate import KEPT, UpdateRecord
+from salaad.model.perplexity import Perplexity
+
+RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
+PHASES = ("train", "admm", "sync", "save", "evaluate")
+
+
+class Recorder:
+    """Writes every record once, on the main rank; the other ranks hold one that is silent.
+
+    Args:
+        folder: the run's folder.
+        config: the run's configuration.
+        start: step the run goes on from; later lines of an interrupted life are dropped.
+        tokens: non-padding tokens up to the last logged line before `start`.
+        active: whether this rank writes.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig, start: int, tokens: int, active: bool) -> None:
+        self.active = active
+        self.tokens = tokens
+        self._latest: dict[str, UpdateRecord] = {}
+        self._skipped = 0
+        if not active:
+            return
+        self._files = {}
+        for name in RECORDS:
+            _drop_lines_after(folder / name, start)
+            self._files[name] = _Lines(folder / name)
+        self._bar = tqdm(
+            total=config.train.steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+        )
+        self._wandb = _start_wandb(folder, config.wandb, config.to_dict())
+
+    def log(self, *, new_tokens: int, seconds: dict[str, float], **values: Any) -> None:
+        """One line of metrics.jsonl: tokens since the last line, wall time by phase since then, and the values."""
+        if not self.active:
+            return
+        self.tokens += new_tokens
+        if values["loss"] is None:
+            self.say(f"no step was taken up to step {values['step']} since the last line")
+        speed = {"tokens_per_second": new_tokens / (sum(seconds.values()) - seconds["evaluate"])}
+        row = {"step": values.pop("step"), "tokens": self.tokens, **values, **speed}
+        self._files["metrics.jsonl"].add(row | {"seconds": seconds})
+        self._write_out("metrics.jsonl")
+        if self._wandb:
+            self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])
+        self._bar.update(row["step"] - self._bar.n)
+        loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+        shown = {"loss": loss, "tok/s": f"{row['tokens_per_second']:.0f}"}
+        if self._latest:
+            count = len(self._latest)
+            shown["rank"] = f"{sum(record.rank_ratio for record in self._latest.values()) / count:.3f}"
+            shown["density"] = f"{sum(record.density for record in self._latest.values()) / count:.3f}"
+        self._bar.set_postfix(shown)
+
+    def blocks(self, records: list[tuple[int, str, UpdateRecord]]) -> None:
+        """A line of blocks.jsonl for every block and ADMM update."""
+        if not self.active:
+            return
+        for step, name, record in records:
+            self._latest[name] = record
+            if record.method == KEPT:
+                self.say(f"step {step}: no singular values of {name} could be found, so its L and S stay as they were")
+            self._files["blocks.jsonl"].add({"step": step, "block": name, **vars(record)})
+            if self._wandb:
+                values = {f"blocks/{name}/{key}": value for key, value in vars(record).items()}
+                self._wandb.log(values, step=step)
+        self._write_out("blocks.jsonl")
+
+    def evaluation(
+        self, step: int, variant: str, result: Perplexity, precision: str, figures: Mapping[str, float]
+    ) -> None:
+        """One line of evaluations.jsonl: a variant's perplexity at a step, and its parameters and other figures."""
+        if not self.active:
+            return
+        row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
+        row |= {
+            "legacy_perplexity": result.legacy_perplexity,
+            "tokens": result.tokens,
+            "precision": precision,
+            **figures,
+        }
+        self._files["evaluations.jsonl"].add(row)
+        self._write_out("evaluations.jsonl")
+        if self._wandb:
+            values = {"loss": result.loss, "perplexity": result.perplexity, **figures}
+            self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
+        self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
+
+    def skipped(self, counts: Sequence[Mapping[str, int]]) -> None:
+        """Say how much text could not be used, whenever there is more than the last time."""
+        bad, empty, lost = (sum(part[kind] for part in counts) for kind in ("bad", "empty", "lost"))
+        if bad + empty + lost > self._skipped:
+            self._skipped = bad + empty + lost
+            self.say(f"documents skipped so far: {bad} broken, {empty} without text, {lost} parts of files lost")
+
+    def say(self, text: str) -> None:
+        """Print a line without breaking the bar; where that goes into a file on a full disk, it may be lost."""
+        if self.active:
+            with suppress(OSError):
+                self._bar.write(text)
+
+    def close(self) -> None:
+        """Finish the files, the bar and the Weights & Biases run."""
+        if not self.active:
+            return
+        self._bar.close()
+        for file in self._files.values():
+            file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def secure(self) -> None:
+        """Bring every line to the disk, before a checkpoint says that they are there.
+
+        Raises:
+            OSError: they cannot be written now; they are kept for the next time.
+        """
+        for lines in self._files.values() if self.active else ():
+            lines.write_out(to_disk=True)
+
+    def _write_out(self, name: str) -> None:
+        try:
+            self._files[name].write_out()
+        except OSError as error:
+            self.say(f"{name} cannot be written now ({error.strerror}); its lines are kept for the next time")
+
+
+class _Lines:
+    """A file of JSON lines that grows at its end, and loses none where the disk is full for a while."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._waiting += json.dumps(row).encode() + b"\n"
+
+    def write_out(self, to_disk: bool = False) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        if to_disk:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.write_out()
+        self._file.close()
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines up to `step`; a resumed run writes the later ones again."""
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".partial")
+    with path.open(errors="replace") as old, temporary.open("w") as new:
+        for line in old:
+            # A line cut off by a kill has no end; everything behind the checkpoint is written again anyway.
+            if line.endswith("\n") and _step_of(line) <= step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; of one that no program of ours wrote, such as after a power cut, none that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of one of the record files."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) -> Any:
+    """Start the Weights & Biases run, or go on with the one this folder began."""
+    if settings.mode == "disabled":
+        return None
+    import wandb  # a second of start-up that only those pay who ask for it
+
+    identity = folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(secrets.token_hex(4))
+    try:
+        return wandb.init(
+            project=settings.project,
+            name=folder.name,
+            id=identity.read_text(),
+            resume="allow",
+            mode=settings.mode,
+            dir=str(folder),
+            config=config,
+        )
+    except wandb.Error as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"wandb.mode {settings.mode} fails ({why}); log in with wandb login, or set offline") from None
+
+
+class Stopwatch:
+    """Wall time by phase since the last `take`.
+
+    On a GPU a phase is timed between two events in its stream: the host runs ahead of it, and its clock would book the
+    step before towards the first phase that has to wait.
+    """
+
+    def __init__(self, device: torch.device, earlier: Mapping[str, float] | None = None) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float, earlier or {})
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._begun = time.perf_counter() - sum(self._seconds.values())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside towards `name`."""
+        if self._cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        else:
+            begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._cuda:
+                end.record()
+                self._events.append((name, start, end))
+            else:
+                self._seconds[name] += time.perf_counter() - begun
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last `take`; `train` is whatever belongs to no other phase. Waits for a GPU."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+        self._events.clear()
+        others = {name: self._seconds[name] for name in PHASES[1:]}
+        return {"train": time.perf_counter() - self._begun - sum(others.values()), **others}
+
+    def take(self) -> dict[str, float]:
+        """`read`, and begin anew."""
+        seconds = self.read()
+        self._seconds.clear()
+        self._begun += sum(seconds.values())
+        return seconds

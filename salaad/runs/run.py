@@ -1,0 +1,252 @@
+"""The folder of a run: what it may be continued from, what it records about itself, how it ends."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from salaad.common import distributed, locks
+from salaad.common.errors import UserError
+from salaad.common.files import CHECKOUT, verify
+from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
+from salaad.config.run import DataConfig, RunConfig, TrainConfig
+from salaad.runs.checkpoints import Checkpoints
+from salaad.runs.records import RECORDS
+from salaad.training.state import read_state
+
+# What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
+# size of it, losing and repeating nothing.
+_FREE = (
+    "train.batch",
+    "train.micro_batch",
+    "train.compile",
+    "train.gradient_checkpointing",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_tokens",
+    "train.save_every",
+    "train.keep_last",
+    "train.keep_every",
+    "train.on_nonfinite",
+    "train.max_skipped",
+    "data.workers",
+    "data.max_bad_documents",
+    "data.retries",
+    "data.max_lost_files",
+    "wandb.mode",
+    "wandb.project",
+)
+
+
+# What a new folder may try differently from a checkpoint on, such as after a run that diverged.
+_TUNABLE = (
+    tuple(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip"))
+    + tuple(f"salaad.{name}" for name in ("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta"))
+    + ("salaad.rho_constant", "salaad.rho", "train.steps")
+)
+
+
+BEGUN_FROM = "begun from"
+# What a run that took no step leaves in its folder.
+_OURS = {"config.yaml", "config.yaml.partial", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
+
+
+def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint to go on from, if any, the same on every rank; collective.
+
+    Of a checkpoint every file is compared with its checksum first. Where the newest is not whole the newest that is
+    takes its place, and that is said. In a folder that is there already this becomes the process that writes.
+
+    Raises:
+        UserError: the folder belongs to a run of another configuration, another process writes into it, or --resume
+            does not fit what is there.
+    """
+    return distributed.first_decides(lambda: _open_run(config, options))
+
+
+def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
+    folder = Path(options.output)
+    if _begun(folder):
+        locks.claim(folder)
+    if options.resume not in ("auto", "none"):
+        checkpoint = Path(options.resume)
+        if not (checkpoint / "state").is_dir():
+            raise UserError(
+                f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000"
+            )
+        own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+        if own or not _begun(folder):
+            verify(checkpoint, alone=True)
+            _compare(read_state(checkpoint)["config"], config, checkpoint, () if own else _TUNABLE)
+            return folder, checkpoint
+        told = folder / "config.yaml"
+        if not told.is_file() or f"# {BEGUN_FROM}: {checkpoint}" not in told.read_text(errors="replace").splitlines():
+            raise UserError(f"--output {folder} already holds a run; give a folder that is new")
+        # The same command again: the run that this one began goes on.
+    if not _begun(folder):
+        if folder.exists() and (not folder.is_dir() or any(path.name not in _OURS for path in folder.iterdir())):
+            raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
+        return folder, None
+    if options.resume == "none":
+        raise UserError(f"--output {folder} already holds a run; give another folder, or --resume auto to go on")
+    try:
+        begun_with = read_plain_yaml(folder / "config.yaml")
+    except UserError as error:
+        said = f"--output {folder} holds a run without a readable config.yaml ({error})"
+        raise UserError(f"{said}; give another folder") from None
+    _compare(begun_with, config, folder)
+    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(read_state)
+    for sentence in wrong:
+        print(f"passed over: {sentence}", file=sys.stderr)
+    if wrong:
+        print(f"going on from {checkpoint}, the newest that is whole", file=sys.stderr)
+    return folder, checkpoint
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run took a step here; one that ended before leaves nothing to go on from or to lose."""
+    metrics = folder / "metrics.jsonl"
+    return Checkpoints(folder / "checkpoints").begun() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _compare(old: dict[str, Any], config: RunConfig, place: Path, tunable: tuple[str, ...] = ()) -> None:
+    new = config.to_dict()
+    for key in sorted(_flat(old).keys() | _flat(new).keys()):
+        before, now = _flat(old).get(key), _flat(new).get(key)
+        if before != now and key not in (*_FREE, *tunable):
+            raise UserError(
+                f"{place} was begun with {key} {before}, but {now} is asked for; keep it, or give another --output"
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> None:
+    """Create the folder and its config.yaml, in which every life of the run leaves its versions and commit.
+
+    A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto finds the same way.
+
+    Raises:
+        UserError: another process writes into the folder.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
+    try:
+        checkpoints.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error.strerror}); give one you can write to") from None
+    locks.claim(folder)
+    if checkpoint is None and checkpoints.begun():
+        raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
+    (folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended, and now goes on from before
+    life = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
+    path = folder / "config.yaml"
+    earlier = (
+        [line for line in path.read_text().splitlines() if line.startswith("#")] if checkpoint and path.exists() else []
+    )
+    write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in life.items())], path)
+    if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
+        checkpoints.point_to(checkpoint)
+    elif checkpoint:
+        checkpoints.adopt(checkpoint)
+
+
+def resume_command() -> str:
+    """What was typed behind the launcher, so that it goes on from the newest checkpoint."""
+    return shlex.join(["train.py", *sys.argv[1:], "--resume", "auto"])
+
+
+def not_saved(folder: Path, train: TrainConfig, step: int, why: str, last: bool) -> str:
+    """What to say of a checkpoint that could not be written after `step`.
+
+    Raises:
+        UserError: it was the last attempt.
+    """
+    newest = Checkpoints(folder / "checkpoints").latest()
+    good = newest.name if newest else "the beginning"
+    if last:
+        raise UserError(
+            f"the checkpoint of step {step} cannot be written ({why}), and the run ends here; make room in {folder} "
+            f"and start the same command again, which goes on from {good}"
+        )
+    following = min(train.steps, (step // train.save_every + 1) * train.save_every)
+    return (
+        f"step {step}: the checkpoint cannot be written ({why}); training goes on, {good} stays untouched, the next "
+        f"attempt is after step {following}"
+    )
+
+
+def with_own_tokenizer(config: RunConfig) -> DataConfig:
+    """The data settings, in which a run from `model.path` without a tokenizer of its own takes the model's.
+
+    Raises:
+        UserError: the model's folder has none.
+    """
+    if config.model.path is None or config.data.tokenizer is not None:
+        return config.data
+    if not any((Path(config.model.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(f"model.path {config.model.path} holds no tokenizer; name the model's own with data.tokenizer")
+    return replace(config.data, tokenizer=config.model.path)
+
+
+def require_shared_storage(folder: Path) -> None:
+    """Compare what every rank sees in the run's folder; collective.
+
+    Raises:
+        UserError: some machine does not see what the first one wrote.
+    """
+    latest = folder / "checkpoints" / "latest"
+    seen = distributed.gather(((folder / "config.yaml").exists(), latest.exists() and latest.read_text()))
+    if any(view != seen[0] for view in seen):
+        raise UserError(f"--output {folder} is not the same folder on every machine; give one on storage they share")
+
+
+def provenance() -> dict[str, str]:
+    """Versions, commit and machine that produced a result."""
+    packages = ("salaad", "torch", "transformers", "datasets", "accelerate")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return {
+        "versions": ", ".join(f"{name} {_version(name)}" for name in packages)
+        + f", python {platform.python_version()}",
+        "commit": _commit(),
+        "machine": f"{device}, {torch.get_num_threads()} threads, {platform.system()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ModuleNotFoundError:
+        return "from source"
+
+
+def _commit() -> str:
+    """The commit, and whether the code has changed since; results/ is no code, and runs write their records there."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(CHECKOUT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

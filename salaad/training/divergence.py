@@ -1,0 +1,75 @@
+"""What becomes of a run that meets NaN or infinity.
+
+A step whose loss or gradient is not finite is discarded on the device, before it reaches a weight. The host learns of
+it here, with the next statistics, tells it and counts it.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+
+from salaad.common.errors import UserError
+from salaad.common.files import write_json
+from salaad.config.run import TrainConfig
+from salaad.runs.checkpoints import Checkpoints
+from salaad.runs.records import Recorder
+from salaad.training.gradients import Gradients
+
+
+class NonFinite:
+    """Steps discarded so far, and when they are too many.
+
+    Args:
+        gradients: which discards them.
+        config: `on_nonfinite` and `max_skipped`.
+        folder: of the run, for diagnosis.json.
+        recorder: tells of them.
+        discarded: in the run's earlier lives.
+
+    Attributes:
+        discarded: steps that the host knows of since the run began; the same on every rank.
+    """
+
+    def __init__(
+        self, gradients: Gradients, config: TrainConfig, folder: Path, recorder: Recorder, discarded: int
+    ) -> None:
+        self._gradients, self._config, self._folder, self._recorder = gradients, config, folder, recorder
+        self.discarded = discarded
+        gradients.discarded += discarded
+        weight = gradients.broken_weight()
+        if weight:
+            raise UserError(f"{weight} is not finite in the model to begin with; give another model or checkpoint")
+
+    def check(self, step: int) -> None:
+        """Tell what was discarded up to `step`; waits for the device.
+
+        Raises:
+            UserError: the run is to stop at such a step, or has met too many, or a weight is not finite.
+        """
+        found = self._gradients.first_broken()
+        if found:
+            self.discarded = int(self._gradients.discarded)
+            first, where = found
+            limit = self._config.max_skipped
+            if self._config.on_nonfinite == "stop" or self.discarded > limit:
+                skip = "--resume auto and --train.on_nonfinite skip or a higher --train.max_skipped, or with "
+                raise diverged(self._folder, first, where, self.discarded, skip)
+            self._recorder.say(
+                f"step {first}: {where} was not finite, so no step was taken; batches skipped so far: {self.discarded} "
+                f"of {limit}"
+            )
+        weight = self._gradients.broken_weight()
+        if weight:
+            raise diverged(self._folder, step, weight, self.discarded)
+
+
+def diverged(folder: Path, step: int, where: str, discarded: int, cure: str = "") -> UserError:
+    """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with."""
+    last = str(Checkpoints(folder / "checkpoints").latest() or "none")
+    diagnosis = {"step": step, "block": where, "discarded_steps": discarded, "last_good_checkpoint": last}
+    with suppress(OSError):  # a full disk must not hide the sentence
+        write_json(diagnosis, folder / "diagnosis.json")
+    return UserError(
+        f"a number is not finite at step {step}, first in {where} (steps discarded so far: {discarded}); go on with "
+        f"{cure}--resume {last} --output NEW and a lower --optimizer.lr or --salaad.rho_constant; see "
+        f"{folder / 'diagnosis.json'}"
+    )

@@ -1,0 +1,70 @@
+"""Ranks, device and precision of a run, through accelerate."""
+
+import warnings
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers.utils import logging
+
+from salaad.common import distributed, locks
+from salaad.common.errors import UserError, leave
+from salaad.common.signals import follow_launcher
+from salaad.config.run import RunConfig
+from salaad.model.build import SummedLoss
+
+
+def start_accelerator(config: RunConfig) -> Accelerator:
+    """Ranks, device and precision; refuses what is not supported."""
+    follow_launcher()
+    logging.disable_progress_bar()  # every checkpoint would draw one
+    # accelerate knows no other name for the setting yet.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
+    accelerator = Accelerator(
+        # Said outright, because several processes on a machine without a GPU would otherwise each run alone.
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+    )
+    ranks = accelerator.num_processes
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UserError(
+            f"{accelerator.distributed_type.value} is not supported; launch with one of configs/accelerate/"
+        )
+    if config.train.batch % ranks:
+        raise UserError(
+            f"train.batch {config.train.batch} cannot be shared by {ranks} processes; give a multiple of {ranks}"
+        )
+    return accelerator
+
+
+def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parameter], config: RunConfig) -> nn.Module:
+    """Wrap `loss` for data parallelism; the gradients of the parameters `apart` are averaged by `average_gradients`.
+
+    After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
+    or more that changes the order of sums. So a gradient that nobody uses goes first, in every life of a run alike.
+    """
+    distributed.exclude_from_averaging(loss, apart)
+    wrapped = accelerator.prepare(loss)
+    if distributed.world_size() > 1:
+        rows = min(config.train.micro_batch, config.train.batch // distributed.world_size())
+        ids = torch.zeros(rows, config.data.sequence_length, dtype=torch.int64, device=accelerator.device)
+        with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []):
+            accelerator.backward(wrapped(ids, ids))
+        loss.zero_grad(set_to_none=True)
+    return wrapped
+
+
+def leave_together(accelerator: Accelerator) -> None:
+    """End a run that is finished: a rank that leaves before the others can make them wait for good.
+
+    Several ranks leave without tidying up. The thread of torch's gloo group asks for the interpreter at its end, which
+    whoever takes the group down holds while it waits for that thread: now and then neither goes on.
+    """
+    accelerator.wait_for_everyone()
+    locks.release()
+    if distributed.world_size() > 1:
+        leave(0)
+    accelerator.end_training()

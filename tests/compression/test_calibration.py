@@ -1,0 +1,319 @@
+"""Weights of outputs against plain autograd in float64; the text they are measured on against the files, by hand."""
+
+import json
+import re
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from salaad.common.errors import UserError
+from salaad.compression.calibration import CalibrationText, output_weights
+from salaad.config.run import DataConfig
+from salaad.data.batches import open_text, sample_rows
+from salaad.model.build import SummedLoss
+
+LENGTH = 24
+HELD = 325  # documents in the training files
+CPU = torch.device("cpu")
+
+
+def llama() -> PreTrainedModel:
+    sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, initializer_range=0.3, **sizes))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
+
+
+LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+BLOCKS = {
+    llama: [f"model.layers.{k}.{name}" for k in (0, 1) for name in LAYERS],
+    gpt2: [f"transformer.h.{k}.{name}" for k in (0, 1) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")],
+}
+EMBEDDING = {llama: "model.embed_tokens", gpt2: "transformer.wte"}
+both = pytest.mark.parametrize("build", [llama, gpt2])
+
+
+def built(build) -> PreTrainedModel:
+    """The model as it is opened for inference: nothing in it wants a gradient."""
+    torch.manual_seed(0)
+    return build().eval().requires_grad_(False)
+
+
+def rows() -> dict[str, Tensor]:
+    """Seven rows of ten tokens, some of them padded on the right."""
+    tokens = torch.randint(3, 40, (7, 10), generator=torch.Generator().manual_seed(1))
+    padding = torch.arange(10) >= torch.tensor([10, 10, 4, 7, 10, 2, 9])[:, None]
+    return {"input_ids": tokens.masked_fill(padding, 0), "labels": tokens.masked_fill(padding, -100)}
+
+
+def weights(model: PreTrainedModel, blocks: list[str], *sizes: int) -> dict[str, Tensor]:
+    """The weights found from the rows in batches of these sizes."""
+    parts = {name: tensor.split(list(sizes)) for name, tensor in rows().items()}
+    batches = [dict(zip(parts, few, strict=True)) for few in zip(*parts.values(), strict=True)]
+    return output_weights(SummedLoss(model), blocks, batches, CPU)
+
+
+def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, np.ndarray]:
+    """w of every block: the gradient of zeros added to its outputs, with the logits and a loss of torch's own."""
+    model, text, added = deepcopy(model).double(), rows(), {}
+
+    def add_zeros(name: str):
+        def add(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            added[name] = torch.zeros_like(output, requires_grad=True)
+            return output + added[name]
+
+        return add
+
+    for name in blocks:
+        model.get_submodule(name).register_forward_hook(add_zeros(name))
+    logits = model(input_ids=text["input_ids"]).logits[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), text["labels"][:, 1:].flatten(), reduction="sum")
+    gradients = torch.autograd.grad(loss, [added[name] for name in blocks])
+    squared = [gradient.square().mean(dim=(0, 1)).numpy() for gradient in gradients]
+    return {name: np.sqrt(0.5 + 0.5 * mean / mean.mean()) for name, mean in zip(blocks, squared, strict=True)}
+
+
+# ---- the weights
+
+
+@both
+def test_weights_are_half_way_from_one_to_the_squared_gradients_of_the_outputs(build):
+    model, blocks = built(build), BLOCKS[build]
+    found, expected = weights(model, blocks, 3, 3, 1), by_autograd(model, blocks)
+    assert sorted(found) == sorted(blocks)
+    for name, w in found.items():
+        shape = model.get_submodule(name).weight.shape
+        assert w.shape == ((shape[0], 1) if build is llama else (1, shape[1]))
+        assert (w.dtype, w.device, w.requires_grad) == (torch.float32, CPU, False)
+        assert np.ptp(expected[name]) > 0.1
+        np.testing.assert_allclose(w.flatten().numpy(), expected[name], rtol=1e-4)
+
+
+@both
+def test_the_mean_of_the_squared_weights_is_one_in_every_block_and_none_is_below_a_half(build):
+    for w in weights(built(build), BLOCKS[build], 7).values():
+        assert w.double().square().mean().item() == pytest.approx(1, abs=1e-6)
+        assert w.square().min() >= 0.5 - 1e-6
+
+
+@both
+@pytest.mark.parametrize("sizes", [(1,) * 7, (3, 4), (1, 5, 1)])
+def test_weights_do_not_depend_on_how_rows_are_spread_over_batches(build, sizes):
+    model, blocks = built(build), BLOCKS[build]
+    together = weights(model, blocks, 7)
+    for name, w in weights(model, blocks, *sizes).items():
+        torch.testing.assert_close(w, together[name], rtol=1e-4, atol=0)
+
+
+@both
+def test_an_embedding_keeps_equal_weights_and_changes_no_others(build):
+    model, blocks, embedding = built(build), BLOCKS[build], EMBEDDING[build]
+    with_it, without = weights(model, [embedding, *blocks], 7), weights(model, blocks, 7)
+    assert embedding not in with_it
+    assert all(torch.equal(with_it[name], without[name]) for name in blocks)
+    assert weights(model, [embedding], 7) == {}
+
+
+@both
+def test_a_text_without_labels_leaves_all_weights_at_one(build):
+    model, text = built(build), rows()
+    text["labels"] = torch.full_like(text["labels"], -100)
+    for w in output_weights(SummedLoss(model), BLOCKS[build], [text], CPU).values():
+        assert torch.equal(w, torch.ones_like(w))
+
+
+def forward_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def assert_untouched(model: PreTrainedModel, logits: Tensor) -> None:
+    assert forward_hooks(model) == 0
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
+    after = model(input_ids=rows()["input_ids"]).logits
+    assert torch.equal(after, logits)
+    assert not after.requires_grad
+
+
+@both
+def test_the_model_is_left_without_gradients_and_hooks(build):
+    model = built(build)
+    logits = model(input_ids=rows()["input_ids"]).logits
+    with torch.no_grad():
+        weights(model, [EMBEDDING[build], *BLOCKS[build]], 4, 3)
+    assert_untouched(model, logits)
+
+
+@both
+@pytest.mark.parametrize("where", ["text", "model"])
+def test_the_model_is_left_so_after_an_error_too(build, where):
+    model = built(build)
+    logits = model(input_ids=rows()["input_ids"]).logits
+
+    def breaking():
+        yield rows()
+        assert forward_hooks(model) > len(BLOCKS[build])
+        if where == "text":
+            raise UserError("the text ends here")
+        yield {"input_ids": torch.full((1, 4), 40), "labels": torch.full((1, 4), 40)}
+
+    with pytest.raises(UserError if where == "text" else IndexError):
+        output_weights(SummedLoss(model), [EMBEDDING[build], *BLOCKS[build]], breaking(), CPU)
+    assert_untouched(model, logits)
+
+
+# ---- the text
+
+
+@pytest.fixture(scope="module")
+def config(text_files, tiny_tokenizer_dir):
+    return DataConfig(
+        source="files",
+        files=tuple(text_files["train"]),
+        validation_files=tuple(text_files["validation"]),
+        tokenizer=tiny_tokenizer_dir,
+        sequence_length=LENGTH,
+        shuffle_window=10,
+        streams=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(config):
+    return open_text(config, vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def documents(text) -> list[tuple[int, ...]]:
+    """Every document of the training files as ids, by hand, its end included."""
+    texts = [json.loads(line)["text"] for file in text.train_files for line in Path(file).read_text().splitlines()]
+    assert len(texts) == HELD
+    eos = text.tokenizer.eos_token_id
+    return [(*text.tokenizer(one, add_special_tokens=False).input_ids, eos) for one in texts]
+
+
+@pytest.fixture(scope="module")
+def cut(documents) -> set[tuple[int, ...]]:
+    """The documents cut to the length of a row; no two begin alike."""
+    cut = {one if len(one) <= LENGTH else (*one[: LENGTH - 1], one[-1]) for one in documents}
+    assert len(cut) == HELD
+    return cut
+
+
+def as_tuples(rows: list[np.ndarray]) -> list[tuple[int, ...]]:
+    return [tuple(row.tolist()) for row in rows]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, HELD), st.integers(1, 12), st.integers(1, 200), st.integers(0, 2**31))
+def test_a_sample_is_so_many_rows_of_the_training_files_none_twice_and_the_same_for_a_seed(
+    text, config, cut, count, streams, window, seed
+):
+    config = replace(config, streams=streams, shuffle_window=window)
+    sample = as_tuples(sample_rows(text, config, count, seed))
+    assert len(sample) == len(set(sample)) == count
+    assert set(sample) <= cut
+    assert as_tuples(sample_rows(text, config, count, seed)) == sample
+
+
+def test_all_of_the_text_can_be_had(text, config, cut):
+    assert set(as_tuples(sample_rows(text, config, HELD))) == cut
+
+
+def test_another_seed_gives_other_rows(text, config):
+    one, other = (set(as_tuples(sample_rows(text, config, 20, seed))) for seed in (0, 1))
+    assert one != other
+
+
+def test_a_sample_is_taken_from_all_over_the_text(text, config):
+    files = Counter(text.tokenizer.decode(row)[:2] for row in sample_rows(text, config, 60))
+    assert set(files) == {str(ord(name)) for name in "abc"}  # which a document names first
+    assert min(files.values()) > 5
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 250), st.integers(1, 12), st.integers(0, 2**31))
+def test_packed_rows_are_pieces_of_joined_training_documents_none_twice(text, config, documents, count, streams, seed):
+    sample = sample_rows(text, replace(config, packing=True, streams=streams), count, seed)
+    assert len(sample) == count
+    assert all(len(row) == LENGTH for row in sample)
+    whole, beginnings = [], []
+    for number in range(min(streams, count)):
+        tokens = np.concatenate(sample[number :: min(streams, count)])
+        pieces = np.split(tokens, np.flatnonzero(tokens == text.tokenizer.eos_token_id) + 1)
+        whole += as_tuples(pieces[:-1])
+        beginnings += [piece for piece in as_tuples(pieces[-1:]) if piece]
+    left = Counter(documents) - Counter(whole)
+    assert left.total() == HELD - len(whole)
+    assert all(any(one[: len(piece)] == piece for one in left) for piece in beginnings)
+
+
+@pytest.mark.parametrize("count", [HELD + 1, 10**6])
+def test_more_than_the_text_holds_is_one_sentence_with_the_number_it_holds(text, config, count):
+    with pytest.raises(UserError) as error:
+        sample_rows(text, config, count)
+    assert str(error.value) == (
+        f"the training text holds {HELD} sequences of {LENGTH} tokens, {count} are asked for; "
+        f"give {HELD} or fewer, or more text"
+    )
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_packed_text_holds_as_many_rows_as_its_tokens_fill_in_every_stream(text, config, documents, streams):
+    config = replace(config, packing=True, streams=streams)
+    with pytest.raises(UserError) as error:
+        sample_rows(text, config, 10**6)
+    held = int(re.search(r"holds (\d+) sequences of 24 tokens, 1000000 are asked for", str(error.value)).group(1))
+    rows = sample_rows(text, config, held)
+    assert sum(map(len, rows)) == sum(map(len, documents))
+    assert sum(len(row) < LENGTH for row in rows) <= streams
+    with pytest.raises(UserError, match=f"; give {held} or fewer, or more text$"):
+        sample_rows(text, config, held + 1)
+
+
+def test_the_check_says_so_before_anything_is_computed(config):
+    CalibrationText(config, 512, HELD).check()
+    with pytest.raises(UserError, match=f"holds {HELD} sequences .*, {HELD + 1} are asked for; give {HELD} or fewer"):
+        CalibrationText(config, 512, HELD + 1).check()
+    with pytest.raises(UserError, match=r"more than model\.vocab_size 100"):
+        CalibrationText(config, 100, 1).check()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 20])
+def test_the_batches_hold_the_sample_in_order_padded_on_the_right(text, config, count):
+    made = list(CalibrationText(config, 512, count).batches())
+    assert all(0 < len(batch["input_ids"]) <= 8 for batch in made)
+    ids, labels = (torch.cat([batch[name] for batch in made]) for name in ("input_ids", "labels"))
+    sample = sample_rows(text, config, count)
+    assert ids.shape == labels.shape == (count, LENGTH)
+    for row, row_ids, row_labels in zip(sample, ids.tolist(), labels.tolist(), strict=True):
+        padding = LENGTH - len(row)
+        assert row_ids == row.tolist() + [0] * padding
+        assert row_labels == row.tolist() + [-100] * padding
+
+
+def test_the_digest_changes_with_what_is_read_and_not_with_where_it_lies(config, tmp_path):
+    def digest(sequences: int = 5, **changes) -> str:
+        return CalibrationText(replace(config, **changes), 512, sequences).digest
+
+    moved = [tmp_path / Path(file).name for file in config.files]
+    for old, new in zip(config.files, moved, strict=True):
+        new.write_text(Path(old).read_text())
+    assert digest() == digest() == digest(files=tuple(map(str, moved)))
+    others = [digest(6), digest(sequence_length=12), digest(packing=True), digest(files=config.files[:2])]
+    assert len({digest(), *others}) == 5
+    assert len({digest(), digest(streams=1), digest(shuffle_window=3)}) == 3
+    for file in moved:
+        file.write_text(file.read_text().replace("a", "e"))
+    assert digest(files=tuple(map(str, moved))) != digest()

@@ -1,0 +1,158 @@
+"""Tokenizers against sentencepiece itself, and against themselves after a model folder kept them."""
+
+import json
+import random
+import string
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from salaad.common.errors import UserError
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
+from scripts.toy import make_documents
+
+SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
+TEXTS = [
+    "the low rank of a matrix", " leading and trailing ", "two  spaces", "a\nnew line\tand a tab", "", " ",
+    "日本 é ﬁ ½ 👩‍👩‍👧", SPELT_OUT, *make_documents(50, seed=3),
+]  # fmt: skip
+
+
+def train(folder, **options):
+    standard = {"vocab_size": 600, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "minloglevel": 2}
+    # Alphabet and punctuation often enough that every ASCII sign becomes a piece.
+    letters = [f"{string.printable.strip()} {word}" for word in make_documents(30, seed=1)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(make_documents(2000, seed=2) + letters),
+        model_prefix=str(folder / "spiece"),
+        hard_vocab_limit=False,
+        **(standard | options),
+    )
+    return str(folder / "spiece.model")
+
+
+PLAIN = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+KINDS = {
+    "unigram": PLAIN,
+    "bpe": PLAIN | {"model_type": "bpe"},
+    "t5": {"character_coverage": 1.0},  # folds spaces and compatibility characters, knows no bytes
+    "no dummy prefix": PLAIN | {"add_dummy_prefix": False},
+    "bos": PLAIN | {"bos_id": 3},
+    "pieces with spaces inside": PLAIN | {"split_by_whitespace": False},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("sp"), **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def lossless(tmp_path_factory):
+    return Lossless(train(tmp_path_factory.mktemp("sp"), **PLAIN))
+
+
+class Lossless:
+    """A byte-fallback tokenizer, opened once for many examples."""
+
+    def __init__(self, path):
+        self.tokenizer = load_tokenizer(path)
+        self.encode = Encoder(self.tokenizer)
+        self.reference = sentencepiece.SentencePieceProcessor(model_file=path)
+
+
+def test_ids_are_those_of_sentencepiece(model):
+    reference = sentencepiece.SentencePieceProcessor(model_file=model)
+    encoded = Encoder(load_tokenizer(model))(TEXTS)
+    assert [ids.tolist() for ids in encoded] == reference.encode(TEXTS)
+
+
+@pytest.mark.parametrize("architecture", [None, LlamaConfig])
+def test_a_model_folder_keeps_ids_and_special_tokens(tmp_path, model, architecture):
+    tokenizer = load_tokenizer(model)
+    tokenizer.save_pretrained(tmp_path)
+    if architecture:
+        architecture(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(TEXTS).input_ids == tokenizer(TEXTS).input_ids
+    assert (again.eos_token_id, again.pad_token_id, again.unk_token_id) == (1, 0, 2)
+    assert [again.decode(ids) for ids in again(TEXTS).input_ids] == [
+        tokenizer.decode(ids) for ids in tokenizer(TEXTS).input_ids
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from(" \n<>/s0xé") | st.characters(codec="utf-8", exclude_characters="▁"), max_size=40))
+def test_byte_fallback_loses_no_text(lossless, text):
+    """But for U+2581, which is sentencepiece's own sign for a space."""
+    ids = lossless.encode([text])[0].tolist()
+    if "\0" not in text:  # sentencepiece itself ends at it
+        assert ids == lossless.reference.encode(text)
+    assert lossless.tokenizer.decode(ids) == text
+
+
+def test_special_tokens_spelt_out_in_a_text_stay_text(lossless, tiny_tokenizer_dir):
+    for tokenizer in (lossless.tokenizer, load_tokenizer(tiny_tokenizer_dir)):
+        ids = Encoder(tokenizer)([SPELT_OUT])[0].tolist()
+        assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids)
+        assert tokenizer.decode(ids) == SPELT_OUT
+
+
+def t5_like(folder, sentinels=100):
+    """A unigram tokenizer that lists its sentinels as pieces and as added tokens, as t5-base does."""
+    letters = [(sign, -5.0) for sign in "▁" + string.printable.strip()]
+    names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *letters, *((name, 0.0) for name in names)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.enable_truncation(5)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>", extra_special_tokens=names
+    ).save_pretrained(folder)
+    return load_tokenizer(str(folder)), 3 + len(letters)
+
+
+def test_sentinels_do_not_count_and_text_never_produces_them(tmp_path):
+    tokenizer, pieces = t5_like(tmp_path)
+    assert (text_pieces(tokenizer), len(tokenizer)) == (pieces, pieces + 100)
+    (ids,) = Encoder(tokenizer)(["a <extra_id_0> and </s> and some more"])
+    assert ids.max() < pieces
+    assert ids.min() > 2
+    assert len(ids) > 30  # what the folder says about truncation does not count
+
+
+def test_padding_is_defined_where_the_tokenizer_has_none(tmp_path, tiny_tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, tiny_tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_what_is_no_tokenizer_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "some.model").write_bytes(b"no model at all")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"nothing": 1}))
+    cases = {
+        str(tmp_path / "gone.model"): "does not exist",
+        str(tmp_path / "some.model"): "no sentencepiece model",
+        str(tmp_path): "check the files in this folder",
+        f"nobody/{random.random()}": r"scripts/fetch_c4\.py",
+    }
+    for spec, sentence in cases.items():
+        with pytest.raises(UserError, match=sentence) as error:
+            load_tokenizer(spec)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="neither unigram nor BPE"):
+        load_tokenizer(train(tmp_path, model_type="char", vocab_size=90))

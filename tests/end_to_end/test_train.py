@@ -1,0 +1,449 @@
+"""The trainer end to end: resume, several processes, the launch command, precisions, bad input."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import train
+from salaad.common.errors import UserError
+from salaad.methods import base
+from salaad.runs.checkpoints import read_surrogates
+from tests.helpers.training import (
+    ROOT,
+    last_checkpoint,
+    launch,
+    lines,
+    run_training,
+    start,
+    wait_for_steps,
+    weights,
+)
+
+
+def assert_same_tensors(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        if isinstance(first[name], dict):
+            assert_same_tensors(first[name], second[name])
+        else:
+            assert torch.equal(first[name], second[name]), name
+
+
+def interrupt_at(monkeypatch, steps: set[int]) -> None:
+    """Let this process receive SIGTERM during each of these steps, once."""
+    original, pending = base.SalaadMethod.after_step, set(steps)
+
+    def after_step(self):
+        original(self)
+        if self.salaad.steps in pending:
+            pending.discard(self.salaad.steps)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+
+
+RESUMED = [
+    {},
+    {"data__packing": "true", "train__log_every": 5, "salaad__inner": 2},
+    {"data__workers": 1, "train__eval_every": 5, "salaad__schedule": "staggered"},
+]
+
+
+@pytest.mark.parametrize("options", RESUMED)
+def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
+    run_training(toy(**options), tmp_path / "whole")
+    interrupt_at(monkeypatch, {4, 8})
+    reached = []
+    for _ in range(3):
+        run_training(toy(**options), tmp_path / "parts")
+        reached.append(int(last_checkpoint(tmp_path / "parts").name.split("-")[1]))
+    assert reached[0] < reached[1] < reached[2] == 12
+
+    whole, parts = last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert_same_tensors(read_surrogates(whole / "surrogate"), read_surrogates(parts / "surrogate"))
+    for file in ("optimizer.pt", "random-00000.pt"):
+        first, second = (torch.load(folder / "state" / file, weights_only=True) for folder in (whole, parts))
+        first, second = (json.dumps(value, default=lambda tensor: tensor.tolist()) for value in (first, second))
+        assert first == second
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    first, second = (json.loads((folder / "state" / "trainer.json").read_text()) for folder in (whole, parts))
+    assert first.pop("seconds").keys() == second.pop("seconds").keys()
+    assert first == second
+
+
+def test_two_processes_train_like_one(toy, tmp_path):
+    arguments = toy(train__steps=30, salaad__embedding="true")
+    run_training(arguments, tmp_path / "one")
+    done = launch(arguments, tmp_path / "two", processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert len(one) == len(two) == 30
+    for first, second in zip(one, two, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+        assert second["tokens"] == first["tokens"]
+    checkpoints = [last_checkpoint(tmp_path / name) / "surrogate" for name in ("one", "two")]
+    assert len(list(checkpoints[1].glob("*.safetensors"))) == 2
+    first, second = map(read_surrogates, checkpoints)
+    assert first.keys() == second.keys()
+    for name in first:
+        for key, tensor in first[name].items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(second[name][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name} {key}")
+
+
+def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
+    run_training(toy(train__micro_batch=1), tmp_path / "whole")
+    interrupt_at(monkeypatch, {5})
+    run_training(toy(train__micro_batch=1), tmp_path / "parts")
+    done = launch(toy(train__micro_batch=1), tmp_path / "parts", processes=2)
+    assert done.returncode == 0, done.stderr
+    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
+    assert [row["step"] for row in parts] == [row["step"] for row in whole] == list(range(1, 13))
+    for first, second in zip(whole, parts, strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+
+
+def test_sigterm_to_two_processes_saves_and_the_rest_follows(toy, tmp_path):
+    arguments = toy(train__steps=100000)
+    process = start(arguments, tmp_path / "run", processes=2)
+    wait_for_steps(process, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert "--resume auto" in out + err
+    assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_a_diverged_run_goes_on_elsewhere_with_another_learning_rate(toy, tmp_path):
+    run_training(toy(train__steps=6, train__save_every=3), tmp_path / "first")
+    arguments = [*toy(train__steps=6, optimizer__lr=1e-4), f"--resume={tmp_path}/first/checkpoints/step-0000003"]
+    run_training(arguments, tmp_path / "second")
+    first, second = lines(tmp_path / "first"), lines(tmp_path / "second")
+    assert [row["step"] for row in second] == [4, 5, 6]
+    assert second[-1]["lr"] == pytest.approx(first[-1]["lr"] * 1e-4 / 3e-3)
+    assert second[-1]["tokens"] == first[-1]["tokens"]
+
+
+def test_gpt2_is_trained_further_with_its_own_tokenizer(toy, tmp_path, tiny_tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=512, n_positions=32, bos_token_id=1, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    arguments = [word for word in toy(train__steps=4, model__path=tmp_path / "gpt2") if "data.tokenizer" not in word]
+    run_training(arguments, tmp_path / "run")
+    folder = last_checkpoint(tmp_path / "run")
+    assert AutoTokenizer.from_pretrained(folder / "model").get_vocab() == tokenizer.get_vocab()
+    assert len(read_surrogates(folder / "surrogate")) == 4
+
+
+def test_the_launch_command_of_the_readme_trains_350m_on_local_c4_files(toy, tmp_path):
+    arguments = toy(train__steps=2, data__packing="false")
+    done = launch(["--config", "350m.yaml", *arguments], tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["optimizer"]["lr"] == 0.002
+    assert lines(tmp_path / "run")[-1]["step"] == 2
+
+
+def test_the_checkpoint_is_a_hugging_face_folder(toy, tmp_path):
+    run_training(toy(train__steps=2), tmp_path / "run")
+    folder = last_checkpoint(tmp_path / "run") / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == "llama"
+    text = "matrix rank sparse"
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokens[0]) == text
+    assert model(tokens).logits.shape == (1, tokens.shape[1], 512)
+
+
+def test_a_run_goes_on_from_an_existing_model(toy, tmp_path):
+    run_training(toy(train__steps=3), tmp_path / "first")
+    folder = last_checkpoint(tmp_path / "first") / "model"
+    run_training(toy(train__steps=1, model__path=folder, optimizer__lr=0), tmp_path / "second")
+    assert_same_tensors(weights(tmp_path / "first"), weights(tmp_path / "second"))
+
+
+def test_without_a_penalty_salaad_trains_exactly_like_full_rank(toy, tmp_path):
+    run_training(toy(train__steps=5, salaad__rho_constant=0), tmp_path / "salaad")
+    run_training(toy(train__steps=5, method="full_rank"), tmp_path / "vanilla")
+    assert_same_tensors(weights(tmp_path / "salaad"), weights(tmp_path / "vanilla"))
+    assert not list((last_checkpoint(tmp_path / "vanilla") / "surrogate").iterdir())
+
+
+@pytest.mark.parametrize("options", [{"train__micro_batch": 1}, {"train__gradient_checkpointing": "true"}])
+def test_what_only_saves_memory_does_not_change_the_losses(toy, tmp_path, options):
+    run_training(toy(train__steps=4), tmp_path / "plain")
+    run_training(toy(train__steps=4, **options), tmp_path / "saving")
+    for first, second in zip(lines(tmp_path / "plain"), lines(tmp_path / "saving"), strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "bf16"])
+def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path, monkeypatch, precision):
+    run_training(toy(train__steps=8), tmp_path / "fp32")
+    run_training(toy(train__steps=8, train__precision=precision), tmp_path / "whole")
+    for first, second in zip(lines(tmp_path / "fp32"), lines(tmp_path / "whole"), strict=True):
+        assert second["loss"] == pytest.approx(first["loss"], rel=0.02)
+    interrupt_at(monkeypatch, {3})
+    for _ in range(2):
+        run_training(toy(train__steps=8, train__precision=precision), tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
+    command = [sys.executable, "train.py", *toy(train__steps=100000), f"--output={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(process, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume auto" in out + err
+    assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path):
+    """`accelerate launch` passes no signal on there; without more the training would go on alone."""
+    process = start(toy(train__steps=100000), tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)  # until the trainer too has closed its end of the pipe
+    assert "stopped after step" in out and "--resume auto" in out
+    assert (last_checkpoint(tmp_path / "run") / "state" / "trainer.json").exists()
+
+
+def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
+    # A step of minutes, which the first signal would let come to its end.
+    arguments = toy(train__batch=20_000, train__micro_batch=1)
+    command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    begun = psutil.Process(process.pid).cpu_times().user
+    while psutil.Process(process.pid).cpu_times().user < begun + 8:  # of work, until its text is there
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 128 + signal.SIGTERM
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files):
+    """A shard is gone, and is waited for with back-off: the step that is ready is taken and saved all the same."""
+    files = [shutil.copy(file, tmp_path) for file in text_files["train"]]
+    for workers in (0, 1):
+        run = tmp_path / f"run-{workers}"
+        arguments = toy(
+            train__steps=100000, data__workers=workers, data__files=json.dumps(files), data__shuffle_window=5
+        )
+        command = [sys.executable, "train.py", *arguments, f"--output={run}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_for_steps(process, run)
+        for file in files:
+            Path(file).rename(f"{file}.away")
+        while "trying again" not in process.stderr.readline():
+            pass
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "stopped after step" in out
+        step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
+        assert step == lines(run)[-1]["step"]
+        for file in files:
+            Path(f"{file}.away").rename(file)
+
+
+def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp_path, monkeypatch):
+    options = {"train__eval_every": 4, "train__micro_batch": 1}
+    run_training(toy(**options), tmp_path / "whole")
+    original, calls = train.evaluate, []
+
+    def interrupted(loss, batches, device, stopped):
+        calls.append(1)
+        if len(calls) == 4:  # the second evaluation, and of it the second variant
+            batches = iter(batches)
+            first = next(batches)
+            os.kill(os.getpid(), signal.SIGTERM)
+            batches = [first, *batches]
+        return original(loss, batches, device, stopped)
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    run_training(toy(**options), tmp_path / "parts")
+    assert last_checkpoint(tmp_path / "parts").name == "step-0000008"
+    assert {row["step"] for row in lines(tmp_path / "parts", "evaluations.jsonl")} == {4}
+    run_training(toy(**options), tmp_path / "parts")
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(toy, tmp_path, monkeypatch):
+    run_training(toy(), tmp_path / "whole")
+    monkeypatch.setattr(train, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run_training(toy(), tmp_path / "parts")
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    monkeypatch.undo()
+    run_training(toy(), tmp_path / "parts")
+    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert (tmp_path / "parts" / "summary.json").exists()
+
+
+def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):
+    run_training(toy(train__steps=10, train__save_every=3, train__keep_last=2), tmp_path / "run")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-0000009", "step-0000010"]
+
+
+def test_a_finished_run_is_left_as_it_is(toy, tmp_path):
+    run_training(toy(train__steps=3), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    run_training(toy(train__steps=3), tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_the_records_say_what_happened(toy, tmp_path):
+    run_training(toy(train__steps=6, train__eval_every=3), tmp_path / "run")
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["step"] == 6
+    assert row["positions"] == 6 * 4 * 32
+    assert 0 < row["tokens"] < row["positions"]
+    assert set(row["seconds"]) == {"train", "admm", "sync", "save", "evaluate"}
+    blocks = lines(tmp_path / "run", "blocks.jsonl")
+    assert [row["step"] for row in blocks] == [3] * 14 + [6] * 14
+    assert set(blocks[0]) == {
+        "step", "block", "rank_ratio", "density", "alpha", "beta", "delta", "error", "bound", "method",
+    }  # fmt: skip
+    evaluations = lines(tmp_path / "run", "evaluations.jsonl")
+    assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["variants"].keys() == {"X", "L+S"}
+    assert summary["final_loss"] == lines(tmp_path / "run", "metrics.jsonl")[-1]["loss"]  # a twentieth of few lines
+    assert summary["blocks"].keys() == {row["block"] for row in blocks}
+    for name, row in summary["blocks"].items():
+        assert {"block": name, **row} == [other for other in blocks if other["block"] == name][-1]
+
+
+def test_broken_lines_are_skipped_and_told(toy, tmp_path, text_files, capsys):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "cut off\n' + Path(text_files["train"][0]).read_text() + '{"text": ""}\n')
+    run_training(toy(data__files=json.dumps([str(broken)]), train__steps=60), tmp_path / "run")
+    # 240 rows of 150 documents: every line is met once, some twice
+    assert re.search(r"documents skipped so far: [12] broken, [12] without text", capsys.readouterr().out)
+
+
+def test_the_reported_perplexity_is_that_of_the_saved_model(toy, tmp_path, text_files):
+    run_training(toy(train__steps=4), tmp_path / "run")
+    folder = last_checkpoint(tmp_path / "run") / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).double(), AutoTokenizer.from_pretrained(folder)
+    total = count = 0
+    for line in Path(text_files["validation"][0]).read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
+        ids = [*ids[:31], tokenizer.eos_token_id]
+        log_p = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        total -= log_p[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum().item()
+        count += len(ids) - 1
+    [row] = [row for row in lines(tmp_path / "run", "evaluations.jsonl") if row["variant"] == "X"]
+    assert row["tokens"] == count
+    assert row["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_wandb_offline_continues_the_same_run(toy, tmp_path, monkeypatch):
+    interrupt_at(monkeypatch, {2})
+    for _ in range(2):
+        run_training(toy(train__steps=4, wandb__mode="offline"), tmp_path / "run")
+    identity = (tmp_path / "run" / "wandb_id").read_text()
+    runs = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert all(name.endswith(identity) for name in runs)
+
+
+def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path, monkeypatch):
+    original = base.SalaadMethod.after_step
+
+    def after_step(self):
+        original(self)
+        if self.salaad.steps == 4:
+            self.salaad.weights["model.layers.1.mlp.up_proj"].data[3, 5] = float("nan")
+
+    monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+    with pytest.raises(
+        UserError, match=r"not finite at step 4, first in .*step-0000002 --output NEW and a lower --optimizer.lr"
+    ):
+        run_training(toy(train__save_every=2, train__log_every=100), tmp_path / "run")
+    diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert diagnosis["step"] == 4
+    assert diagnosis["block"] == "model.layers.1.mlp.up_proj.weight"
+    assert diagnosis["last_good_checkpoint"].endswith("step-0000002")
+    assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
+
+
+def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
+    done = launch(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "floating-point operations", "130,000"):
+        assert word in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+BAD_INPUT = [
+    ({"model__hidden_siz": 3}, r"no option model.hidden_siz; did you mean model.hidden_size\?"),
+    ({"train__steps": "many"}, r"train.steps: Expected a.*int"),
+    ({"salaad__rank_ratio": 1.5}, r"salaad.rank_ratio is 1.5, outside \(0, 1\]"),
+    ({"salaad__roles": "gat"}, r"names 'gat'; give any of q, k, v"),
+    ({"salaad__roles": "re:nothing"}, r"matches no 2-D weight"),
+    ({"data__files": "missing/*.jsonl"}, r"missing/\*.jsonl"),
+    ({"model__vocab_size": 100}, r"512.*100|100.*512"),
+    ({"model__path": "nowhere"}, r"model.path nowhere holds no config.json"),
+    ({"optimizer__name": "Adma"}, r"optimizer.name is 'Adma'.*AdamW"),
+    ({"data__tokenizer": "nobody/nothing"}, r"nobody/nothing"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), BAD_INPUT)
+def test_bad_input_is_one_sentence_and_leaves_no_run(toy, tmp_path, overrides, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        run_training(toy(**overrides), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
+    run_training(toy(train__steps=2), tmp_path / "run")
+    with pytest.raises(UserError, match=r"begun with optimizer.lr 0.003, but 0.1 is asked for"):
+        run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
+    with pytest.raises(UserError, match="already holds a run"):
+        run_training([*toy(train__steps=2), "--resume=none"], tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"without a readable config\.yaml"):
+        run_training(toy(train__steps=2), tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is no run of this program"):
+        run_training(toy(train__steps=2), tmp_path / "other")
+
+
+def test_a_user_error_leaves_with_2_and_no_traceback(toy, tmp_path):
+    done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
+    assert "train.batch 3 cannot be shared by 2 processes" in done.stderr
+    command = [sys.executable, "train.py", *toy(salaad__every=0), f"--output={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: salaad.every is 0, but the least is 1; give 1 or more\n"

@@ -1,0 +1,313 @@
+"""The harness's scores against choices scored by hand, on task files made on the spot; and every sentence."""
+
+import importlib.metadata
+import json
+import logging
+import math
+import random
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from salaad.common.errors import UserError
+from salaad.evaluation import lm_harness
+from salaad.evaluation.lm_harness import DEFAULT_TASKS, check_tasks, evaluate_tasks, harness_version
+from scripts.toy import WORDS
+
+lm_eval = pytest.importorskip("lm_eval")
+
+ROWS = 12
+LENGTH = 96  # tokens that the model reads: fewer than some prompts have
+SUBJECTS = sorted(
+    path.stem.removeprefix("mmlu_")
+    for path in (Path(lm_eval.__file__).parent / "tasks/mmlu/default").glob("mmlu_*.yaml")
+)
+# What a row looks like but for its answer, what the harness shows of it, and the choices it scores.
+TASKS = {
+    "arc_challenge": (
+        lambda text: {"question": text(6), "choices": {"text": [text(2), text(3), text(5)], "label": list("ABC")}},
+        lambda row: (f"Question: {row['question']}\nAnswer:", row["choices"]["text"]),
+    ),
+    "boolq": (
+        lambda text: {"passage": text(60), "question": text(5)},
+        lambda row: (f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:", ["no", "yes"]),
+    ),
+    "copa": (
+        lambda text: {"premise": f"{text(4)}.", "question": "cause", "choice1": text(3), "choice2": text(4)},
+        lambda row: (f"{row['premise'][:-1]} because", [f" {row['choice1']}", f" {row['choice2']}"]),
+    ),
+    "hellaswag": (
+        lambda text: {
+            "activity_label": text(2), "ctx_a": text(6), "ctx_b": text(2), "endings": [text(n) for n in (1, 3, 5, 9)],
+        },
+        lambda row: (f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}", row["endings"]),
+    ),
+    "mmlu": (
+        lambda text: {"question": text(5), "choices": [text(1) for _ in range(4)]},
+        lambda row: (
+            "The following are multiple choice questions (with answers) about "
+            f"{row['subject'].replace('_', ' ')}.\n\n{row['question']}\n"
+            + "".join(f"{letter}. {choice}\n" for letter, choice in zip("ABCD", row["choices"], strict=True))
+            + "Answer:",
+            list("ABCD"),
+        ),
+    ),
+    "piqa": (
+        lambda text: {"goal": text(5), "sol1": text(3), "sol2": text(8)},
+        lambda row: (f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]]),
+    ),
+}  # fmt: skip
+FILES = {
+    "arc_challenge": ("arc_challenge.test.jsonl", "answerKey", lambda index: "ABC"[index]),
+    "boolq": ("boolq.validation.jsonl", "label", int),
+    "copa": ("copa.validation.jsonl", "label", int),
+    "hellaswag": ("hellaswag.validation.jsonl", "label", str),
+    "mmlu": ("mmlu.test.jsonl", "answer", int),
+    "piqa": ("piqa.validation.jsonl", "label", int),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=LENGTH, initializer_range=0.3)
+    ).float()
+
+
+def log_likelihood(model, tokenizer, prompt, choice):
+    """Sum of the log-probabilities of a choice's tokens; the model reads the last LENGTH tokens before the last."""
+    start = tokenizer(prompt, add_special_tokens=False).input_ids
+    ids = tokenizer(f"{prompt} {choice}", add_special_tokens=False).input_ids
+    assert ids[: len(start)] == start
+    rows = torch.tensor([ids[-LENGTH - 1 :]])
+    with torch.no_grad():
+        chances = model(rows[:, :-1]).logits[0].float().log_softmax(-1)
+    return sum(chances[-k, rows[0, -k]].item() for k in range(1, len(ids) - len(start) + 1))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, model, tokenizer):
+    """Folder of task files, and {task: [(right, right after dividing by the choice's characters)]}.
+
+    By hand the model is right in two rows of three, so a score is right only if every row is.
+    """
+    pick = random.Random(1)
+    folder, right, cut = tmp_path_factory.mktemp("tasks"), {}, 0
+    for task, (make, show) in TASKS.items():
+        file, column, answer = FILES[task]
+        lines, right[task] = [], []
+        for k in range(len(SUBJECTS) if task == "mmlu" else ROWS):
+            row = make(lambda count: " ".join(pick.choices(WORDS, k=count))) | {"extra": None}
+            row |= {"subject": SUBJECTS[k]} if task == "mmlu" else {}
+            prompt, choices = show(row)
+            cut += len(tokenizer(prompt).input_ids) > LENGTH
+            scores = [log_likelihood(model, tokenizer, prompt, choice) for choice in choices]
+            best = max(range(len(choices)), key=lambda i: scores[i])
+            longest = max(range(len(choices)), key=lambda i: scores[i] / len(choices[i]))
+            truth = best if k % 3 else (best + 1) % len(choices)
+            lines.append(json.dumps(row | {column: answer(truth)}))
+            right[task].append((best == truth, longest == truth))
+        (folder / file).write_text("\n".join(lines) + "\n")
+    assert cut > ROWS
+    return folder, right
+
+
+@pytest.fixture(scope="module")
+def scores(made, model, tokenizer):
+    return {score.task: score for score in evaluate_tasks(model, tokenizer, DEFAULT_TASKS, task_data=made[0])}
+
+
+def mean_and_error(values):
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(mean * (1 - mean) / (len(values) - 1))
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "mmlu"])
+def test_scores_are_those_computed_by_hand(task, scores, made):
+    score = scores[task]
+    plain, normalized = zip(*made[1][task], strict=True)
+    assert (score.samples, score.version) == (ROWS, "2.0" if task == "boolq" else "1.0")
+    assert (score.acc, score.acc_stderr) == pytest.approx(mean_and_error(plain))
+    assert score.acc == pytest.approx(2 / 3)
+    if task in ("boolq", "copa"):
+        assert (score.acc_norm, score.acc_norm_stderr) == (None, None)
+    else:
+        assert (score.acc_norm, score.acc_norm_stderr) == pytest.approx(mean_and_error(normalized))
+
+
+def test_length_normalization_makes_a_difference(made):
+    assert any(plain != normalized for task in ("piqa", "hellaswag") for plain, normalized in made[1][task])
+
+
+def test_mmlu_is_one_row_over_its_57_subjects(scores, made):
+    score = scores["mmlu"]
+    assert (score.samples, score.version, score.acc_norm) == (57, "2", None)
+    assert score.acc == pytest.approx(sum(plain for plain, _ in made[1]["mmlu"]) / 57)
+    assert score.acc_stderr is None  # one row of each subject has none
+
+
+def test_one_subject_and_the_order_asked_for(made, model, tokenizer):
+    asked = ["piqa", "mmlu_stem", "mmlu_virology", "mmlu", "piqa"]
+    found = evaluate_tasks(model, tokenizer, asked, task_data=made[0], limit=2)
+    assert [(score.task, score.samples) for score in found] == [
+        ("piqa", 2), ("mmlu_stem", 19), ("mmlu_virology", 1), ("mmlu", 57),
+    ]  # fmt: skip
+    assert found[2].acc == made[1]["mmlu"][SUBJECTS.index("virology")][0]
+
+
+def test_limit_takes_the_first_rows(made, model, tokenizer):
+    [score] = evaluate_tasks(model, tokenizer, ["copa"], task_data=made[0], limit=4)
+    assert (score.samples, score.acc) == (4, 0.5)  # wrong in the first and the fourth
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 50])
+def test_batch_size_changes_no_score(batch_size, made, model, tokenizer, scores):
+    tasks = ["hellaswag", "boolq"]
+    assert evaluate_tasks(model, tokenizer, tasks, task_data=made[0], batch_size=batch_size) == [
+        scores[task] for task in tasks
+    ]
+
+
+def test_the_end_token_of_a_tokenizer_is_no_part_of_a_choice(made, model, tiny_tokenizer_dir, scores):
+    ending = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
+    ending.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    assert ending("a").input_ids[-1] == 1
+    tasks = ["mmlu", "piqa"]
+    assert evaluate_tasks(model, ending, tasks, task_data=made[0]) == [scores[task] for task in tasks]
+
+
+def test_nothing_is_printed_written_loaded_or_left_changed(made, model, tokenizer, monkeypatch, capfd):
+    def refuse(*args, **kwargs):
+        raise AssertionError("local data needs no load_dataset")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    before = {path: path.stat().st_mtime_ns for path in made[0].rglob("*")}
+    model.train()
+    check_tasks(["hellaswag", "boolq"], made[0])
+    evaluate_tasks(model, tokenizer, ["hellaswag", "boolq"], task_data=made[0], batch_size="auto:1", limit=2)
+    assert model.training
+    assert logging.root.manager.disable == logging.NOTSET
+    assert {path: path.stat().st_mtime_ns for path in made[0].rglob("*")} == before
+    assert capfd.readouterr() == ("", "")
+
+
+def copy(made, tmp_path, task, change):
+    """A folder with one task's file, its rows changed."""
+    name = FILES[task][0]
+    rows = [json.loads(line) for line in (made[0] / name).read_text().splitlines()]
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+    return tmp_path
+
+
+def refused(tasks, folder):
+    with pytest.raises(UserError) as caught:
+        check_tasks(tasks, folder)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and "; " in sentence
+    return sentence
+
+
+def test_an_unknown_name_is_told_with_the_nearest(monkeypatch, made):
+    few = lm_harness._index(lm_harness._FOLDERS)
+    monkeypatch.setattr(lm_harness, "_index", lambda folders: few)  # all of them take ten seconds to index
+    assert "task helaswag is none of" in refused(["piqa", "helaswag"], made[0])
+    assert refused(["helaswag"], None).endswith("did you mean hellaswag?")
+
+
+def test_a_name_for_several_tasks_is_refused():
+    assert "task ai2_arc has no accuracy of its own" in refused(["ai2_arc"], None)
+
+
+def test_names_alone_need_no_data():
+    check_tasks(DEFAULT_TASKS, None)
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path, made):
+    assert f"{tmp_path / 'no'} is no folder" in refused(["piqa"], tmp_path / "no")
+    folder = copy(made, tmp_path, "copa", lambda rows: rows)
+    assert f"{folder} lacks boolq.validation.jsonl" in refused(["copa", "boolq"], folder)
+
+
+def test_a_missing_subject_is_named(tmp_path, made):
+    folder = copy(made, tmp_path, "mmlu", lambda rows: [row for row in rows if row["subject"] != "virology"])
+    assert "mmlu.test.jsonl has no row of virology" in refused(["mmlu"], folder)
+    check_tasks(["mmlu_anatomy"], folder)
+
+
+def test_a_task_of_unknown_layout_is_refused(made):
+    assert "but not arc_easy" in refused(["arc_easy"], made[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: {key: value for key, value in row.items() if key != "goal"}, "has rows without goal"),
+        (lambda row: row | {"sol2": None}, "has rows without sol2"),
+        (lambda row: row | {"label": str(row["label"])}, "has a label that is no int64"),
+    ],
+)
+def test_rows_unlike_those_of_the_hub_are_refused(change, message, tmp_path, made):
+    folder = copy(made, tmp_path, "piqa", lambda rows: [change(row) for row in rows])
+    assert message in refused(["piqa"], folder)
+
+
+def test_choices_that_the_harness_cannot_read_are_refused(tmp_path, made):
+    folder = copy(made, tmp_path, "arc_challenge", lambda rows: [row | {"choices": ["one"]} for row in rows])
+    assert f"cannot be read from {folder}" in refused(["arc_challenge"], folder)
+
+
+@pytest.mark.parametrize("text", ["", "no JSON\n", '{"label": 1}\n{"label": "1"}\n'])
+def test_a_damaged_file_is_named(text, tmp_path):
+    (tmp_path / "piqa.validation.jsonl").write_text(text)
+    assert "piqa.validation.jsonl is no file of JSON lines" in refused(["piqa"], tmp_path)
+
+
+def test_a_hub_out_of_reach_is_one_sentence(model, tokenizer, monkeypatch):
+    def unreachable(path, **options):
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=r"of piqa cannot be read from the hub .*'baber/piqa'.*; give --task-data"):
+        evaluate_tasks(model, tokenizer, ["piqa"])
+
+
+def test_data_of_the_hub_scores_alike(made, model, tokenizer, scores, monkeypatch):
+    """As the hub gives it, with splits that nothing asks for and labels that have names."""
+    file = made[0] / "boolq.validation.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    held = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=["False", "True"]))
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda **options: asked.append(options) or {"validation": held})
+    assert evaluate_tasks(model, tokenizer, ["boolq"]) == [scores["boolq"]]
+    assert [(options["path"], options["name"]) for options in asked] == [("aps/super_glue", "boolq")]
+
+
+def test_a_limit_below_one_is_refused(model, tokenizer, made):
+    with pytest.raises(UserError, match=r"limit is 0, but .* 1 row or more; give --limit 1"):
+        evaluate_tasks(model, tokenizer, ["piqa"], task_data=made[0], limit=0)
+
+
+def test_a_choice_too_long_for_the_model_is_named(tmp_path, made, model, tokenizer):
+    folder = copy(made, tmp_path, "piqa", lambda rows: [row | {"sol1": "low rank " * LENGTH} for row in rows])
+    with pytest.raises(UserError, match=f"' low rank .* tokens, but a row takes 1 to {LENGTH}; give --max"):
+        evaluate_tasks(model, tokenizer, ["piqa"], task_data=folder)
+
+
+def test_a_machine_without_the_harness(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert harness_version() == importlib.metadata.version("lm_eval")
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert "lm-eval is not installed" in refused(["piqa"], None)

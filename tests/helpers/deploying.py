@@ -1,0 +1,43 @@
+"""compress.py and evaluate.py as a user calls them."""
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from salaad.common.errors import UserError
+from salaad.runs.model_on_disk import open_source
+
+
+def run(program: str, *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and error of a program, called in this process: starting one takes six seconds."""
+    open_source.cache_clear()
+    out, err, code = io.StringIO(), "", 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [program, *map(str, arguments)])
+        try:
+            importlib.import_module(program.removesuffix(".py")).main()
+        except UserError as error:
+            code, err = 2, f"error: {error}"
+    return code, out.getvalue(), err
+
+
+def ok(program: str, *arguments: object) -> str:
+    code, out, err = run(program, *arguments)
+    assert code == 0, err
+    return out
+
+
+def refused(program: str, *arguments: object) -> str:
+    code, out, err = run(program, *arguments)
+    assert (code, out) == (2, "")
+    assert "\n" not in err
+    return err
+
+
+def rows_of(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / f"{name}.json").read_text())["rows"]

@@ -1,0 +1,63 @@
+"""Running train.py on a toy model and reading what it wrote."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+
+import train
+from salaad.config.command_line import read_command_line
+from scripts.toy import ROOT, launch_command
+
+SECONDS = ("seconds", "tokens_per_second")
+
+
+def run_training(arguments: list[str], output: Path) -> None:
+    """`train.main` in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    config, options = read_command_line([*arguments, f"--output={output}"])
+    train.main(config, options)
+
+
+def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.Popen:
+    """`accelerate launch train.py` as a user types it, on one thread per process."""
+    command, environment = launch_command(arguments, output, processes)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
+    """`start`, and wait for the end."""
+    process = start(arguments, output, processes)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for_steps(process: subprocess.Popen, output: Path) -> None:
+    """Return when the run in `output` has logged a step, or has ended."""
+    metrics = output / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The lines of a record, without the fields that measure time."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in SECONDS} for row in rows]
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The checkpoint that `latest` names."""
+    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+
+
+def weights(folder: Path) -> dict:
+    """The model's tensors in the newest checkpoint."""
+    return load_file(last_checkpoint(folder) / "model" / "model.safetensors")

@@ -1,0 +1,226 @@
+"""Singular-value thresholding on every rung against a full SVD in float64, and the bound against the true error."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from salaad import spectral
+from salaad.config.run import SalaadConfig
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.spectral import TOLERANCE, threshold
+
+SHAPES = ((40, 40), (40, 90), (90, 40))
+
+
+@pytest.fixture(autouse=True)
+def _small_matrices_may_use_subspaces(monkeypatch):
+    monkeypatch.setattr(spectral, "SMALLEST_SIDE", 8)
+    monkeypatch.setattr(spectral, "LARGEST_SHARE", 0.5)
+
+
+def matrix(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5) -> Tensor:
+    """Singular values 3 … 1 for those to keep, and from `gap` down for the others."""
+    generator = np.random.default_rng(seed)
+    k = min(n, m)
+    U, V = (np.linalg.qr(generator.normal(size=(size, k)))[0] for size in (n, m))
+    sigma = np.concatenate([np.linspace(3, 1, kept), np.linspace(gap, 0.05, k - kept)])
+    return torch.from_numpy((U * sigma) @ V.T).float()
+
+
+def moved(Z: Tensor, by: float, seed: int = 1) -> Tensor:
+    """Z and noise of this size relative to it."""
+    noise = torch.randn(Z.shape, generator=torch.Generator().manual_seed(seed))
+    return Z + by * Z.norm() / noise.norm() * noise
+
+
+def reference(Z: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    U, s, Vh = torch.linalg.svd(Z.double(), full_matrices=False)
+    shrunk = (s - tau).clamp_min(0)
+    return (U * shrunk) @ Vh, shrunk
+
+
+def error(found: spectral.Thresholded, Z: Tensor, tau: float) -> float:
+    """Of L, relative to ‖Z‖_F."""
+    return float((found.L.double() - reference(Z, tau)[0]).norm() / Z.double().norm())
+
+
+def no_eigenvectors(monkeypatch, failures: int) -> None:
+    """Let the next so many eigendecompositions fail to converge."""
+    real, left = torch.linalg.eigh, [failures]
+
+    def eigh(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise torch.linalg.LinAlgError("did not converge")
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+
+
+@pytest.mark.parametrize("method", ["exact", "gram"])
+@pytest.mark.parametrize("tau", [0.001, 0.3, 0.8, 2.0, 5.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_direct_rungs_are_the_full_svd(shape, tau, method):
+    Z = matrix(*shape)
+    found = threshold(Z, tau, method=method)
+    assert found.method == method
+    assert error(found, Z, tau) < 5e-6
+    np.testing.assert_allclose(found.sigma.numpy(), reference(Z, tau)[1].numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.01, 0.1, 0.3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_subspace_follows_a_matrix_that_moves(shape, drift):
+    Z = matrix(*shape)
+    basis = threshold(Z, 0.8).basis
+    following = moved(Z, drift)
+    found = threshold(following, 0.8, basis)
+    assert found.method == "subspace"
+    assert error(found, following, 0.8) <= found.bound + 1e-6
+    assert found.bound <= TOLERANCE
+    np.testing.assert_allclose(found.sigma.numpy(), reference(following, 0.8)[1].numpy(), atol=3e-3)
+    again = threshold(following, 0.8, found.basis)
+    assert again.bound <= TOLERANCE
+    assert len(found.L) == shape[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0, 0.5), st.floats(0.1, 1.5), st.integers(1, 20), st.floats(0.05, 0.95))
+def test_the_bound_holds_whatever_the_matrix_and_wherever_it_came_from(seed, drift, tau, kept, gap):
+    before = matrix(40, 60, kept, seed, gap)
+    Z = moved(before, drift, seed + 1)
+    found = threshold(Z, tau, threshold(before, tau).basis)
+    assert error(found, Z, tau) <= found.bound + 1e-5
+    assert found.bound <= TOLERANCE
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(1.005, 2), st.floats(0, 0.02), st.integers(1, 14))
+def test_the_bound_holds_for_a_singular_value_that_has_just_come_up(seed, height, drift, kept):
+    before = matrix(60, 70, kept, seed, gap=0.9)
+    U, sigma, Vh = torch.linalg.svd(before.double(), full_matrices=False)
+    sigma[-5] = height  # from far outside the basis to above the threshold
+    Z = moved(((U * sigma) @ Vh).float(), drift, seed + 1)
+    found = threshold(Z, 1.0, threshold(before, 1.0).basis)
+    assert error(found, Z, 1.0) <= found.bound + 1e-5
+    assert found.bound <= TOLERANCE
+
+
+def test_a_basis_from_elsewhere_never_changes_a_result_silently():
+    Z = matrix(40, 60)
+    unrelated = torch.linalg.qr(torch.randn(40, 18, generator=torch.Generator().manual_seed(3)))[0]
+    found = threshold(Z, 0.8, unrelated)
+    assert error(found, Z, 0.8) <= max(found.bound, 3e-6)
+    assert found.bound <= TOLERANCE
+
+
+def test_a_rank_that_outgrows_the_basis_falls_to_the_next_rung():
+    basis = threshold(matrix(40, 60, kept=4), 0.8).basis
+    Z = matrix(40, 60, kept=19)
+    found = threshold(Z, 0.8, basis)
+    assert found.method == "gram"
+    assert error(found, Z, 0.8) < 5e-6
+
+
+def test_the_basis_follows_the_rank_up_and_down():
+    basis, widths = None, []
+    for kept in (4, 5, 7, 9, 7, 5, 3):
+        Z = moved(matrix(40, 60, kept), 0.01)
+        found = threshold(Z, 0.8, basis)
+        assert int((found.sigma > 0).sum()) == kept
+        assert error(found, Z, 0.8) <= max(found.bound, 3e-6)
+        basis = found.basis
+        widths.append(basis.shape[1])
+    assert max(widths) == widths[3]
+    assert widths[-1] < widths[3]
+
+
+def test_where_most_is_kept_there_is_no_basis():
+    assert threshold(matrix(40, 60, kept=30), 0.8).basis is None
+    assert threshold(matrix(40, 60, kept=5), 0.8).basis.shape[0] == 40
+    assert threshold(matrix(60, 40, kept=5), 0.8).basis.shape[0] == 40
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_threshold_returns_the_matrix_to_the_bit(shape):
+    Z = matrix(*shape)
+    for method in ("exact", "gram", "auto"):
+        assert torch.equal(threshold(Z, 0.0, threshold(Z, 0.8).basis, method).L, Z)
+
+
+def test_eigenvectors_that_do_not_converge_leave_it_to_the_svd(monkeypatch):
+    Z = matrix(40, 60)
+    no_eigenvectors(monkeypatch, 1)
+    found = threshold(Z, 0.8)
+    assert found.method == "exact"
+    assert error(found, Z, 0.8) < 5e-6
+
+
+def test_ritz_vectors_that_do_not_converge_leave_it_to_the_gram_matrix(monkeypatch):
+    Z = matrix(40, 60)
+    basis = threshold(Z, 0.8).basis
+    for failures, rung in ((1, "gram"), (2, "exact")):
+        with monkeypatch.context() as patch:
+            no_eigenvectors(patch, failures)
+            found = threshold(Z, 0.8, basis)
+        assert found.method == rung
+        assert error(found, Z, 0.8) < 5e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_on_every_rung(value):
+    Z = matrix(40, 60)
+    basis = threshold(Z, 0.8).basis
+    Z[3, 4] = value
+    for method in ("exact", "gram", "subspace", "auto"):
+        try:
+            assert not threshold(Z, 0.8, basis, method).sigma.isfinite().all()
+        except torch.linalg.LinAlgError:
+            continue
+
+
+def test_a_matrix_of_zeros_stays_one():
+    for method in ("exact", "gram", "auto"):
+        assert not threshold(torch.zeros(12, 20), 0.1, None, method).L.any()
+
+
+def test_the_same_input_gives_the_same_bits():
+    Z = matrix(40, 60)
+    basis = threshold(Z, 0.8).basis
+    first, second = (threshold(moved(Z, 0.1), 0.8, basis) for _ in range(2))
+    assert torch.equal(first.L, second.L)
+    assert torch.equal(first.basis, second.basis)
+
+
+def drift(X: Tensor, steps: int) -> list[Tensor]:
+    return [moved(X, 0.005 * step, seed=step) for step in range(steps)]
+
+
+def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_rung():
+    config = SalaadConfig(rank_ratio=0.2, delta_alpha=0.5, delta_beta=0.01)
+    X = matrix(40, 60)
+    block, weights = Surrogate(X, 1e-3, config), drift(X, 40)
+    used = [spectral.METHODS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
+    copy = Surrogate(X, 1e-3, config)
+    copy.load_state_dict({key: value.clone() for key, value in block.state_dict().items()})
+    assert used[-1] == "subspace"
+    for wandered in weights[36:]:
+        assert torch.equal(block.update(wandered), copy.update(wandered))
+    for key, value in block.state_dict().items():
+        assert torch.equal(value, copy.state_dict()[key]), key
+
+
+def test_forty_updates_with_subspaces_end_where_full_svds_end():
+    X, ends = matrix(40, 60), {}
+    for method in ("exact", "auto"):
+        block = Surrogate(X, 1e-3, SalaadConfig(rank_ratio=0.2, delta_alpha=0.3, delta_beta=0.005, method=method))
+        for wandered in drift(X, 40):
+            block.update(wandered)
+        ends[method] = block
+    assert ends["auto"].rank == ends["exact"].rank
+    assert abs(ends["auto"].density - ends["exact"].density) < 0.01
+    gap = (ends["auto"].T - ends["exact"].T).norm() / ends["exact"].T.norm()
+    assert gap < 5e-3

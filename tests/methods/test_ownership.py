@@ -1,0 +1,285 @@
+"""Owners of blocks, and two processes that must arrive at what one process computes."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from salaad import Salaad, SalaadConfig
+from salaad.common import distributed
+from tests.helpers.ranks import run_ranks
+
+CONFIG = SalaadConfig(roles=("re:.",), rho=0.3, every=2, rank_ratio=0.4, density=0.3, delta_alpha=1.0, delta_beta=0.05)
+BLOCKS = ("0", "2", "4")
+STEPS = 6
+
+costs_of_blocks = st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(1, 20), min_size=1, max_size=15)
+
+
+# ---- owners
+
+
+@settings(deadline=None)
+@given(costs_of_blocks, st.integers(1, 8))
+def test_the_blocks_are_dealt_round_robin_the_dearest_first(costs, ranks):
+    owners = distributed.assign_owners(costs, ranks)
+    dearest_first = sorted(sorted(costs), key=costs.get, reverse=True)
+    assert list(owners) == list(costs)  # every block has one owner, in the model's order
+    assert [owners[name] for name in dearest_first] == [i % ranks for i in range(len(costs))]
+
+
+@settings(deadline=None)
+@given(costs_of_blocks, st.integers(1, 8), st.randoms())
+def test_owners_do_not_depend_on_the_order_of_the_blocks(costs, ranks, random):
+    shuffled = list(costs.items())
+    random.shuffle(shuffled)
+    assert distributed.assign_owners(dict(shuffled), ranks) == distributed.assign_owners(costs, ranks)
+
+
+@settings(deadline=None)
+@given(costs_of_blocks, st.integers(1, 8))
+def test_imbalance_is_the_largest_load_over_the_mean_load(costs, ranks):
+    owners = distributed.assign_owners(costs, ranks)
+    loads = np.bincount([owners[name] for name in costs], weights=list(costs.values()), minlength=ranks)
+    assert distributed.imbalance(costs, owners, ranks) == pytest.approx(loads.max() / loads.mean())
+
+
+@pytest.mark.parametrize(
+    ("costs", "owners", "ranks", "expected"),
+    [
+        ({"a": 1.0, "b": 1.0}, {"a": 0, "b": 1}, 2, 1.0),
+        ({"a": 3.0, "b": 1.0}, {"a": 0, "b": 1}, 2, 1.5),
+        ({"a": 1.0}, {"a": 0}, 4, 4.0),  # more ranks than blocks
+    ],
+)
+def test_imbalance_by_hand(costs, owners, ranks, expected):
+    assert distributed.imbalance(costs, owners, ranks) == expected
+
+
+def test_the_cost_of_an_update_knows_no_orientation_and_grows_with_either_side():
+    assert distributed.update_cost(30, 70) == distributed.update_cost(70, 30)
+    assert distributed.update_cost(30, 70) < distributed.update_cost(30, 71) < distributed.update_cost(31, 71)
+
+
+def test_one_process_exchanges_with_itself():
+    values = torch.tensor([1.0, 2.0])
+    assert (distributed.world_size(), distributed.rank()) == (1, 0)
+    assert distributed.all_sum(values).tolist() == distributed.broadcast(values, 0).tolist() == [1.0, 2.0]
+    assert distributed.gather("a") == ["a"]
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    distributed.average_gradients([parameter])
+    assert parameter.grad.tolist() == [3.0, 3.0]
+    distributed.barrier()
+
+
+# ---- two processes
+
+
+def toy(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4))
+    return model.to(dtype)
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.float().square().mean()
+
+
+def train(micro_batches: int = 1) -> dict[str, Any]:
+    """Train the toy model on this rank's rows, and return all that must not depend on the number of ranks."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    gradients, penalties = [], []
+    for step in range(STEPS):
+        mine = rows(step)[rank::ranks]
+        for part in mine.chunk(micro_batches)[:-1]:
+            with wrapped.no_sync():
+                (loss_of(wrapped(part)) / micro_batches).backward()
+        (loss_of(wrapped(mine.chunk(micro_batches)[-1])) / micro_batches).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        penalties.append(salaad.penalty().item())
+        optimizer.step()
+        salaad.step()
+        optimizer.zero_grad(set_to_none=False)
+    before = copy.deepcopy(model.state_dict())
+    with salaad.deployed():
+        deployed = copy.deepcopy(model.state_dict())
+    return {
+        "gradients": gradients,
+        "penalties": penalties,
+        "summary": salaad.summary(),
+        "records": [(step, block, *vars(record).values()) for step, block, record in salaad.drain_records()],
+        "deployed": deployed,
+        "restored": all(torch.equal(value, before[name]) for name, value in model.state_dict().items()),
+        "owners": salaad.owners,
+        "owned": list(salaad.surrogates),
+        "state": salaad.state_dict(),
+    }
+
+
+def exchange() -> list:
+    """What the small exchanges give on this rank."""
+    mine = torch.tensor([1.0 + distributed.rank(), 10.0])
+    distributed.barrier()
+    return [
+        distributed.all_sum(mine.clone()).tolist(),
+        distributed.broadcast(mine.clone(), 1).tolist(),
+        distributed.gather({"rank": distributed.rank()}),
+    ]
+
+
+def both() -> tuple[dict[str, Any], dict[str, Any], list]:
+    return train(), train(micro_batches=2), exchange()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> list:
+    return run_ranks(both, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train()
+
+
+def assert_close_trees(mine: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert (value - theirs[name]).norm() <= tolerance * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["whole batch", "micro-batches"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_gradient_of_each_rank_is_that_of_the_coupled_loss_on_the_whole_batch(two_ranks, rank, run):
+    model = toy()
+    penalty = sum(
+        CONFIG.rho / 2 * (X - truncated(X)).square().sum() for X in (model[int(name)].weight for name in BLOCKS)
+    )
+    parameters = dict(model.named_parameters())
+    gradient = torch.autograd.grad(loss_of(model(rows(0))) + penalty, list(parameters.values()))
+    assert_close_trees(two_ranks[rank][run]["gradients"][0], dict(zip(parameters, gradient, strict=True)), 1e-5)
+
+
+def truncated(X: Tensor) -> Tensor:
+    """T at the start: the weight at the target rank, in float64 NumPy."""
+    U, s, Vh = np.linalg.svd(X.detach().double().numpy(), full_matrices=False)
+    k = max(1, round(CONFIG.rank_ratio * min(X.shape)))
+    return torch.from_numpy((U[:, :k] * s[:k]) @ Vh[:k]).float()
+
+
+@pytest.mark.parametrize("run", [0, 1], ids=["whole batch", "micro-batches"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_train_like_one(two_ranks, alone, rank, run):
+    result = two_ranks[rank][run]
+    for step in range(STEPS):
+        # Gradients agree to float32 rounding at first; training on them lets that grow a little.
+        assert_close_trees(result["gradients"][step], alone["gradients"][step], 1e-5 if step < 2 else 1e-4)
+    assert result["penalties"] == pytest.approx(alone["penalties"], rel=1e-4)
+    assert result["summary"] == pytest.approx(alone["summary"], rel=1e-3)
+    assert result["state"] == alone["state"]
+    assert_close_trees(result["deployed"], alone["deployed"], 1e-4)
+    assert result["restored"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_hears_of_every_update_in_the_models_order(two_ranks, alone, rank):
+    records = two_ranks[rank][0]["records"]
+    assert [record[:2] for record in records] == [(step, block) for step in (2, 4, 6) for block in BLOCKS]
+    for mine, theirs in zip(records, alone["records"], strict=True):
+        assert mine[:2] + mine[-1:] == theirs[:2] + theirs[-1:]
+        assert mine[2:-1] == pytest.approx(theirs[2:-1], rel=1e-3, abs=1e-5)
+
+
+def test_both_ranks_hold_the_same_to_the_bit(two_ranks):
+    first, second = (result[0] for result in two_ranks)
+    for name, value in first["deployed"].items():
+        assert torch.equal(value, second["deployed"][name])
+    for mine, theirs in zip(first["gradients"], second["gradients"], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for key in ("penalties", "summary", "records", "owners", "state"):
+        assert first[key] == second[key]
+
+
+def test_a_surrogate_exists_on_its_owner_only(two_ranks):
+    first, second = (result[0] for result in two_ranks)
+    # By cost: 20×16, then 12×20, then 16×4.
+    assert first["owners"] == {"2": 0, "0": 1, "4": 0}
+    assert (first["owned"], second["owned"]) == (["2", "4"], ["0"])
+
+
+def test_small_exchanges_give_every_rank_the_same(two_ranks):
+    for result in two_ranks:
+        assert result[2] == [[3.0, 20.0], [2.0, 10.0], [{"rank": 0}, {"rank": 1}]]
+
+
+# ---- pure bfloat16: the blocks' gradients are kept and averaged in float32
+
+
+def bfloat16_step() -> dict[str, Any]:
+    """One backward pass in pure bfloat16, as the trainer does it."""
+    rank, ranks = distributed.rank(), distributed.world_size()
+    model = toy(torch.bfloat16)
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=1e-3, rank_ratio=0.4))
+    mine = rows(0)[rank::ranks].bfloat16()
+    alone = torch.autograd.grad(loss_of(model(mine)), list(salaad.weights.values()))
+    distributed.exclude_from_averaging(model, salaad.weights.values())
+    wrapped = DistributedDataParallel(model)
+    loss_of(wrapped(mine)).backward()
+    dtypes = {name: X.grad.dtype for name, X in salaad.weights.items()}
+    distributed.average_gradients(salaad.weights.values())
+    return {
+        "dtypes": dtypes,
+        "gradients": {name: X.grad for name, X in salaad.weights.items()},
+        "without penalty": dict(zip(salaad.blocks, alone, strict=True)),
+        "penalty": {
+            name: 1e-3 * (salaad.weights[name].detach().float() - s.T) for name, s in salaad.surrogates.items()
+        },
+        "bias": model[0].bias.grad,
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks_in_bfloat16(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks(bfloat16_step, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_every_rank_keeps_the_gradients_of_all_blocks_in_float32_in_pure_bfloat16(two_ranks_in_bfloat16):
+    for result in two_ranks_in_bfloat16:
+        assert set(result["dtypes"].values()) == {torch.float32}
+
+
+def test_averaging_in_float32_keeps_the_whole_penalty_in_pure_bfloat16(two_ranks_in_bfloat16):
+    first, second = two_ranks_in_bfloat16
+    penalties = first["penalty"] | second["penalty"]
+    assert set(penalties) == set(BLOCKS)
+    for name, penalty in penalties.items():
+        mean = (first["without penalty"][name].float() + second["without penalty"][name].float()) / 2
+        assert torch.equal(first["gradients"][name], second["gradients"][name])
+        assert (first["gradients"][name] - mean - penalty).norm() < 1e-3 * penalty.norm()
+    assert torch.equal(first["bias"], second["bias"])  # what is no block is averaged by DistributedDataParallel
+    assert first["bias"].dtype == torch.bfloat16
+
+
+def failing() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one fails")
+
+
+def test_the_helper_brings_back_an_error_of_any_rank(tmp_path):
+    with pytest.raises(Exception, match="rank one fails"):
+        run_ranks(failing, 2, tmp_path)

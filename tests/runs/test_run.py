@@ -1,0 +1,26 @@
+"""What a run records of where it comes from."""
+
+import subprocess
+
+from salaad.runs import run
+
+
+def test_the_recorded_commit_is_dirty_when_code_changed_but_not_when_results_did(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in ("salaad/run.py", "results/one.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    monkeypatch.setattr(run, "CHECKOUT", tmp_path)
+    head = git("rev-parse", "HEAD")[:12]
+    assert run.provenance()["commit"] == head
+    (tmp_path / "results/one.json").write_text("2")
+    (tmp_path / "notes").write_text("not tracked")
+    assert run.provenance()["commit"] == head
+    (tmp_path / "salaad/run.py").write_text("2")
+    assert run.provenance()["commit"] == f"{head}-dirty"

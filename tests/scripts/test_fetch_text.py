@@ -1,0 +1,98 @@
+"""Bringing a text and training a tokenizer on it, as commands, on files that stand for the hub's."""
+
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from salaad.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["river", "Zürich", "window", "station", "garden", "letter", "carpet", "mountain", "kettle", "λόγος"]
+
+
+def article(part: int, number: int, words: int) -> str:
+    return f"Article {number} of part {part}. " + " ".join(WORDS[(number * i + part) % 10] for i in range(words))
+
+
+def script(name: str, *options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "scripts" / name, *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def encyclopedia(tmp_path_factory):
+    """Three parts of 200 articles; every second one is short."""
+    folder = tmp_path_factory.mktemp("encyclopedia")
+    for part in range(3):
+        texts = [article(part, number, 5 if number % 2 else 100) for number in range(200)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"part-{part}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fetched(encyclopedia, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts") / "wikipedia"
+    options = ("--documents", 150, "--least", 300, "--output", folder)
+    done = script("fetch_text.py", "--files", f"{encyclopedia}/*", *options)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def texts(*files) -> list[str]:
+    return [json.loads(line)["text"] for file in files for line in lzma.open(file, "rt", encoding="utf-8")]
+
+
+def test_every_part_gives_the_same_number_of_long_articles_and_none_is_in_both(fetched):
+    train, validation = texts(*fetched.glob("train-*.jsonl.xz")), texts(fetched / "validation.jsonl.xz")
+    assert sorted(train + validation) == sorted(article(part, 2 * k, 100) for part in range(3) for k in range(50))
+    assert 1 <= len(validation) <= 15
+    assert sum(bool(texts(file)) for file in fetched.glob("train-*.jsonl.xz")) == 10
+
+
+def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_said(fetched, encyclopedia, tmp_path):
+    again = script("fetch_text.py", "--files", f"{encyclopedia}/*", "--output", fetched)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1) and "nothing is overwritten" in again.stderr
+    more = script("fetch_text.py", "--files", f"{encyclopedia}/*", "--least", 300, "--output", tmp_path / "more")
+    assert more.returncode == 2 and "only 300 texts of 300 characters, not 25000" in more.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
+    path = tmp_path / "wikipedia.model"
+    done = script("train_tokenizer.py", f"{fetched}/train-*", "--vocab-size", 380, "--output", path)
+    assert done.returncode == 0, done.stderr
+    tokenizer = load_tokenizer(str(path))
+    assert len(tokenizer) == 380
+    text = "The λόγος of a station in Zürich, 猫."
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer("mountain kettle")["input_ids"]) <= 4
+    for options, said in (
+        ((path, 380), "is there already"),
+        ((tmp_path / "other.json", 380), "end it in .model"),
+        ((tmp_path / "other.model", 31000), "or more text"),
+        ((tmp_path / "other.model", 0), "--vocab-size is 0, but the least is 1"),
+        ((path / "inside.model", 380), "cannot be written"),
+    ):
+        refused = script("train_tokenizer.py", f"{fetched}/train-*", "--output", options[0], "--vocab-size", options[1])
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--other-text", "nowhere.jsonl"), "--other-text nowhere.jsonl is no file"),
+        (("--task-data", "nowhere"), "--task-data nowhere is no folder"),
+        (("--c4", "nowhere"), "nano has a text of its own"),
+        (("--tokenizer", "nowhere"), "--tokenizer nowhere is not there"),
+        (("--tokenizer", "README.md"), "nano has one of its own"),
+    ],
+)
+def test_a_place_that_is_not_there_is_said_before_anything_is_trained(options, said):
+    refused = script("reproduce.py", "--scale", "nano", "table1", *options)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr

@@ -1,0 +1,145 @@
+"""scripts/reproduce.py from the command line, with a stand-in for train.py: what is trained, reused, measured."""
+
+import json
+import sys
+
+import pytest
+
+from salaad.common.errors import UserError
+from scripts import reproduce
+from scripts.reproduction import grid, trainings
+from scripts.reproduction.items import Item, Measured
+
+# What the reports of this project read of a finished run; one seed of it fails if a file says so.
+TRAIN = """
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(words[words.index("--output") + 1])
+if (folder / "summary.json").exists():
+    sys.exit()
+with open("trained", "a") as log:
+    log.write(folder.name + "\\n")
+if pathlib.Path("broken").exists() and folder.name == pathlib.Path("broken").read_text():
+    sys.exit("the disk is full")
+folder.mkdir(parents=True)
+(folder / "config.yaml").write_text("# commit: abc\\n# machine: this one\\nseed: 0\\n")
+(folder / "summary.json").write_text(json.dumps({"tokens": 5, "seconds": {"train": 36.0}}))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A repository with two items: one opens the folder of a vanilla run, one needs two records."""
+    (tmp_path / "train_stand_in.py").write_text(TRAIN)
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for module in (grid, reproduce):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    items = (
+        Item("opening", "Opens", "1", lambda scale: [trainings.VANILLA], lambda scale: Measured([{"value": 1}])),
+        Item("reading", "Reads", "2", trainings.one_of_each, lambda scale: Measured(), folders=trainings.none),
+    )
+    monkeypatch.setattr(reproduce, "ITEMS", items)
+    return tmp_path
+
+
+@pytest.fixture
+def call(place, monkeypatch, capsys):
+    """Words of the command line, to the names that were trained and what was printed (stdout and stderr)."""
+
+    def run(*words: str) -> tuple[list[str], tuple[str, str]]:
+        (place / "trained").write_text("")
+        launcher = f"{sys.executable} {place / 'train_stand_in.py'}"
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", "--scale", "nano", "--launcher", launcher, *words])
+        reproduce.main()
+        return (place / "trained").read_text().split(), capsys.readouterr()
+
+    return run
+
+
+def test_what_is_there_is_neither_trained_nor_measured_again(call, place):
+    assert call("opening")[0] == ["full_rank"]
+    trained, said = call("all")
+    assert trained == ["salaad"]
+    assert "opening: results/nano/reproduce/opening.json is there; --again makes it anew" in said[1]
+    assert call("all")[0] == []
+
+
+def test_a_record_does_for_an_item_that_opens_no_folder(call, place):
+    call("reading")
+    for name in ("full_rank", "salaad"):
+        (place / "runs/reproduce/nano" / name / "summary.json").unlink()
+        (place / "runs/reproduce/nano" / name / "config.yaml").unlink()
+        (place / "runs/reproduce/nano" / name).rmdir()
+    (place / "results/nano/reproduce/reading.json").unlink()
+    assert call("reading")[0] == []
+    assert (place / "results/nano/reproduce/reading.json").exists()
+    assert call("opening")[0] == ["full_rank"]
+
+
+def test_again_trusts_neither_results_nor_records_of_another_machine(call, place):
+    call("all")
+    result = place / "results/nano/reproduce/opening.json"
+    result.write_text("{}")
+    folder = place / "runs/reproduce/nano/full_rank"
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    assert call("all", "--again")[0] == ["full_rank"]
+    kept = json.loads(result.read_text())
+    assert kept["rows"] == [{"value": 1}]
+    assert kept["trainings"][0]["commit"] == "abc" and kept["trainings"][0]["hours"] == 0.01
+
+
+def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
+    (place / "broken").write_text("full_rank")
+    with pytest.raises(UserError, match=r"1 trainings failed \(full_rank\); opening lacks full_rank; .*; mend what"):
+        call("all")
+    assert (place / "runs/reproduce/nano/salaad/summary.json").exists()
+    assert not (place / "results/nano/reproduce/opening.json").exists()
+    (place / "broken").unlink()
+    assert call("all")[0] == ["full_rank"]
+
+
+def test_the_list_and_the_printed_commands_name_what_is_left(call, place):
+    call("opening")
+    rows = {row["item"]: row for row in json.loads(call("--list", "--json")[1][0])}
+    assert rows["opening"]["done"] and rows["opening"]["runs_left"] == []
+    assert not rows["reading"]["done"] and rows["reading"]["runs_left"] == ["salaad"]
+    assert rows["opening"]["hours"]["2 cores"] == 0.01  # measured
+    trained, said = call("all", "--launcher", "print")
+    assert trained == []
+    [command] = said[0].splitlines()
+    assert command.startswith("accelerate launch train.py --config nano.yaml")
+    assert command.endswith("--method salaad --seed 0 --output runs/reproduce/nano/salaad")
+
+
+def test_a_record_of_another_run_than_the_folder_is_written_anew_without_a_training(call, place):
+    call("opening")
+    record = place / "results/nano/reproduce/runs/full_rank.json"
+    kept = json.loads(record.read_text())
+    record.write_text(json.dumps(kept | {"summary": {"tokens": 6, "seconds": {"train": 1.0}}}))
+    trained, said = call("all")
+    assert "opening.json is there, of other trainings than those recorded now; --again" in said[1]
+    assert trained == ["salaad"]
+    assert call("opening", "--again")[0] == []
+    assert json.loads(record.read_text()) == kept
+
+
+def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, place, monkeypatch):
+    def refuse(scale):
+        raise UserError("no task data; give --task-data")
+
+    refusing = Item("refusing", "Refuses", "0", trainings.none, refuse)
+    monkeypatch.setattr(reproduce, "ITEMS", (refusing, *reproduce.ITEMS))
+    with pytest.raises(UserError, match=r"^refusing: no task data; give --task-data; mend"):
+        call("all")
+    assert (place / "results/nano/reproduce/reading.json").exists()
+
+
+def test_commands_name_a_place_for_what_an_item_reads_and_no_path_of_this_machine(call, place):
+    (place / "tasks").mkdir()
+    reading = Item("asking", "Asks", "3", trainings.none, lambda scale: Measured(), reads=("task-data",))
+    scale = reproduce.asked_scale(reproduce.parser().parse_args(["--scale", "nano", "--task-data", "tasks"]))
+    assert reading.command(scale) == "python scripts/reproduce.py --scale nano --task-data DIR asking"
+    assert reproduce.ITEMS[0].command(scale) == "python scripts/reproduce.py --scale nano opening"
