@@ -9,12 +9,13 @@ import torch
 from tqdm import tqdm
 from transformers import logging
 
+from salaad.common.budgets import parse_count
 from salaad.common.errors import run_command
 from salaad.common.files import require_writable
 from salaad.compression.deployment import Deployment
 from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
-from salaad.compression.post_hoc import PostHoc
-from salaad.compression.variants import parse_budgets, parse_count, parse_kappas, parse_variants
+from salaad.compression.split import PostHoc
+from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
 from salaad.config.command_line import read_options
 from salaad.config.commands import (
     LmEvalOptions,
@@ -24,16 +25,17 @@ from salaad.config.commands import (
     SweepOptions,
     TextOptions,
 )
-from salaad.config.run import DataConfig, SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.evaluation import lm_harness, sweep
 from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.structure import model_statistics, structure_table
+from salaad.evaluation.tables import accuracy_table, keep_rows, perplexity_table
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.model.build import load_model
 from salaad.model.roles import find_blocks
-from salaad.rpca import model_statistics
 from salaad.runs.model_on_disk import Source, open_source
-from salaad.runs.summary import accuracy_table, keep_rows, perplexity_table, structure_table
 
 COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 

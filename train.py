@@ -14,25 +14,29 @@ from torch import Tensor
 from salaad.common import distributed
 from salaad.common.errors import run_command
 from salaad.common.files import read_json
-from salaad.common.signals import Agreement, StopRequest
+from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions, read_command_line
 from salaad.config.run import ModelConfig, RunConfig
-from salaad.data.batches import Text, TrainingStream, count_targets, merge_states, open_text, validation_batches
+from salaad.data.batches import TrainingStream, count_targets, merge_states
+from salaad.data.text import Text, open_text, validation_batches
 from salaad.methods.base import METHODS
 from salaad.methods.optimizer import build_optimizer, step_unless
 from salaad.methods.salaad.plugin import NotFiniteError
-from salaad.model.build import SummedLoss, build_model, describe_model
+from salaad.model.build import build_model, describe_model
+from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.runs import run
 from salaad.runs.checkpoints import Checkpoints, NotSavedError
-from salaad.runs.records import Recorder, Stopwatch
+from salaad.runs.records import Recorder
 from salaad.runs.summary import summarize, summary_table
+from salaad.training.agreement import Agreement
 from salaad.training.divergence import NonFinite, diverged
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table
 from salaad.training.state import FRESH, TrainingParts, read_state
 from salaad.training.step_totals import Tally
+from salaad.training.stopwatch import Stopwatch
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:

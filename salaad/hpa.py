@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from salaad.common.budgets import format_count
 from salaad.common.errors import UserError
 
 Blocks = Mapping[str, tuple[int, int, int, int]]
@@ -138,12 +139,3 @@ def parameters(blocks: Blocks, kept: Kept | None = None) -> int:
         for name, (n, m, *whole) in blocks.items()
         for rank, nnz in [kept[name] if kept is not None else whole]
     )
-
-
-def format_count(count: int, up: bool = True) -> str:
-    """A parameter count as one types it: in millions or thousands, to three decimals, rounded up or down."""
-    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= unit:
-            thousandths = -(-count * 1000 // unit) if up else count * 1000 // unit
-            return f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".") + letter
-    return str(count)

@@ -25,13 +25,13 @@ from tqdm import tqdm
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
+from salaad.common.provenance import provenance
 from salaad.config.command_line import read_command_line
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
-from salaad.runs.run import provenance
 from salaad.spectral import threshold
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,13 +16,13 @@ from salaad import hpa
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
+from salaad.common.provenance import provenance
 from salaad.compression.refinement import refine
 from salaad.config.command_line import read_command_line
 from salaad.energy_allocation import Line
 from salaad.factored.slr import Slr
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
-from salaad.runs.run import provenance
 
 RANK_RATIO, DENSITY = 0.25, 0.1
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, P
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.provenance import provenance
 from salaad.compression.deployment import Deployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
@@ -34,7 +35,6 @@ from salaad.factored.slr import Slr
 from salaad.model.build import count_parameters, describe_model, load_model
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import open_source
-from salaad.runs.run import provenance
 
 
 def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:

@@ -18,14 +18,15 @@ import torch
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
+from salaad.common.provenance import provenance
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
-from salaad.data.batches import TrainingStream, open_text
+from salaad.data.batches import TrainingStream
+from salaad.data.text import open_text
 from salaad.methods.base import METHODS, FullRank
 from salaad.methods.optimizer import build_optimizer
-from salaad.model.build import SummedLoss, build_model, describe_model, training_flops
-from salaad.model.loss import IGNORED
-from salaad.runs.run import provenance
+from salaad.model.build import build_model, describe_model, training_flops
+from salaad.model.loss import IGNORED, SummedLoss
 from salaad.training.launch import start_accelerator
 
 PEAK_SIZE = 8192

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.compression.deployment import Deployment
-from salaad.compression.post_hoc import PostHoc
+from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
 from salaad.config.command_line import read_command_line
@@ -24,11 +24,12 @@ from salaad.config.run import RunConfig
 from salaad.data import python_docs
 from salaad.evaluation import sweep
 from salaad.evaluation.figures import elastic_figure, sweep_figure, training_figure
+from salaad.evaluation.tables import deployment_table, keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored.fixed_size import disk_bytes
 from salaad.runs.model_on_disk import open_source
 from salaad.runs.records import read_lines
-from salaad.runs.summary import deployment_table, keep_rows, save_result
+from salaad.runs.summary import save_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "nano"

@@ -12,8 +12,8 @@ from huggingface_hub.utils import logging
 from tqdm import tqdm
 
 from salaad.common.errors import UserError, run_command
-from salaad.data.batches import DEFAULT_TOKENIZER
 from salaad.data.documents import C4_SHARDS, c4_files
+from salaad.data.text import DEFAULT_TOKENIZER
 
 REPOSITORY = "allenai/c4"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model")

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
+from salaad.common.provenance import provenance
 from salaad.config.command_line import read_command_line
 from salaad.methods.salaad.plugin import Salaad
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
-from salaad.runs.run import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train

@@ -22,14 +22,15 @@ from salaad.compression.deployment import Deployment, own_text
 from salaad.compression.refinement import refine
 from salaad.compression.variants import parse_budgets
 from salaad.config.run import DataConfig
-from salaad.data.batches import open_text, validation_batches
+from salaad.data.text import open_text, validation_batches
 from salaad.energy_allocation import Line
+from salaad.evaluation.tables import keep_rows
 from salaad.factored.slr import Slr
-from salaad.model.build import SummedLoss, load_model
+from salaad.model.build import load_model
+from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.prox import truncate
 from salaad.runs.model_on_disk import open_source
-from salaad.runs.summary import keep_rows
 
 ITERATIONS = 20
 LIBRARY = "output, half uniform"

@@ -33,13 +33,14 @@ from transformers import (
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKSUMS, write_checksums, write_json
 from salaad.compression.elastic_deployment import open_deployment
-from salaad.config.run import RunConfig, SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import RunConfig
 from salaad.energy_allocation import Line
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.plugin import Salaad
-from salaad.runs.checkpoints import save_surrogates
+from salaad.methods.salaad.storage import save_surrogates
 from salaad.runs.model_on_disk import RECORD, open_source
 
 WORDS = ("a", "b", "c")

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json, require_writable, write_json
 from salaad.common.formats import markdown_table
-from salaad.runs.run import provenance
+from salaad.common.provenance import provenance
 from scripts import playing_hub
 from scripts.launched import PATIENCE, Training, deviation, differences, last_step, records, saved_step, spoil
 from scripts.toy import ROOT, toy_arguments, write_text, write_tokenizer

@@ -19,7 +19,7 @@ from torch import Tensor
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
-from salaad.runs.run import provenance
+from salaad.common.provenance import provenance
 from salaad.spectral import threshold
 
 SPARE = 8  # columns of a subspace beyond the kept rank

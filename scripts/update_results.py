@@ -11,16 +11,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad.common import distributed
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from salaad.config.command_line import read_command_line
 from salaad.evaluation.figures import elastic_figure, frontier_figure
+from salaad.evaluation.structure import RpcaRow, structure_table
 from salaad.evaluation.sweep import ways_table
+from salaad.evaluation.tables import accuracy_table
+from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
-from salaad.rpca import RpcaRow
-from salaad.runs.summary import accuracy_table, structure_table
 from scripts.torture import table as torture_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,10 +194,8 @@ def balance_table() -> str:
         config, _ = read_command_line(["--config", f"{name}.yaml"])
         model = outline(describe_model(config.model, config.data.sequence_length))
         blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
-        costs = {block: distributed.update_cost(*X.shape) for block, X in blocks.items()}
-        ratios = [
-            distributed.imbalance(costs, distributed.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)
-        ]
+        costs = {block: ownership.update_cost(*X.shape) for block, X in blocks.items()}
+        ratios = [ownership.imbalance(costs, ownership.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)]
         rows.append((name, str(len(blocks)), *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown_table(("model", "blocks", "1 rank", "2 ranks", "8 ranks", "64 ranks"), rows)
 

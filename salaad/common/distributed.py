@@ -3,7 +3,7 @@
 Every function takes the same path at world size 1, where an exchange is the identity.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,31 +23,6 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
-
-
-def update_cost(n: int, m: int) -> float:
-    """Modelled cost of the ADMM update of an n×m block: two products with the Gram matrix and one eigh of it.
-
-    Modelled and not measured, so that every start of a run arrives at the same owners. The eigh of an s×s matrix
-    counts like 22·s³ multiplications, which is what a symmetric eigensolver needs with its vectors.
-    """
-    short, long = sorted((n, m))
-    return short**2 * (4 * long + 22 * short)
-
-
-def assign_owners(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
-    """Block → owner: round-robin over the blocks sorted by cost, largest first, ties by name."""
-    ordered = sorted(costs, key=lambda name: (-costs[name], name))
-    owners = {name: i % ranks for i, name in enumerate(ordered)}
-    return {name: owners[name] for name in costs}
-
-
-def imbalance(costs: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:
-    """The most loaded rank's cost over the mean cost of a rank; 1 is perfect balance."""
-    loads = [0.0] * ranks
-    for name, cost in costs.items():
-        loads[owners[name]] += cost
-    return max(loads) * ranks / sum(loads)
 
 
 def barrier() -> None:

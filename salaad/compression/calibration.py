@@ -23,8 +23,8 @@ from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from salaad.config.run import DataConfig
-from salaad.data.batches import Text, open_text, sample_rows, to_batch
-from salaad.model.build import SummedLoss
+from salaad.data.text import Text, open_text, sample_rows, to_batch
+from salaad.model.loss import SummedLoss
 
 _ROWS_AT_ONCE = 8
 SHRINKAGE = 0.5  # of the weights towards uniform ones

@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 from salaad import hpa
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, output_weights
-from salaad.compression.post_hoc import PostHoc
 from salaad.compression.refinement import refine
-from salaad.compression.split import Parts, cached_parts, post_hoc_parts, trained_parts
+from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig, ModelConfig
 from salaad.energy_allocation import Line, Spectra, allocate_by_energy, implied_kappa
 from salaad.factored.slr import Slr
-from salaad.model.build import SummedLoss, count_parameters, describe_model, load_model, outline
+from salaad.methods.salaad.storage import read_index
+from salaad.model.build import count_parameters, describe_model, load_model, outline
+from salaad.model.loss import SummedLoss
 from salaad.model.roles import find_blocks
 from salaad.model.weight_headers import check_block
-from salaad.runs.checkpoints import read_index
 from salaad.runs.model_on_disk import Source
 
 

@@ -9,7 +9,7 @@ import torch
 from salaad import hpa
 from salaad.common.errors import UserError
 from salaad.compression.deployment import Deployment, Opened, best_device
-from salaad.compression.post_hoc import PostHoc
+from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.config.run import ModelConfig
 from salaad.energy_allocation import Line, implied_kappa

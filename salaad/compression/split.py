@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,13 +14,48 @@ from torch import Tensor
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
-from salaad.compression.post_hoc import PostHoc
+from salaad.compression.refinement import refine
+from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
+from salaad.methods.salaad.storage import read_index, read_surrogates
 from salaad.methods.salaad.surrogate import low_rank_of
-from salaad.prox import soft_threshold
-from salaad.runs.checkpoints import read_index, read_surrogates
+from salaad.prox import effective_rank, soft_threshold
+from salaad.rpca import rpca
 
 Parts = dict[str, Slr]
+_ALTERNATIONS = 50  # of GoDec, which ends at a plateau
+
+
+@dataclass(frozen=True)
+class PostHoc:
+    """How to split a finished matrix X.
+
+    Args:
+        blocks: which weights to split.
+        method: `rpca` (convex, finds rank and density itself, L + S = X) or `godec` (rank and count are given, and
+            L + S is as near to X as alternating projections bring it).
+        rank_ratio: of GoDec, the rank over min(n, m).
+        density: of GoDec, the entries of S over n·m.
+    """
+
+    blocks: SalaadConfig
+    method: Literal["rpca", "godec"] = "rpca"
+    rank_ratio: float = 0.25
+    density: float = 0.25
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return {"rpca": "RPCA", "godec": "GoDec"}[self.method]
+
+    def split(self, X: Tensor) -> Slr:
+        """The parts of X (n×m, float32), on the CPU."""
+        if self.method == "godec":
+            rank, nnz = round(self.rank_ratio * min(X.shape)), round(self.density * X.numel())
+            return refine(X, rank=rank, nnz=nnz, iterations=_ALTERNATIONS).to("cpu")
+        L, S = (part.cpu() for part in rpca(X))
+        rank = effective_rank(torch.linalg.svdvals(L), self.blocks.gamma, self.blocks.energy)
+        return Slr.from_parts(L, S, rank)
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:

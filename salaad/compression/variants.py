@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from salaad.common.budgets import finite_number, parse_budget
 from salaad.common.errors import UserError
 
 _MOST_KAPPAS = 1000
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,9 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
     return variants
 
 
-def parse_count(text: str) -> int:
-    """A count such as `10M`, `1.2M` or `194000000`.
-
-    Raises:
-        UserError: it is none, or not above 0.
-    """
-    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
-    count = round(_number(number, f"count {text!r}", "a number such as 10M or 194000000", unit))
-    if count < 1:
-        raise UserError(f"count {text!r} is less than 1; give a number such as 10M or 194000000")
-    return count
-
-
-def parse_budget(text: str, dense: int) -> int:
-    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's."""
-    if text[-1:].upper() in _UNITS:
-        return parse_count(text)
-    value = _number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
-    budget = round(value * dense) if value <= 1 else round(value)
-    if budget < 1:
-        raise UserError(f"budget {text!r} is less than 1 parameter; give a number of parameters such as 194M")
-    return budget
-
-
 def parse_kappa(text: str) -> float:
     """A κ in [0, 1]."""
-    kappa = _number(text, f"kappa {text!r}", "a number from 0 to 1")
+    kappa = finite_number(text, f"kappa {text!r}", "a number from 0 to 1")
     if not 0 <= kappa <= 1:
         raise UserError(f"kappa {text} is outside [0, 1]; give the part of the budget that the low-rank side gives")
     return kappa
@@ -104,7 +80,7 @@ def parse_kappas(text: str) -> list[float]:
             f"kappas {text!r} are no range; give FIRST:LAST:STEP such as 0:1:0.1, or a list such as 0.2,0.5"
         )
     first, last = parse_kappa(parts[0]), parse_kappa(parts[1])
-    step = _number(parts[2], f"step {parts[2]!r}", "a number above 0")
+    step = finite_number(parts[2], f"step {parts[2]!r}", "a number above 0")
     if step <= 0 or last < first:
         raise UserError(f"kappas {text!r} hold nothing; give FIRST:LAST:STEP that rises, such as 0:1:0.1")
     if (last - first) / step > _MOST_KAPPAS:
@@ -115,13 +91,3 @@ def parse_kappas(text: str) -> list[float]:
 def parse_budgets(text: str, dense: int) -> list[int]:
     """The budgets of a list, the largest first, none twice."""
     return sorted({parse_budget(part.strip(), dense) for part in text.split(",")}, reverse=True)
-
-
-def _number(text: str, what: str, wanted: str, unit: int = 1) -> float:
-    try:
-        value = float(text) * unit
-    except ValueError:
-        raise UserError(f"{what} is no number; give {wanted}") from None
-    if value - value != 0:
-        raise UserError(f"{what} is not finite; give {wanted}")
-    return value

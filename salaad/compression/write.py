@@ -9,22 +9,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from salaad.common.budgets import format_count, parse_budget
 from salaad.common.errors import UserError
 from salaad.common.files import new_folder, require_new, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.provenance import provenance
 from salaad.compression.deployment import Deployment
 from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
-from salaad.compression.post_hoc import PostHoc
-from salaad.compression.variants import Variant, parse_budget
+from salaad.compression.split import PostHoc
+from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
-from salaad.config.run import DataConfig, SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor, memory_bytes, resident_bytes, slr_modules, tied_modules
-from salaad.hpa import format_count
 from salaad.model.build import count_parameters, load_model
 from salaad.runs.model_on_disk import RECORD, Source, open_source
-from salaad.runs.run import provenance
 
 
 def compress(options: CompressOptions, data: DataConfig | None = None) -> str:

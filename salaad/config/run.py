@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from salaad.common.validation import at_least, check, one_or_more
+from salaad.config.methods import SalaadConfig
 
 _MOST_LAYERS, _WIDEST = 1024, 2**24  # past which a plan takes minutes to draw up, or overflows
 
@@ -173,65 +174,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch", "micro_batch", "log_every", "eval_tokens")
         at_least(self, 0, "eval_every", "save_every", "keep_last", "keep_every", "max_skipped")
-
-
-@dataclass(frozen=True)
-class SalaadConfig:
-    """The ADMM, its controller and its schedule (paper, Algorithm 1 and section 4.2).
-
-    Args:
-        rank_ratio: target Γ̂ of the effective rank ratio, in (0, 1].
-        density: target Υ̂ of the density of S, in [0, 1].
-        gamma: energy γ that the effective rank covers (Definition 1).
-        energy: nuclear sums σ as the paper does; squared sums σ² as the authors' training code does.
-        every: K, optimizer steps between two ADMM updates of a block.
-        inner: J, inner iterations of one ADMM update.
-        delta_alpha: step size Δα of the controller for the low-rank threshold.
-        delta_beta: step size Δβ of the controller for the sparse threshold.
-        rho_constant: c in ρ = c / (N·sqrt(n·m)), eq. 5.
-        rho: an absolute ρ for every block, instead of eq. 5.
-        roles: which weights become blocks: q k v o gate up down embedding lm_head, or re:PATTERN over module names;
-            none given means all projections of a known model family.
-        embedding: add the embedding to the blocks.
-        lm_head: add the LM head to the blocks.
-        schedule: synchronous updates all blocks at once; staggered spreads an owner's blocks over the K steps.
-        method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
-            (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
-    """
-
-    rank_ratio: float = 0.15
-    density: float = 0.05
-    gamma: float = 0.999
-    energy: Literal["nuclear", "squared"] = "nuclear"
-    every: int = 10
-    inner: int = 1
-    delta_alpha: float = 0.2
-    delta_beta: float = 0.002
-    rho_constant: float = 0.03
-    rho: float | None = None
-    roles: tuple[str, ...] | str = ()
-    embedding: bool = False
-    lm_head: bool = False
-    schedule: Literal["synchronous", "staggered"] = "synchronous"
-    method: Literal["auto", "exact", "gram", "subspace"] = "auto"
-
-    def __post_init__(self) -> None:
-        one_or_more(self, "roles")
-        for name in ("rank_ratio", "gamma"):
-            value = getattr(self, name)
-            check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")
-        check(0 <= self.density <= 1, f"salaad.density is {self.density}, outside [0, 1]; give a fraction")
-        at_least(self, 1, "every", "inner")
-        at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant")
-        if self.rho is not None:
-            at_least(self, 0, "rho")
-        for name, known in (
-            ("energy", ("nuclear", "squared")),
-            ("schedule", ("synchronous", "staggered")),
-            ("method", ("auto", "exact", "gram", "subspace")),
-        ):
-            value = getattr(self, name)
-            check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

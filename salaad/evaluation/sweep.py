@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from salaad.common.budgets import format_count
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.hpa import format_count
 
 Row = Mapping[str, Any]
 REMOVED = 0.05  # of L + S at the least, for one κ to be better than another

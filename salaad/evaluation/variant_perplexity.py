@@ -16,9 +16,9 @@ from salaad.compression.deployment import Deployment, own_text
 from salaad.compression.elastic_deployment import ElasticDeployment
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
-from salaad.data.batches import Text, fingerprint, open_text, validation_batches
 from salaad.data.documents import is_remote
-from salaad.model.build import SummedLoss
+from salaad.data.text import Text, fingerprint, open_text, validation_batches
+from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 
 

@@ -26,8 +26,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from salaad.common.budgets import format_count, parse_budget
 from salaad.common.errors import UserError
-from salaad.compression.variants import parse_budget
 from salaad.energy_allocation import Line
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
@@ -39,7 +39,7 @@ from salaad.factored.fixed_size import (
     tied_modules,
 )
 from salaad.factored.slr import Slr, place_dtype
-from salaad.hpa import Kept, format_count, to_remove
+from salaad.hpa import Kept, to_remove
 from salaad.model.weight_headers import (
     BYTES,
     FLOATS,

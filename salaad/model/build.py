@@ -7,20 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
-from salaad.model.loss import IGNORED, summed_cross_entropy
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
 
 _LARGEST_CONFIG = 2**20  # bytes; transformers copies every list in it many times
-
-# Settings by which some architectures change their logits after the head.
-_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
@@ -148,30 +143,6 @@ def _open(folder: Path, dtype: torch.dtype, extra: dict[str, Any] | None = None)
                 f"{folder} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole folder"
             )
     return model
-
-
-class SummedLoss(nn.Module):
-    """Next-token negative log-likelihood of a causal LM, summed over the labelled tokens.
-
-    The sum, not the mean: whoever knows the number of tokens of the whole batch divides by it, so the loss does not
-    depend on how rows are spread over micro-batches and ranks.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        head = model.get_output_embeddings()
-        changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
-        if head is None or getattr(head, "bias", None) is not None or changed:
-            what = ", ".join(changed) or ("no head" if head is None else "a bias")
-            raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
-        self.model = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Loss in nats (no dimensions) of `input_ids` (rows × length); `labels` are equal, −100 where ignored."""
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return summed_cross_entropy(hidden.flatten(0, 1), head.weight, targets.flatten())
 
 
 def count_parameters(model: nn.Module) -> int:

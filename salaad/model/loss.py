@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from salaad.common.errors import UserError
 
 IGNORED = -100
 # Logits held at once: what stays in a processor's cache, and what keeps a GPU busy.
@@ -65,3 +68,31 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_total, grad_head * grad_total, None, None
+
+
+# Settings by which some architectures change their logits after the head.
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+
+
+class SummedLoss(nn.Module):
+    """Next-token negative log-likelihood of a causal LM, summed over the labelled tokens.
+
+    The sum, not the mean: whoever knows the number of tokens of the whole batch divides by it, so the loss does not
+    depend on how rows are spread over micro-batches and ranks.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        head = model.get_output_embeddings()
+        changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if head is None or getattr(head, "bias", None) is not None or changed:
+            what = ", ".join(changed) or ("no head" if head is None else "a bias")
+            raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Loss in nats (no dimensions) of `input_ids` (rows × length); `labels` are equal, −100 where ignored."""
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return summed_cross_entropy(hidden.flatten(0, 1), head.weight, targets.flatten())

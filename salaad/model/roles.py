@@ -9,7 +9,7 @@ import re
 from torch import nn
 
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 
 # role -> the last parts of a module's name. GPT-2 computes q, k and v in one weight and has no gate.
 _LLAMA = {

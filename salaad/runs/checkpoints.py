@@ -10,23 +10,18 @@ checkpoints/latest                    the name of the newest complete one
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.common.files import inside, read_object, verify, write_checksums, write_json
+from salaad.common.files import verify, write_checksums
 from salaad.common.locks import delete_unless_kept
-from salaad.methods.salaad.surrogate import Surrogate, target_of
-from salaad.model.weight_headers import FLOATS, is_count
 
-FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
 NAME = re.compile(r"step-\d{7,}")
 
 
@@ -207,103 +202,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
-    """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; collective."""
-    shard = f"shard-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
-    tensors = {
-        f"{name}/{key}": value.detach().cpu().contiguous()
-        for name, surrogate in surrogates.items()
-        for key, value in surrogate.state_dict().items()
-    }
-    entries = {
-        name: {"file": shard, "shape": list(s.T.shape), "rho": s.rho, "rank": s.rank, "nnz": s.nnz}
-        for name, s in surrogates.items()
-    }
-    index = {name: entry for part in distributed.gather(entries) for name, entry in part.items()}
-    if tensors:
-        save_file(tensors, folder / shard)
-    if distributed.rank() == 0 and index:
-        write_json({"format": FORMAT, "blocks": index}, folder / "index.json")
-
-
-def load_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
-    """Fill this rank's surrogates from the shards of any world size.
-
-    Raises:
-        UserError: as `read_surrogates`, or a block has another shape than in this model.
-    """
-    for name, state in read_surrogates(folder, tuple(surrogates)).items():
-        found, wanted = tuple(state["target"].shape), tuple(surrogates[name].T.shape)
-        if found != wanted:
-            raise UserError(f"{folder} has {name} as {found}, the model as {wanted}; give a checkpoint of this model")
-        surrogates[name].load_state_dict(state)
-
-
-def read_index(folder: Path) -> dict[str, dict[str, Any]]:
-    """Block → file, shape, ρ, rank and entries, of the surrogates in `folder`.
-
-    Raises:
-        UserError: there is no index, it is of another format, or says what no matrix has.
-    """
-    index = read_object(folder / "index.json")
-    if index.get("format") not in (FORMAT, OLD_FORMAT):
-        raise UserError(
-            f"{folder} has format {index.get('format')}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    blocks = index.get("blocks")
-    wrong = [name for name, entry in blocks.items() if not _is_entry(entry)] if isinstance(blocks, dict) else ["blocks"]
-    if wrong:
-        raise UserError(f"{folder / 'index.json'} has no sound entry for {wrong[0]}; give a whole checkpoint")
-    return blocks
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether this is a matrix with its rank and entries."""
-    shape, rank, nnz = (entry.get(key) for key in ("shape", "rank", "nnz")) if isinstance(entry, dict) else (None,) * 3
-    if not isinstance(shape, list) or len(shape) != 2 or not all(map(is_count, (*shape, rank, nnz))):
-        return False
-    return rank <= min(shape) and nnz <= shape[0] * shape[1] and type(entry.get("rho")) in (int, float)
-
-
-def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Block → the tensors of `Surrogate.state_dict`, for the named blocks or for all.
-
-    Raises:
-        UserError: the folder has no index, is of another format, lacks a block, or a shard is not what the index says.
-    """
-    blocks = read_index(folder)
-    states: dict[str, dict[str, Tensor]] = {}
-    for name in blocks if names is None else names:
-        if name not in blocks:
-            raise UserError(f"{folder} holds no block {name}; give the salaad.roles of the run that wrote it")
-        state = _read_block(inside(folder, blocks[name].get("file")), name, *blocks[name]["shape"])
-        if "low_rank" in state:
-            state["target"] = target_of(state.pop("low_rank"), state["residual"], state["thresholds"][2])
-        states[name] = state
-    return states
-
-
-def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
-    """The tensors of a block of n×m, whose shapes are compared before any of them is read."""
-    matrix, short = (n, m), min(n, m)
-    most = {"target": matrix, "low_rank": matrix, "residual": matrix, "thresholds": (3,)}
-    most |= {"sigma": (short,), "basis": (short, short)}
-    try:
-        with safe_open(path, framework="pt") as shard:
-            stored = set(shard.keys())
-            present = [key for key in most if f"{name}/{key}" in stored]
-            if len({"residual", "thresholds", "sigma"} & {*present}) < 3 or not {"target", "low_rank"} & {*present}:
-                raise ValueError(f"a part of {name} is missing")
-            for key in present:
-                tensor = shard.get_slice(f"{name}/{key}")
-                shape = tuple(tensor.get_shape())
-                # Of singular values and vectors there are as many as the rank needs.
-                fits = shape[:-1] == most[key][:-1] and len(shape) == len(most[key]) and shape[-1] <= most[key][-1]
-                exact = key in ("sigma", "basis") or shape == most[key]
-                if not fits or not exact or tensor.get_dtype() not in FLOATS:
-                    raise ValueError(f"{name}/{key} is {shape} of {tensor.get_dtype()}, where {most[key]} is wanted")
-            return {key: shard.get_tensor(f"{name}/{key}") for key in present}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None

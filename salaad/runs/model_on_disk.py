@@ -10,7 +10,8 @@ from salaad.common.errors import UserError
 from salaad.common.files import CHECKSUMS, digest_of, is_file, read_object, verify
 from salaad.common.locks import keep_from_deletion
 from salaad.common.validation import section
-from salaad.config.run import DataConfig, SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
 from salaad.model.weight_headers import is_count
 from salaad.runs.checkpoints import Checkpoints
 

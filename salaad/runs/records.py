@@ -5,14 +5,11 @@ import math
 import os
 import secrets
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
@@ -217,50 +214,3 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) ->
     except wandb.Error as error:
         why = " ".join(str(error).split())
         raise UserError(f"wandb.mode {settings.mode} fails ({why}); log in with wandb login, or set offline") from None
-
-
-class Stopwatch:
-    """Wall time by phase since the last `take`.
-
-    On a GPU a phase is timed between two events in its stream: the host runs ahead of it, and its clock would book the
-    step before towards the first phase that has to wait.
-    """
-
-    def __init__(self, device: torch.device, earlier: Mapping[str, float] | None = None) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds: dict[str, float] = defaultdict(float, earlier or {})
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._begun = time.perf_counter() - sum(self._seconds.values())
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`."""
-        if self._cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-        else:
-            begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._cuda:
-                end.record()
-                self._events.append((name, start, end))
-            else:
-                self._seconds[name] += time.perf_counter() - begun
-
-    def read(self) -> dict[str, float]:
-        """Seconds by phase since the last `take`; `train` is whatever belongs to no other phase. Waits for a GPU."""
-        for name, start, end in self._events:
-            end.synchronize()
-            self._seconds[name] += start.elapsed_time(end) / 1e3
-        self._events.clear()
-        others = {name: self._seconds[name] for name in PHASES[1:]}
-        return {"train": time.perf_counter() - self._begun - sum(others.values()), **others}
-
-    def take(self) -> dict[str, float]:
-        """`read`, and begin anew."""
-        seconds = self.read()
-        self._seconds.clear()
-        self._begun += sum(seconds.values())
-        return seconds

@@ -1,19 +1,15 @@
 """The folder of a run: what it may be continued from, what it records about itself, how it ends."""
 
-import platform
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError
-from salaad.common.files import CHECKOUT, verify
+from salaad.common.files import verify
+from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
 from salaad.runs.checkpoints import Checkpoints
@@ -209,44 +205,3 @@ def require_shared_storage(folder: Path) -> None:
     seen = distributed.gather(((folder / "config.yaml").exists(), latest.exists() and latest.read_text()))
     if any(view != seen[0] for view in seen):
         raise UserError(f"--output {folder} is not the same folder on every machine; give one on storage they share")
-
-
-def provenance() -> dict[str, str]:
-    """Versions, commit and machine that produced a result."""
-    packages = ("salaad", "torch", "transformers", "datasets", "accelerate")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    return {
-        "versions": ", ".join(f"{name} {_version(name)}" for name in packages)
-        + f", python {platform.python_version()}",
-        "commit": _commit(),
-        "machine": f"{device}, {torch.get_num_threads()} threads, {platform.system()}",
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ModuleNotFoundError:
-        return "from source"
-
-
-def _commit() -> str:
-    """The commit, and whether the code has changed since; results/ is no code, and runs write their records there."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

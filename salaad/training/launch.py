@@ -12,7 +12,7 @@ from salaad.common import distributed, locks
 from salaad.common.errors import UserError, leave
 from salaad.common.signals import follow_launcher
 from salaad.config.run import RunConfig
-from salaad.model.build import SummedLoss
+from salaad.model.loss import SummedLoss
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:

@@ -3,12 +3,13 @@
 import torch
 from transformers import PretrainedConfig
 
-from salaad.common import distributed
 from salaad.common.formats import markdown_table, millions
 from salaad.config.run import RunConfig
 from salaad.methods.base import METHODS
 from salaad.methods.optimizer import optimizer_class
-from salaad.model.build import SummedLoss, count_parameters, outline, training_flops
+from salaad.methods.salaad import ownership
+from salaad.model.build import count_parameters, outline, training_flops
+from salaad.model.loss import SummedLoss
 from salaad.model.roles import find_blocks
 
 # Bytes per parameter: weights, gradients, the optimizer's two moments.
@@ -74,8 +75,8 @@ def _memory(
 
 
 def _block_rows(config: RunConfig, blocks: dict[str, torch.nn.Parameter], ranks: int) -> list[tuple[str, str]]:
-    costs = {name: distributed.update_cost(*X.shape) for name, X in blocks.items()}
-    owners = distributed.assign_owners(costs, ranks)
+    costs = {name: ownership.update_cost(*X.shape) for name, X in blocks.items()}
+    owners = ownership.assign_owners(costs, ranks)
     counts, sizes = [0] * ranks, [0] * ranks
     for name, owner in owners.items():
         counts[owner] += 1
@@ -84,7 +85,7 @@ def _block_rows(config: RunConfig, blocks: dict[str, torch.nn.Parameter], ranks:
         ("memory per rank: ADMM", f"{_mebibytes(max(sizes) * _ADMM_BYTES)} at the most"),
         ("blocks", f"{len(blocks)}, {millions(sum(sizes))} parameters"),
         ("blocks per owner", ", ".join(map(str, counts))),
-        ("imbalance of the owners", f"{distributed.imbalance(costs, owners, ranks):.3f} (largest cost over mean)"),
+        ("imbalance of the owners", f"{ownership.imbalance(costs, owners, ranks):.3f} (largest cost over mean)"),
         ("ADMM updates", f"{config.train.steps // config.salaad.every:,} per block, {config.salaad.schedule}"),
     ]
 

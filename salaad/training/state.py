@@ -16,7 +16,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import read_object, write_json
 from salaad.methods.base import FullRank
 from salaad.methods.optimizer import load_optimizer_state
-from salaad.runs.checkpoints import load_surrogates, save_surrogates
+from salaad.methods.salaad.storage import load_surrogates, save_surrogates
 from salaad.runs.records import Recorder
 
 # What trainer.json holds, as it is before the first step.

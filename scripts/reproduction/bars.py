@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from salaad.evaluation.figures import dress, save
-from salaad.rpca import RpcaRow, summarise
+from salaad.evaluation.structure import RpcaRow, summarise
 from scripts.reproduction.palette import COLORS
 
 KINDS = ("embed", "q", "k", "v", "o", "gate", "up", "down")  # in the order of the forward pass; the LM head is last

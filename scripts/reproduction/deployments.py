@@ -7,19 +7,20 @@ from typing import Any
 import torch
 
 from salaad import hpa
+from salaad.common.budgets import parse_budget
 from salaad.common.formats import markdown_table, millions
-from salaad.compression.variants import Variant, parse_budget
-from salaad.config.run import SalaadConfig
+from salaad.compression.variants import Variant
+from salaad.config.methods import SalaadConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.evaluation import lm_harness
 from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.structure import model_statistics, structure_table
 from salaad.evaluation.sweep import elastic_table, grid_table, stable_band, ways_table
+from salaad.evaluation.tables import accuracy_table
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
 from salaad.model.roles import find_blocks
-from salaad.rpca import model_statistics
 from salaad.runs.model_on_disk import open_source
-from salaad.runs.summary import accuracy_table, structure_table
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json, write_json
-from salaad.runs.run import provenance
+from salaad.common.provenance import provenance
 from scripts.reproduction.grid import Run, Scale, distinct
 
 

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 
 from salaad.common.errors import UserError
 from salaad.evaluation.figures import dress, loss_curve, save
-from salaad.runs.checkpoints import Checkpoints, read_surrogates
+from salaad.methods.salaad.storage import read_surrogates
+from salaad.runs.checkpoints import Checkpoints
 from salaad.runs.records import read_lines
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.overviews import deployment_overview, pretraining_overview

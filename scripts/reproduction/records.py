@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from salaad.common.budgets import parse_budget, parse_count
 from salaad.common.files import read_json
 from salaad.compression.deployment import Deployment
-from salaad.compression.post_hoc import PostHoc
-from salaad.compression.variants import Variant, parse_budget, parse_count
-from salaad.config.run import DataConfig, SalaadConfig
+from salaad.compression.split import PostHoc
+from salaad.compression.variants import Variant
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
 from salaad.evaluation.sweep import best, by_energy, grid
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import open_source

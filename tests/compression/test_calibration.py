@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, output_weights
 from salaad.config.run import DataConfig
-from salaad.data.batches import open_text, sample_rows
-from salaad.model.build import SummedLoss
+from salaad.data.text import open_text, sample_rows
+from salaad.model.loss import SummedLoss
 
 LENGTH = 24
 HELD = 325  # documents in the training files

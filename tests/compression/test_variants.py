@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from salaad.common.budgets import parse_budget, parse_count
 from salaad.common.errors import UserError
-from salaad.compression.variants import (
-    Variant,
-    parse_budget,
-    parse_budgets,
-    parse_count,
-    parse_kappa,
-    parse_kappas,
-    parse_variants,
-)
+from salaad.compression.variants import Variant, parse_budgets, parse_kappa, parse_kappas, parse_variants
 
 properties = settings(deadline=None, max_examples=100)
 DENSE = 388_000_000

@@ -7,15 +7,8 @@ import math
 import pytest
 
 from salaad.common.errors import UserError
-from salaad.config.run import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    SalaadConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, WandbConfig
 
 SECTIONS = (ModelConfig, DataConfig, OptimizerConfig, TrainConfig, SalaadConfig, WandbConfig, RunConfig)
 

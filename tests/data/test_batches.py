@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig
-from salaad.data.batches import TrainingStream, fingerprint, merge_states, open_text, to_batch, validation_batches
+from salaad.data.batches import TrainingStream, merge_states
 from salaad.data.rows import Cursor, Plan, RowStream
+from salaad.data.text import fingerprint, open_text, to_batch, validation_batches
 
 LENGTH = 24
 

@@ -21,9 +21,10 @@ import pytest
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig, RunConfig
 from salaad.data import documents, retries, rows
-from salaad.data.batches import TrainingStream, merge_states, open_text, sample_rows, validation_batches
+from salaad.data.batches import TrainingStream, merge_states
 from salaad.data.documents import Skipped, read_documents, require_document
 from salaad.data.rows import Cursor, Plan, RowStream
+from salaad.data.text import open_text, sample_rows, validation_batches
 from salaad.data.tokenizer import Encoder, load_tokenizer
 from salaad.runs.records import Recorder
 from scripts import playing_hub

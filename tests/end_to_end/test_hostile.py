@@ -33,8 +33,8 @@ from salaad.common.errors import UserError
 from salaad.common.files import inside, verify, write_checksums
 from salaad.config.command_line import read_command_line
 from salaad.data.tokenizer import load_tokenizer
+from salaad.methods.salaad.storage import read_surrogates
 from salaad.model.build import load_model
-from salaad.runs.checkpoints import read_surrogates
 from salaad.runs.model_on_disk import open_source
 from salaad.runs.run import open_run
 from scripts import fuzz, tampering

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import train
 from salaad.common.errors import UserError
 from salaad.methods import base
-from salaad.runs.checkpoints import read_surrogates
+from salaad.methods.salaad.storage import read_surrogates
 from tests.helpers.training import (
     ROOT,
     last_checkpoint,

@@ -9,11 +9,11 @@ import torch
 from matplotlib.figure import Figure
 
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.evaluation.figures import loss_curve
+from salaad.evaluation.structure import RpcaRow
+from salaad.methods.salaad.storage import save_surrogates
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.rpca import RpcaRow
-from salaad.runs.checkpoints import save_surrogates
 from scripts.reproduction import pictures
 
 KINDS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from salaad.common.budgets import format_count, parse_budget, parse_count
 from salaad.common.errors import UserError
-from salaad.compression.variants import parse_budget, parse_count
-from salaad.hpa import allocate, fit, format_count, parameters
+from salaad.hpa import allocate, fit, parameters
 
 properties = settings(deadline=None, max_examples=150)
 

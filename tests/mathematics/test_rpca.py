@@ -7,9 +7,17 @@ from torch import Tensor
 
 import salaad.rpca
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.evaluation.structure import (
+    RpcaRow,
+    RpcaStatistics,
+    gaussian_control,
+    model_statistics,
+    statistics,
+    summarise,
+)
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.rpca import RpcaRow, gaussian_control, model_statistics, rpca, statistics, summarise
+from salaad.rpca import rpca
 
 DTYPES = (torch.float64, torch.float32)
 PLANTED = ((64, 64, 3), (60, 160, 2), (160, 40, 2), (512, 64, 2), (96, 250, 6))
@@ -148,7 +156,7 @@ def test_one_row_one_column_constants_and_zeros_are_matrices_too(shape, dtype):
         assert statistics(L, S).rank_ratio <= 1
     assert not L.any()
     assert not S.any()
-    assert statistics(L, S) == salaad.rpca.RpcaStatistics(rank_ratio=0, density=0)
+    assert statistics(L, S) == RpcaStatistics(rank_ratio=0, density=0)
 
 
 def test_a_parameter_is_decomposed_without_a_graph():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from salaad import spectral
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.spectral import TOLERANCE, threshold
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
+from salaad.methods.salaad import ownership
 from tests.helpers.ranks import run_ranks
 
 CONFIG = SalaadConfig(roles=("re:.",), rho=0.3, every=2, rank_ratio=0.4, density=0.3, delta_alpha=1.0, delta_beta=0.05)
@@ -29,7 +30,7 @@ costs_of_blocks = st.dictionaries(st.text("abc", min_size=1, max_size=4), st.int
 @settings(deadline=None)
 @given(costs_of_blocks, st.integers(1, 8))
 def test_the_blocks_are_dealt_round_robin_the_dearest_first(costs, ranks):
-    owners = distributed.assign_owners(costs, ranks)
+    owners = ownership.assign_owners(costs, ranks)
     dearest_first = sorted(sorted(costs), key=costs.get, reverse=True)
     assert list(owners) == list(costs)  # every block has one owner, in the model's order
     assert [owners[name] for name in dearest_first] == [i % ranks for i in range(len(costs))]
@@ -40,15 +41,15 @@ def test_the_blocks_are_dealt_round_robin_the_dearest_first(costs, ranks):
 def test_owners_do_not_depend_on_the_order_of_the_blocks(costs, ranks, random):
     shuffled = list(costs.items())
     random.shuffle(shuffled)
-    assert distributed.assign_owners(dict(shuffled), ranks) == distributed.assign_owners(costs, ranks)
+    assert ownership.assign_owners(dict(shuffled), ranks) == ownership.assign_owners(costs, ranks)
 
 
 @settings(deadline=None)
 @given(costs_of_blocks, st.integers(1, 8))
 def test_imbalance_is_the_largest_load_over_the_mean_load(costs, ranks):
-    owners = distributed.assign_owners(costs, ranks)
+    owners = ownership.assign_owners(costs, ranks)
     loads = np.bincount([owners[name] for name in costs], weights=list(costs.values()), minlength=ranks)
-    assert distributed.imbalance(costs, owners, ranks) == pytest.approx(loads.max() / loads.mean())
+    assert ownership.imbalance(costs, owners, ranks) == pytest.approx(loads.max() / loads.mean())
 
 
 @pytest.mark.parametrize(
@@ -60,12 +61,12 @@ def test_imbalance_is_the_largest_load_over_the_mean_load(costs, ranks):
     ],
 )
 def test_imbalance_by_hand(costs, owners, ranks, expected):
-    assert distributed.imbalance(costs, owners, ranks) == expected
+    assert ownership.imbalance(costs, owners, ranks) == expected
 
 
 def test_the_cost_of_an_update_knows_no_orientation_and_grows_with_either_side():
-    assert distributed.update_cost(30, 70) == distributed.update_cost(70, 30)
-    assert distributed.update_cost(30, 70) < distributed.update_cost(30, 71) < distributed.update_cost(31, 71)
+    assert ownership.update_cost(30, 70) == ownership.update_cost(70, 30)
+    assert ownership.update_cost(30, 70) < ownership.update_cost(30, 71) < ownership.update_cost(31, 71)
 
 
 def test_one_process_exchanges_with_itself():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate, UpdateRecord
 from salaad.spectral import METHODS
 

@@ -21,8 +21,8 @@ from salaad import Salaad, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from salaad.methods.optimizer import build_optimizer, load_optimizer_state
-from salaad.model.build import SummedLoss, build_model, count_parameters, describe_model
-from salaad.model.loss import IGNORED, summed_cross_entropy
+from salaad.model.build import build_model, count_parameters, describe_model
+from salaad.model.loss import IGNORED, SummedLoss, summed_cross_entropy
 from salaad.training.plan import check_run
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.model.roles import find_blocks
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}

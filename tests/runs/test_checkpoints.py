@@ -19,7 +19,8 @@ from salaad.common import locks
 from salaad.common.errors import UserError
 from salaad.common.files import verify, write_checksums
 from salaad.methods import base
-from salaad.runs.checkpoints import Checkpoints, NotSavedError, read_surrogates
+from salaad.methods.salaad.storage import read_surrogates
+from salaad.runs.checkpoints import Checkpoints, NotSavedError
 from salaad.runs.model_on_disk import open_source
 from scripts.toy import toy_arguments
 from tests.helpers.training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights

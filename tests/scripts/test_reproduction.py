@@ -10,7 +10,7 @@ from itertools import combinations, product
 import matplotlib.pyplot as plt
 import pytest
 
-from salaad.compression.variants import parse_budget
+from salaad.common.budgets import parse_budget
 from salaad.config.command_line import read_command_line
 from salaad.evaluation.lm_harness import DEFAULT_TASKS
 from salaad.model.build import count_parameters, describe_model, outline

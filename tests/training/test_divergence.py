@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 import train
 from salaad import spectral
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.methods import base
 from salaad.methods.optimizer import step_unless
 from salaad.methods.salaad import surrogate
+from salaad.methods.salaad.storage import read_surrogates
 from salaad.methods.salaad.surrogate import KEPT, METHODS, Surrogate, UpdateRecord
-from salaad.runs.checkpoints import read_surrogates
 from salaad.training import gradients
 from tests.helpers.training import last_checkpoint, lines, run_training, weights
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
+from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import METHODS, Surrogate, UpdateRecord
 from salaad.model.roles import find_blocks
 
@@ -51,8 +52,8 @@ class Salaad:
         self.weights = find_blocks(model, self.config)
         self.blocks = tuple(self.weights)
         self._check_weights()
-        costs = {name: distributed.update_cost(*X.shape) for name, X in self.weights.items()}
-        self.owners = distributed.assign_owners(costs, distributed.world_size())
+        costs = {name: ownership.update_cost(*X.shape) for name, X in self.weights.items()}
+        self.owners = ownership.assign_owners(costs, distributed.world_size())
         self.surrogates: dict[str, Surrogate] = {}
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
         for name in sorted(self.blocks, key=lambda name: (-costs[name], name)):

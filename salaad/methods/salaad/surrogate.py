@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from salaad.config.run import SalaadConfig
+from salaad.config.methods import SalaadConfig
 from salaad.prox import clip, effective_rank, soft_threshold, truncate
 from salaad.spectral import METHODS as RUNGS
 from salaad.spectral import Thresholded, threshold

@@ -1,0 +1,195 @@
+"""Where the text of a run is: files, tokenizer, validation rows, and rows sampled from all over it."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from salaad.common.errors import UserError
+from salaad.config.run import DataConfig
+from salaad.data import python_docs
+from salaad.data.documents import c4_files, expand, require_document, size_of
+from salaad.data.rows import Cursor, Plan, RowStream
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
+from salaad.model.loss import IGNORED
+
+DEFAULT_TOKENIZER = "t5-base"
+COUNTS = ("bad", "empty", "long", "lost")
+
+
+@dataclass
+class Text:
+    """Where the text of a run is, and its tokenizer.
+
+    Args:
+        tokenizer: for the model folder.
+        train_files: paths or hub addresses.
+        validation_files: the same; no file is in both.
+        corpus_hash: hex digest of all python-docs texts; None for other sources.
+        vocab_size: ids stay below it.
+        sizes: bytes of the local files when they were found; a file that changes cannot be read on.
+        validation_rows: rows already tokenised, by what was asked for.
+        validation_counts: bad, empty and long documents met in them.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    corpus_hash: str | None
+    vocab_size: int
+    sizes: dict[str, int] = field(default_factory=dict, repr=False)
+    validation_rows: dict[tuple, list[np.ndarray]] = field(default_factory=dict, repr=False)
+    validation_counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def pad_id(self) -> int:
+        """Id that fills rows up; its labels are ignored."""
+        pad = self.tokenizer.pad_token_id
+        return 0 if pad is None else pad
+
+
+def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> Text:
+    """Find the files, open the tokenizer and check that both can serve a run, before anything is trained.
+
+    Without `training` only the validation files are looked for.
+
+    Raises:
+        UserError: files that are missing, empty, unreadable or in both lists, no network, or a tokenizer that has
+            more ids than the model.
+    """
+    corpus_hash, tokenizer = None, config.tokenizer or DEFAULT_TOKENIZER
+    if config.source == "python-docs":
+        corpus = python_docs.corpus()
+        train, validation, corpus_hash = corpus.train_files, corpus.validation_files, corpus.hash
+        tokenizer = config.tokenizer or str(python_docs.tokenizer(corpus, vocab_size))
+    elif config.source == "c4":
+        train, validation = c4_files("train") if training else (), c4_files("validation")
+    else:
+        train, validation = expand(config.files) if training else (), expand(config.validation_files)
+        _require_disjoint(train, validation)
+    # One shard stands for all of C4: asking for each would be a thousand requests.
+    for file in validation[:1] if config.source == "c4" else (*train, *validation):
+        require_document(file, _field(config), config.max_bad_documents, config.retries)
+    sizes = {file: size for file in (*train, *validation) if (size := size_of(file)) is not None}
+    text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size, sizes)
+    pieces = text_pieces(text.tokenizer)
+    if pieces > vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; give "
+            f"model.vocab_size {pieces} or more, or another data.tokenizer"
+        )
+    return text
+
+
+def _field(config: DataConfig) -> str:
+    return config.text_field if config.source == "files" else "text"
+
+
+def _require_disjoint(train: tuple[str, ...], validation: tuple[str, ...]) -> None:
+    resolved = {Path(file).resolve() for file in train}
+    for file in validation:
+        if Path(file).resolve() in resolved:
+            raise UserError(f"{file} is in data.files and in data.validation_files; leave it in one of them")
+
+
+def validation_batches(
+    text: Text, config: DataConfig, *, rank: int = 0, world_size: int = 1, rows: int, max_tokens: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The validation rows of a rank, in micro-batches of up to `rows`.
+
+    The rows are those read in order up to the one that brings all their non-padding tokens to `max_tokens`; row i is
+    rank i mod W's. Every rank reads them all, so they agree without a word, and keeps its own for the next time.
+
+    Raises:
+        UserError: the text cannot be read.
+    """
+    asked = (config.sequence_length, config.packing, max_tokens, rank, world_size)
+    if asked not in text.validation_rows:
+        text.validation_rows[asked] = _validation_rows(text, config, max_tokens)[rank::world_size]
+    mine = text.validation_rows[asked]
+    for start in range(0, len(mine), rows):
+        yield to_batch(mine[start : start + rows], config.sequence_length, text.pad_id, text.vocab_size)
+
+
+def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np.ndarray]:
+    plan = reading_plan(text, config, text.validation_files, streams=1, seed=None)
+    stream = RowStream(plan, 0, Cursor(), Encoder(text.tokenizer))
+    rows, tokens = [], 0
+    while tokens < max_tokens and (row := stream.next_row()) is not None:
+        rows.append(row)
+        tokens += len(row)
+    text.validation_counts = {name: getattr(stream.cursor, name) for name in COUNTS}
+    return rows
+
+
+def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> list[np.ndarray]:
+    """So many rows of the training text, from all over it, none twice; the same for the same seed.
+
+    Raises:
+        UserError: the text cannot be read or is shorter.
+    """
+    plan = replace(reading_plan(text, config, text.train_files, config.streams, seed), epochs=1)
+    encoder = Encoder(text.tokenizer)
+    streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
+    rows: list[np.ndarray] = []
+    while streams and len(rows) < count:
+        given = [(stream, stream.next_row()) for stream in streams[: count - len(rows)]]
+        rows += [row for _, row in given if row is not None]
+        ended = {id(stream) for stream, row in given if row is None}
+        streams = [stream for stream in streams if id(stream) not in ended]
+    if len(rows) < count:
+        raise UserError(
+            f"the training text holds {len(rows)} sequences of {config.sequence_length} tokens, {count} are asked for; "
+            f"give {len(rows)} or fewer, or more text"
+        )
+    return rows
+
+
+def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Rows of ids as `input_ids` and `labels`, int64 [rows, length], padded on the right.
+
+    Raises:
+        UserError: an id the model has no embedding for.
+    """
+    mask = np.arange(length) < np.array([[len(row)] for row in rows], int).reshape(-1, 1)
+    ids = np.full(mask.shape, pad_id, np.int64)
+    ids[mask] = np.concatenate(rows) if rows else []
+    if ids.size and ids.max() >= vocab_size:
+        raise UserError(
+            f"the tokenizer made the id {ids.max()}, but model.vocab_size is {vocab_size}; give {ids.max() + 1}"
+        )
+    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(np.where(mask, ids, IGNORED))}
+    return {name: value.pin_memory() for name, value in batch.items()} if torch.cuda.is_available() else batch
+
+
+def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
+    """Hex digest of a list of files by name and size, so that they may move to another folder.
+
+    Sizes that are known already are taken for what they are, whatever has become of the files.
+    """
+    known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
+    names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def reading_plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, seed: int | None) -> Plan:
+    """How these files of the text are read: dealt to so many streams, in the order that the seed gives."""
+    return Plan(
+        files=files,
+        streams=streams,
+        seed=seed,
+        window=config.shuffle_window,
+        epochs=None if seed is not None else 1,
+        field=_field(config),
+        max_bad=config.max_bad_documents,
+        length=config.sequence_length,
+        packing=config.packing,
+        eos=text.tokenizer.eos_token_id,
+        retries=config.retries,
+        max_lost=config.max_lost_files if seed is not None else None,
+        sizes=text.sizes,
+    )

@@ -1,0 +1,99 @@
+"""The tables of the evaluations, as Markdown and as JSON rows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from salaad.common.files import read_json, write_json
+from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.provenance import provenance
+
+
+def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Perplexity and parameters of every variant, as in the paper's Table 1."""
+    lines = [
+        (
+            row["variant"] + _fit(row),
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            _kappa(row),
+            f"{row['tokens']:,}",
+            row["dtype"],
+        )
+        for row in rows
+    ]
+    table = markdown_table(("variant", "PPL", "PRM", "κ", "tokens", "dtype"), lines)
+    trained = next((row["parameters"] for row in rows if row["variant"] == "L+S"), None)
+    whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
+    said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
+    return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{said}"
+
+
+def _fit(row: Mapping[str, Any]) -> str:
+    """What followed a cut."""
+    refined = f", refined {row['refine']}" if row["refine"] else ""
+    return refined + (f", calibrated {row['calibrate']}" if row["calibrate"] else "")
+
+
+def _kappa(row: Mapping[str, Any]) -> str:
+    """κ as it was asked for, or as an allocation by energy implies it."""
+    if row["kappa"] is not None or row["budget"] is None or row["implied_kappa"] is None:
+        return "–" if row["kappa"] is None else f"{row['kappa']:g}"
+    return f"({row['implied_kappa']:.2f})"
+
+
+def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Accuracies in percent with their standard errors, as the harness gives them."""
+
+    def percent(value: float | None, error: float | None) -> str:
+        return "–" if value is None else f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
+
+    lines = [
+        (
+            row["task"],
+            row["variant"],
+            percent(row["acc"], row["acc_stderr"]),
+            percent(row["acc_norm"], row["acc_norm_stderr"]),
+            f"{row['samples']:,}",
+            row["version"],
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    table = markdown_table(("task", "variant", "acc, %", "acc_norm, %", "rows", "version"), lines)
+    return f"{first['model']}, zero-shot, {first['dtype']}, lm-evaluation-harness {first['harness']}\n\n{table}"
+
+
+def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write rows of a table into a JSON file with where they come from; other rows that are there already stay."""
+    accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    measured = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
+
+    def identity(row: Mapping[str, Any]) -> str:
+        return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)
+
+    before = read_json(path)["rows"] if path.is_file() else []
+    merged = {identity(row): row for row in (*before, *rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json({**provenance(), "rows": list(merged.values())}, path)
+    return path
+
+
+def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a run deploys, a line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
+    lines = [
+        (
+            row["label"],
+            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            megabytes(row["bytes"]),
+        )
+        for row in rows
+    ]
+    table = markdown_table(("model", "κ*", "perplexity", "parameters", "bytes"), lines)
+    first = rows[0]
+    return (
+        f"{table}\n\nPerplexity over {first['tokens']:,} validation tokens; weights in {first['dtype']}, bytes on disk"
+    )
