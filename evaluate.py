@@ -12,8 +12,7 @@ from transformers import logging
 from salaad.common.budgets import parse_count
 from salaad.common.errors import run_command
 from salaad.common.files import require_writable
-from salaad.compression.deployment import Deployment
-from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
+from salaad.compression.deployment import CheckpointDeployment, Deployment, open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
 from salaad.config.command_line import read_options
@@ -33,19 +32,16 @@ from salaad.evaluation.figures import elastic_figure, sweep_figure
 from salaad.evaluation.structure import model_statistics, structure_table
 from salaad.evaluation.tables import accuracy_table, keep_rows, perplexity_table
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.model.build import load_model
 from salaad.model.roles import find_blocks
-from salaad.runs.model_on_disk import Source, open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 
 COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 
 
-def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
+def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig) -> None:
     """X, L + S and any number of cuts, as the paper's Table 1 has them."""
-    source = open_source(Path(options.checkpoint))
     deployment = open_deployment(source)
-    whole = "L+S" if isinstance(deployment, ElasticDeployment) else "X"
-    names = options.variants or ("X,L+S" if source.surrogate else whole)
+    names = options.variants or deployment.default_variants
     calibrated = options.calibrate > 0
     variants = [v.fitted(options.refine, calibrated) for v in parse_variants(names, deployment.dense)]
     deployment.check(variants)
@@ -57,18 +53,18 @@ def perplexity(options: PerplexityOptions, data: DataConfig) -> None:
     show(perplexity_table(rows), rows, path)
 
 
-def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
+def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) -> None:
     """The grid of budgets × κ, κ* per budget, and the elastic curve of every way to cut; beside them vanilla's."""
-    source = open_source(Path(options.checkpoint))
     deployments = {"SALAAD": open_deployment(source)}
     budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
     grid = sweep.grid(budgets, parse_kappas(options.kappas))
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
     deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
+        vanilla = ModelOnDisk.open(Path(options.vanilla))
         for method in options.ways_to_split:
             split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
-            deployments[f"vanilla + {split.label}"] = Deployment(open_source(Path(options.vanilla)), split)
+            deployments[f"vanilla + {split.label}"] = CheckpointDeployment(vanilla, split)
     for deployment in deployments.values():
         deployment.check(variants)
     if options.calibrate:
@@ -86,17 +82,16 @@ def sweep_kappa(options: SweepOptions, data: DataConfig) -> None:
     print(f"pictures: {pictures[0]}, {pictures[1]}")
 
 
-def lm_eval(options: LmEvalOptions) -> None:
+def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     """Accuracies of the installed lm-evaluation-harness, zero-shot."""
     tasks = [name.strip() for name in options.tasks.split(",")]
     task_data = Path(options.task_data) if options.task_data else None
-    source = open_source(Path(options.checkpoint))
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
     deployment.check(variants)
     lm_harness.check_tasks(tasks, task_data)
     path = result_file(source, options, "lm-eval")
-    tokenizer = load_tokenizer(str(source.model))
+    tokenizer = load_tokenizer(str(source.folder.path))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
     rows: list[dict[str, Any]] = []
     for variant in variants:
@@ -116,11 +111,10 @@ def lm_eval(options: LmEvalOptions) -> None:
     show(accuracy_table(rows), rows, path)
 
 
-def rpca_statistics(options: RpcaOptions) -> None:
+def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
     """Rank and density that robust PCA finds in the weights, beside those it finds in noise of the same shape."""
-    source = open_source(Path(options.checkpoint))
     path = result_file(source, options, "rpca")
-    model = load_model(source.model, torch.float32)
+    model = source.folder.load(torch.float32)
     blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))
     statistics = model_statistics(blocks, growth=options.growth)
     found = list(tqdm(statistics, total=len(blocks), desc="robust PCA", unit="matrix", leave=False, disable=None))
@@ -128,15 +122,13 @@ def rpca_statistics(options: RpcaOptions) -> None:
     show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
 
 
-def evaluation_of(
-    deployment: Deployment | ElasticDeployment, options: TextOptions, data: DataConfig
-) -> VariantEvaluation:
+def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
     """Perplexities of one model with the options of this command."""
     tokens = parse_count(options.tokens)
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=options.dtype, batch=options.batch)
 
 
-def result_file(source: Source, options: OutputOptions, name: str) -> Path:
+def result_file(source: ModelOnDisk, options: OutputOptions, name: str) -> Path:
     """The JSON file of a table, which can be written to: found out before anything is measured."""
     path = (Path(options.output) if options.output else source.output) / f"{name}.json"
     require_writable(path)
@@ -153,11 +145,12 @@ def main() -> None:
     """Run the subcommand."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    command, options, data = read_options("evaluate.py", __doc__, COMMANDS, with_data=("perplexity", "sweep"))
-    if data is not None:
-        {"perplexity": perplexity, "sweep": sweep_kappa}[command](options, data)
+    run = {"perplexity": perplexity, "sweep": sweep_kappa, "lm-eval": lm_eval, "rpca": rpca_statistics}
+    command = read_options("evaluate.py", __doc__, COMMANDS, ModelOnDisk.open, with_data=("perplexity", "sweep"))
+    if command.data is not None:
+        run[command.name](command.options, command.model, command.data)
     else:
-        {"lm-eval": lm_eval, "rpca": rpca_statistics}[command](options)
+        run[command.name](command.options, command.model)
 
 
 if __name__ == "__main__":

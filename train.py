@@ -12,54 +12,53 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import run_command
+from salaad.common.errors import NotFiniteError, run_command
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions, read_command_line
-from salaad.config.run import ModelConfig, RunConfig
+from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream, count_targets, merge_states
 from salaad.data.text import Text, open_text, validation_batches
-from salaad.methods.base import METHODS
-from salaad.methods.optimizer import build_optimizer, step_unless
-from salaad.methods.salaad.plugin import NotFiniteError
-from salaad.model.build import build_model, describe_model
+from salaad.methods.optimizer import step_unless
+from salaad.methods.registry import method_of
+from salaad.model.build import ModelFolder, NewModel, model_source
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.runs import run
-from salaad.runs.checkpoints import Checkpoints, NotSavedError
+from salaad.runs.checkpoints import Checkpoints, NotSavedError, RunState
 from salaad.runs.records import Recorder
 from salaad.runs.summary import summarize, summary_table
 from salaad.training.agreement import Agreement
-from salaad.training.divergence import NonFinite, diverged
+from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table
-from salaad.training.state import FRESH, TrainingParts, read_state
-from salaad.training.step_totals import Tally
+from salaad.training.state import TrainingParts, model_to_train
+from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:
     """Configuration → data, model, method → the loop."""
-    description = describe_model(config.model, config.data.sequence_length)
+    source = model_source(config.model, config.data.sequence_length)
     accelerator = start_accelerator(config)
     if options.dry_run:
-        accelerator.print(plan_table(config, description, distributed.world_size()))
+        accelerator.print(plan_table(config, source.config, distributed.world_size()))
         return
-    check_run(config, description)
+    check_run(config, source.config)
     folder, checkpoint = run.open_run(config, options)
     if options.resume == "auto" and (folder / "summary.json").exists():
         accelerator.print(f"{folder} is finished:\n\n{summary_table(read_json(folder / 'summary.json'))}")
         return
     with accelerator.local_main_process_first():
-        text = open_text(run.with_own_tokenizer(config), vocab_size=description.vocab_size)
+        text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
-    trainer = Trainer(config, accelerator, text, folder, checkpoint)
+    trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
     try:
         trainer.train()
     except NotFiniteError as error:
-        raise diverged(folder, trainer.step, error.block, trainer.nonfinite.discarded) from None
+        raise trainer.nonfinite.diverged(trainer.step, error.block) from None
     finally:
         trainer.stream.close()
     leave_together(accelerator)
@@ -69,26 +68,30 @@ class Trainer:
     """One run: what a checkpoint holds, and the loop over it."""
 
     def __init__(
-        self, config: RunConfig, accelerator: Accelerator, text: Text, folder: Path, checkpoint: Path | None
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        source: NewModel | ModelFolder,
+        text: Text,
+        folder: Path,
+        checkpoint: Path | None,
     ) -> None:
         self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
         self.device = accelerator.device
-        state = read_state(checkpoint) if checkpoint else FRESH
-        self.step, self.due = state["step"], state["due"]
-        self.tally = Tally(self.device, state["sums"])
+        state = RunState.read(checkpoint) if checkpoint else RunState()
+        self.step, self.due = state.step, state.due
+        self.totals = StepTotals(self.device, state.sums)
 
-        source = ModelConfig(path=str(checkpoint / "model")) if checkpoint else config.model
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        description = describe_model(source, config.data.sequence_length)
-        self.model = build_model(source, description, config.seed, text.pad_id, text.tokenizer.eos_token_id)
+        self.model = model_to_train(source, config, checkpoint, text.pad_id, text.tokenizer.eos_token_id)
         self.model.to(self.device, dtype).train()
         torch.manual_seed(
             config.seed + self.step * distributed.world_size() + distributed.rank()
         )  # for dropout, if any
         if config.train.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
-        self.method = METHODS[config.method](self.model, config)
-        self.optimizer, self.schedule = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
+        self.method = method_of(config)(self.model, config)
+        self.optimizer, self.schedule = self.method.build_optimizer()
         self.gradients = Gradients(self.model, config.optimizer.clip)
         if config.train.compile:
             self.model.base_model.compile()
@@ -103,16 +106,20 @@ class Trainer:
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             seed=config.seed,
-            state=state["data"],
+            state=state.data,
             stop=self.request,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
         self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
         if checkpoint:
             self.parts.restore(checkpoint, state)
-        self.recorder = Recorder(folder, config, self.step, state["tokens"], accelerator.is_main_process)
-        self.nonfinite = NonFinite(self.gradients, config.train, folder, self.recorder, state["discarded"])
-        self.stopwatch = Stopwatch(self.device, state["seconds"])
+        self.recorder = Recorder(
+            folder, config, self.step, state.tokens, accelerator.is_main_process, self.method.progress
+        )
+        self.nonfinite = NonFinite(
+            self.gradients, config.train, folder, self.recorder, state.discarded, self.method.remedy
+        )
+        self.stopwatch = Stopwatch(self.device, state.seconds)
         self.saved_step = self.step if checkpoint else -1
 
     def train(self) -> None:
@@ -132,13 +139,13 @@ class Trainer:
             stop = self.request.asked or self.stream.error is not None
             targets = agreement.exchange(count_targets(batch["labels"]), stop, self.gradients.broken)
 
-            # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 3).
+            # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 6).
             loss = self.backward(batch, targets)
             self.method.after_backward()
             self.gradients.clip(self.step + 1)
             step_unless(self.gradients.broken, self.optimizer)
             # The first token of a row is real, but predicted by nothing.
-            self.tally.add(loss, targets + train.batch, self.gradients.broken)
+            self.totals.add(loss, targets + train.batch, self.gradients.broken)
             lr = self.schedule.get_last_lr()[0]
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -147,7 +154,7 @@ class Trainer:
             # Sparse and low-rank adaptation: every K steps the ADMM update and the controller of a block.
             last = self.step == train.steps
             with self.stopwatch.phase("admm"):
-                self.method.after_step()
+                self.method.after_step(self.optimizer, self.step, self.gradients.broken)
                 if last:
                     self.method.finish()
 
@@ -185,22 +192,22 @@ class Trainer:
     def log(self, lr: float) -> None:
         """Write what happened since the last line; the only place where the loop waits for the device."""
         self.nonfinite.check(self.step)
-        penalty = float(self.method.penalty())
+        columns = self.method.columns()
         with self.stopwatch.phase("sync"):
-            loss_sum, taken, tokens = self.tally.read()
+            loss_sum, taken, tokens = self.totals.read()
             self.recorder.blocks(self.method.drain_records())
         self.recorder.log(
             step=self.step,
             new_tokens=round(tokens),
             positions=self.stream.rows * self.config.data.sequence_length,
             loss=loss_sum / taken if taken else None,
-            penalty=penalty,
+            **columns,
             lr=lr,
             grad_norm=None if self.gradients.broken else float(self.gradients.norm),
             discarded=self.nonfinite.discarded,
             seconds=self.stopwatch.take(),
         )
-        self.tally.clear()
+        self.totals.clear()
 
     def evaluate(self) -> None:
         """Perplexity of X and of what the method deploys, on the validation text; still due if a stop comes between."""
@@ -234,20 +241,20 @@ class Trainer:
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
             self.recorder.skipped(distributed.gather(self.stream.counts))
-            trainer = {
-                "step": self.step,
-                "tokens": self.recorder.tokens,
-                "discarded": self.nonfinite.discarded,
-                "due": self.due,
-                "seconds": self.stopwatch.read(),
-                "sums": self.tally.read(),
-                "data": merge_states(distributed.gather(self.stream.state_dict())),
-                "method": self.method.state_dict(),
-                "world_size": distributed.world_size(),
-                "config": self.config.to_dict(),
-            }
+            state = RunState(
+                step=self.step,
+                tokens=self.recorder.tokens,
+                sums=self.totals.read(),
+                discarded=self.nonfinite.discarded,
+                due=self.due,
+                seconds=self.stopwatch.read(),
+                data=merge_states(distributed.gather(self.stream.state_dict())),
+                method=self.method.state_dict(),
+                world_size=distributed.world_size(),
+                config=self.config.to_dict(),
+            )
             try:
-                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, trainer, self.recorder))
+                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, state, self.recorder))
                 self.saved_step = self.step
             except NotSavedError as error:
                 self.recorder.say(run.not_saved(self.folder, self.config.train, self.step, str(error), last))

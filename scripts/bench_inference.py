@@ -25,7 +25,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
-from salaad.compression.deployment import Deployment
+from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
@@ -34,13 +34,13 @@ from salaad.factored.fixed_size import factor, resident_bytes, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import count_parameters, describe_model, load_model
 from salaad.model.roles import find_blocks
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """X of a trained checkpoint, and its L + S cut by HPA to a share of X's parameters."""
-    deployment = Deployment(open_source(run))
-    dense, model = (load_model(deployment.source.model, dtype) for _ in range(2))
+    deployment = CheckpointDeployment(ModelOnDisk.open(run))
+    dense, model = (load_model(deployment.source.folder.path, dtype) for _ in range(2))
     parts = deployment.cut(Variant("", round(share * deployment.dense), kappa))
     return {"dense": dense, "factored": factor(model, parts)}
 

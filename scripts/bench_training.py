@@ -12,6 +12,7 @@ took over the vanilla round just before it is the overhead.
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
@@ -23,9 +24,8 @@ from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import open_text
-from salaad.methods.base import METHODS, FullRank
-from salaad.methods.optimizer import build_optimizer
-from salaad.model.build import build_model, describe_model, training_flops
+from salaad.methods.registry import method_of
+from salaad.model.build import model_source, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.training.launch import start_accelerator
 
@@ -35,13 +35,15 @@ PEAK_SIZE = 8192
 class Contender:
     """One method with its own copy of the model and its own optimizer."""
 
-    def __init__(self, method: str, config: RunConfig, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        description = describe_model(config.model, config.data.sequence_length)
-        self.model = build_model(config.model, description, config.seed, 0, 1)
+        method, source = method_of(config), model_source(config.model, config.data.sequence_length)
+        self.model = source.build(config.seed, 0, 1)
+        method.rebuild(self.model, config)
         self.model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).train()
-        self.method: FullRank = METHODS[method](self.model, config)
-        self.optimizer, _ = build_optimizer(self.model.parameters(), config.optimizer, config.train.steps)
+        self.method = method(self.model, config)
+        self.optimizer, _ = self.method.build_optimizer()
+        self.steps, self.taken = 0, torch.zeros((), device=device)
         if config.train.compile:
             self.model.base_model.compile()
         self.loss = SummedLoss(self.model)
@@ -55,7 +57,7 @@ class Contender:
         self.step(batch, counted=False)
         grown = (torch.cuda.memory_allocated() if self.device.type == "cuda" else 0) - before
         weights = sum(p.nbytes for p in self.model.parameters())
-        self.resident = grown + weights + admm_bytes(self.method)
+        self.resident = grown + weights + self.method.state_bytes()
 
     def step(self, batch: dict[str, torch.Tensor], counted: bool) -> None:
         """One training step, as train.py takes it."""
@@ -71,16 +73,12 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         middle = _now(self.device)
-        self.method.after_step()
+        self.steps += 1
+        self.method.after_step(self.optimizer, self.steps, self.taken)
         end = _now(self.device)
         if counted:
             self.seconds.append(end - start)
             self.admm_seconds.append(end - middle)
-
-
-def admm_bytes(method: FullRank) -> int:
-    """Bytes of the surrogates this process holds."""
-    return sum(v.nbytes for s in method.surrogates().values() for v in vars(s).values() if torch.is_tensor(v))
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -114,7 +112,7 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
     K = config.salaad.every
     text = open_text(config.data, vocab_size=config.model.vocab_size)
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
-    contenders = {method: Contender(method, config, device) for method in ("full_rank", "salaad")}
+    contenders = {method: Contender(replace(config, method=method), device) for method in ("full_rank", "salaad")}
     # Thresholds have to leave zero before an update costs what it will cost for the rest of the run.
     for contender in contenders.values():
         contender.warm_up(next(stream))
@@ -151,9 +149,9 @@ def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
             result[method]["peak_memory_bytes"] = contender.peak - others
     ratios = (ours / vanilla for ours, vanilla in zip(rounds["salaad"], rounds["full_rank"], strict=True))
     result["overhead"] = statistics.median(ratios) - 1
-    surrogates = contenders["salaad"].method.surrogates().values()
-    dense = sum(4 * surrogate.T.numel() for surrogate in surrogates)
-    result["admm_buffers_per_block"] = admm_bytes(contenders["salaad"].method) / dense
+    method = contenders["salaad"].method
+    dense = sum(4 * X.numel() for X in method.salaad.weights.values())
+    result["admm_buffers_per_block"] = method.state_bytes() / dense
     result["matmul_peak_flops"] = peak
     return result
 

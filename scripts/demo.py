@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from salaad.common.errors import UserError, run_command
-from salaad.compression.deployment import Deployment
+from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
@@ -27,7 +27,7 @@ from salaad.evaluation.figures import elastic_figure, sweep_figure, training_fig
 from salaad.evaluation.tables import deployment_table, keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored.fixed_size import disk_bytes
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.runs.records import read_lines
 from salaad.runs.summary import save_result
 
@@ -79,8 +79,8 @@ def main() -> None:
 def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
     """Sweep both models over sizes and κ, draw the pictures, and return the rows of the one table."""
     deployments = {
-        "SALAAD": Deployment(open_source(output / "salaad")),
-        "vanilla + RPCA": Deployment(open_source(output / "full_rank"), PostHoc(config.salaad)),
+        "SALAAD": CheckpointDeployment(ModelOnDisk.open(output / "salaad")),
+        "vanilla + RPCA": CheckpointDeployment(ModelOnDisk.open(output / "full_rank"), PostHoc(config.salaad)),
     }
     # Two thirds and half of what can be compressed, and half of the whole model.
     fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
@@ -104,7 +104,7 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
     return table
 
 
-def shown(label: str, row: Mapping[str, Any], deployment: Deployment) -> dict[str, Any]:
+def shown(label: str, row: Mapping[str, Any], deployment: CheckpointDeployment) -> dict[str, Any]:
     """A row of the table: what was measured, and the bytes of the weights on disk."""
     parts = deployment.cut(Variant(row["variant"], row["budget"], row["kappa"], row["refine"]))
     blocks = sum(disk_bytes(slr, element=4) for slr in parts.values())
@@ -114,7 +114,7 @@ def shown(label: str, row: Mapping[str, Any], deployment: Deployment) -> dict[st
 def write_text(output: Path) -> str:
     """Compress the SALAAD run to half its parameters, open the folder as any user would, and let it write a line."""
     run = output / "salaad"
-    folder = output / f"half-{open_source(run).digest[:8]}"
+    folder = output / f"half-{ModelOnDisk.open(run).digest[:8]}"
     said = ""
     if not folder.exists():
         how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}

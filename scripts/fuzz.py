@@ -36,12 +36,12 @@ from transformers import logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import CHECKSUMS, write_checksums, write_json
-from salaad.compression.elastic_deployment import ElasticDeployment, open_deployment
+from salaad.compression.deployment import ElasticDeployment, open_deployment
 from salaad.compression.variants import parse_variants
 from salaad.config.command_line import read_command_line
 from salaad.data.tokenizer import load_tokenizer
 from salaad.model.build import describe_model, load_model
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.training.plan import check_run, plan_table
 from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, read_case, tamper
 
@@ -67,7 +67,7 @@ def open_config(path: Path) -> None:
 
 def open_folder(folder: Path, run: bool) -> None:
     """What evaluate.py and compress.py do with a folder: find out what it is, cut it, open it and use it."""
-    source = open_source(folder)
+    source = ModelOnDisk.open(folder)
     deployment = open_deployment(source)
     elastic = isinstance(deployment, ElasticDeployment)
     names = "X,L+S,0.8@0.5,0.8@energy" if run else "X"
@@ -118,7 +118,6 @@ class Fuzz:
         elif checksums == "rewritten" and not any(CHECKSUMS in map(str, step) for step in steps):
             with contextlib.suppress(OSError):
                 _rewrite(model)
-        open_source.cache_clear()
         self._end(case, lambda: open_folder(copy, kind == "run"))
 
     def _end(self, case: list, action: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from transformers import logging
 from salaad import hpa
 from salaad.common.errors import UserError, run_command
 from salaad.compression.calibration import CalibrationText, output_weights
-from salaad.compression.deployment import Deployment, own_text
+from salaad.compression.deployment import CheckpointDeployment, own_text
 from salaad.compression.refinement import refine
 from salaad.compression.variants import parse_budgets
 from salaad.config.run import DataConfig
@@ -30,7 +30,7 @@ from salaad.model.build import load_model
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.prox import truncate
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 
 ITERATIONS = 20
 LIBRARY = "output, half uniform"
@@ -178,11 +178,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for checkpoint in options.checkpoints:
-        source = open_source(checkpoint)
-        deployment = Deployment(source)
+        source = ModelOnDisk.open(checkpoint)
+        deployment = CheckpointDeployment(source)
         data = own_text(deployment, DataConfig(**source.run["data"]))
         text = CalibrationText(data, deployment.vocab_size, options.sequences)
-        model = load_model(source.model, torch.float32)
+        model = load_model(source.folder.path, torch.float32)
         parts = deployment.parts
         moments = collect(model, list(parts), text)
         held_out = open_text(data, vocab_size=deployment.vocab_size, training=False)

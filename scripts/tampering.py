@@ -32,7 +32,7 @@ from transformers import (
 
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKSUMS, write_checksums, write_json
-from salaad.compression.elastic_deployment import open_deployment
+from salaad.compression.deployment import open_deployment
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.energy_allocation import Line
@@ -41,7 +41,7 @@ from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.storage import save_surrogates
-from salaad.runs.model_on_disk import RECORD, open_source
+from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 WORDS = ("a", "b", "c")
 
@@ -108,11 +108,11 @@ def make_run(folder: Path) -> None:
     tokenizer().save_pretrained(checkpoint / "model")
     salaad = Salaad(model, SalaadConfig(rank_ratio=0.2))
     save_surrogates(salaad.surrogates, checkpoint / "surrogate")
-    trainer = {"step": 1, "config": RunConfig(salaad=SalaadConfig(rank_ratio=0.2)).to_dict()}
+    trainer = {"step": 1, "config": RunConfig(sections={"salaad": SalaadConfig(rank_ratio=0.2)}).to_dict()}
     write_json(trainer, checkpoint / "state" / "trainer.json")
     write_checksums(checkpoint)
     (folder / "checkpoints" / "latest").write_text(f"{checkpoint.name}\n")
-    assert open_deployment(open_source(folder)).parts
+    assert open_deployment(ModelOnDisk.open(folder)).parts
 
 
 @cache
@@ -384,11 +384,11 @@ def _file(folder: Path, name: str, kind: str) -> None:
 def known_keys() -> list[tuple[str, ...]]:
     """Every key a configuration has, as a path."""
     keys: list[tuple[str, ...]] = []
-    for field in dataclasses.fields(RunConfig):
-        inner = getattr(RunConfig(), field.name)
-        keys.append((field.name,))
+    for name in [field.name for field in dataclasses.fields(RunConfig) if field.name != "sections"] + ["salaad"]:
+        inner = getattr(RunConfig(), name)
+        keys.append((name,))
         if dataclasses.is_dataclass(inner):
-            keys += [(field.name, f.name) for f in dataclasses.fields(inner)]
+            keys += [(name, f.name) for f in dataclasses.fields(inner)]
     return keys
 
 

@@ -25,6 +25,17 @@ class UserError(Exception):
         super().__init__(shown if len(shown) <= _LONGEST else f"{shown[:half]} … {shown[-half:]}")
 
 
+class NotFiniteError(UserError):
+    """A weight or a surrogate holds NaN or infinity; `block` names it."""
+
+    def __init__(self, block: str, step: int) -> None:
+        super().__init__(
+            f"block {block} is not finite at step {step}; go on from the last good checkpoint with a lower learning "
+            "rate or rho_constant"
+        )
+        self.block = block
+
+
 class Stopped(BaseException):
     """A stop was asked for; no error, so that nothing on the way takes it for one."""
 

@@ -18,6 +18,11 @@ def millions(count: float) -> str:
     return f"{count / 1e6:.2f} M"
 
 
+def mebibytes(size: float) -> str:
+    """A number of bytes in MiB, for memory."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
 def megabytes(count: float) -> str:
     """A number of bytes in millions."""
     return f"{count / 1e6:.2f} MB"

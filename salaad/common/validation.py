@@ -1,7 +1,7 @@
 """What every section of a configuration and every command's options check about themselves."""
 
 import math
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -41,7 +41,7 @@ def section(kind: type[T], values: Any, place: Path) -> T:
     Raises:
         UserError: something is unknown, of a wrong type or out of range.
     """
-    types = get_type_hints(kind)
+    types = _types(kind)
     check(isinstance(values, dict), f"{place} holds no {kind.__name__}; give a whole checkpoint")
     for name, value in values.items():
         known = name in types and _is_of(value, types[name])
@@ -60,7 +60,9 @@ def require_types(kind: type, values: Any, place: str = "") -> None:
     Raises:
         UserError: one is of another type.
     """
-    for name, wanted in get_type_hints(kind).items():
+    for name, wanted in _types(kind).items():
+        if name not in values:  # the sections of methods, which are compared one by one
+            continue
         key, value = f"{place}.{name}".lstrip("."), values[name]
         if is_dataclass(wanted):
             check(hasattr(value, "keys"), f"{key} is {_shown(value)}, but a section of its own; give its keys below it")
@@ -70,6 +72,12 @@ def require_types(kind: type, values: Any, place: str = "") -> None:
             check(
                 _is_of(value, wanted), f"{key} is {_shown(value)}, but has to be {shown}; see --help for what it takes"
             )
+
+
+def _types(kind: type) -> dict[str, Any]:
+    """The types that a dataclass declares for its fields."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def _shown(value: Any) -> str:

@@ -1,35 +1,41 @@
-"""One checkpoint, any size: its L + S in order, cut to a budget, refined, put into a model."""
+"""What a model on disk can be cut to: one protocol, and the two kinds of folders that keep it.
+
+A checkpoint (or any dense model, split after the fact) is cut anew for every size; an elastic folder has its units in
+one order already, and a size is how many of the first of them are read.
+"""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from salaad import hpa
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, output_weights
-from salaad.compression.refinement import refine
+from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
 from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
 from salaad.compression.variants import Variant
-from salaad.config.run import DataConfig, ModelConfig
-from salaad.energy_allocation import Line, Spectra, allocate_by_energy, implied_kappa
+from salaad.config.commands import CompressOptions
+from salaad.config.run import DataConfig
+from salaad.energy_allocation import Line, implied_kappa
+from salaad.factored.any_size import METHOD, ElasticConfig, ElasticFile
+from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
-from salaad.model.build import count_parameters, describe_model, load_model, outline
+from salaad.model.build import count_parameters, restored
 from salaad.model.loss import SummedLoss
 from salaad.model.roles import find_blocks
-from salaad.model.weight_headers import check_block
-from salaad.runs.model_on_disk import Source
+from salaad.model.weight_headers import check_block, weight_files
+from salaad.runs.model_on_disk import ModelOnDisk
 
 
-class Opened(NamedTuple):
+class OpenedVariant(NamedTuple):
     """A variant in a model: the model, its parameters by the paper's count, and κ of what was removed."""
 
     model: PreTrainedModel
@@ -37,26 +43,79 @@ class Opened(NamedTuple):
     kappa: float | None
 
 
-class Deployment:
-    """The sizes a model on disk can be cut to, and the cuts.
+class SizedModel(NamedTuple):
+    """A model of one size as it is to be stored.
 
     Args:
-        source: the model.
-        post_hoc: split X after the fact instead of taking L + S from training.
+        model: with its blocks as U·V + S wherever that is smaller, or all dense.
+        parameters: by the paper's count.
+        blocks: how many were cut.
+        kappa: κ of the cut.
+        whole: the budget was at or above L + S, so nothing was cut.
+    """
 
-    `dense` are the model's parameters, `fixed` those of them that are never compressed, `vocab_size` and `positions`
-    its vocabulary and longest row; `kind` names where L + S come from.
+    model: PreTrainedModel
+    parameters: int
+    blocks: int
+    kappa: float | None
+    whole: bool
+
+
+class Deployment(Protocol):
+    """The sizes that a model on disk can be had in.
+
+    Attributes:
+        source: the model on disk.
+        kind: where L + S come from, part of the key of what is cached.
+        dense: parameters of the dense model.
+        fixed: those of them that are never compressed.
+        default_variants: what is evaluated when nothing is named.
+        calibration: the text that calibrated variants read, once `calibrate` has named it.
+    """
+
+    source: ModelOnDisk
+    kind: str
+    dense: int
+    fixed: int
+    default_variants: str
+    calibration: CalibrationText | None
+
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had, before anything is computed."""
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
+
+    def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
+        """What `compress.py` is asked for; a UserError if this kind of folder cannot give it."""
+
+    def opened(self, variant: Variant, dtype: torch.dtype) -> AbstractContextManager[OpenedVariant]:
+        """Within this context the variant in a model, for inference on the best device there is."""
+
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
+        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
+
+    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+        """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
+
+
+class CheckpointDeployment:
+    """A checkpoint, or a dense model that is split after the fact.
+
+    Args:
+        source: the model on disk.
+        post_hoc: split X after the fact instead of taking L + S from training.
 
     Raises:
         UserError: a split is asked of a model whose weights are stored in parts.
     """
 
-    def __init__(self, source: Source, post_hoc: PostHoc | None = None) -> None:
+    def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
         self.calibration: CalibrationText | None = None
-        model = outline(describe_model(ModelConfig(path=str(source.model)), 0))
-        self.dense, self.vocab_size = count_parameters(model), model.config.vocab_size
-        self.positions = getattr(model.config, "max_position_embeddings", None)
+        model = source.folder.outline
+        self.dense = count_parameters(model)
+        self.default_variants = "X,L+S" if source.surrogate else "X"
         if post_hoc is not None and getattr(model.config, "quantization_config", None):
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
         if post_hoc is not None:
@@ -94,6 +153,25 @@ class Deployment:
             if variant.budget is not None and variant.budget < self.fixed:
                 hpa.to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
 
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
+        vocab_size = self.source.folder.config.vocab_size
+        self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
+        self.calibration.check()
+        self.__dict__.pop("weights", None)
+
+    def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
+        """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
+        refine, calibrated = options.refine, options.calibrate > 0
+        if budget is None:
+            return Variant("L+S", refine=refine, calibrated=calibrated)
+        if options.elastic or options.allocation == "energy":
+            return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
+        self.check([Variant(options.budget, budget, 0.0)])
+        # Rounded, so that the name says all of it and the same cut can be asked for by it.
+        kappa = round(self.whole.share, 3) if options.kappa is None else options.kappa
+        return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
+
     @cached_property
     def parts(self) -> Parts:
         """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
@@ -104,126 +182,156 @@ class Deployment:
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._shapes, make)
 
     @cached_property
-    def whole(self) -> int:
-        """Parameters of L + S with all else."""
-        return self.parameters(self.parts)
-
-    @property
-    def share(self) -> float:
-        """L's share of the parameters of L + S, which is the κ at which both sides lose the same fraction."""
-        blocks = _sizes(self.parts)
-        return implied_kappa(blocks, dict.fromkeys(blocks, (0, 0))) or 0.0
-
-    @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """What the loss feels of each output of a block, from the calibration text."""
+        """How much the loss feels each output of a block, from the calibration text."""
         device = best_device()
-        model = load_model(self.source.model, torch.float32, device)
+        model = self.source.folder.load(torch.float32, device)
         return output_weights(SummedLoss(model), self._names, self.calibration.batches(), device)
 
-    def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Name the text that calibrated variants read: it is opened here, and read when the first is cut."""
-        self.calibration = CalibrationText(own_text(self, data), self.vocab_size, sequences)
-        self.calibration.check()
-        self.__dict__.pop("weights", None)
+    @property
+    def whole(self) -> Whole:
+        """L + S of the model, not calibrated."""
+        return self._whole(calibrated=False)
 
     def cut(self, variant: Variant) -> Parts:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
-        if variant.name == "X":
-            return {}
-        if variant.budget is None:
-            return self.parts
-        parts = self._weighted(variant)
-        kept = self._kept(variant, parts)
-        cut = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
-        if variant.refine and self.parameters(cut) < self.whole:
-            bar = tqdm(cut.items(), desc="refining", unit="block", leave=False, disable=None)
-            cut = {name: self._refined(variant, name, slr) for name, slr in bar}
-        return self._unweighted(variant, cut)
+        return {} if variant.name == "X" else cut(self._whole(variant.calibrated), variant)
 
-    def elastic(self, variant: Variant) -> tuple[Parts, Line]:
-        """All units in one order of worth, of which every size is a beginning, and their line.
+    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+        """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
+        return all_sizes(self._whole(variant.calibrated), variant)
 
-        Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the
-        variant's budget, and behind them stand units that bring it up to the size of L + S again: whatever rank and
-        entries the cut has not, fitted in the same way to what it lacks.
-        """
-        if not variant.refine or variant.budget >= self.whole:
-            parts = self._weighted(variant)
-            return self._unweighted(variant, parts), Line.of(_spectra(parts))
-        whole = self._weighted(variant)
-        kept = self._kept(variant, whole)
-        first, second = {}, {}
-        for name, slr in tqdm(whole.items(), desc="refining", unit="block", leave=False, disable=None):
-            first[name] = self._refined(variant, name, slr.cut(*kept[name]))
-            lacking = self._target(variant, name) - first[name].dense()
-            second[name] = refine(
-                lacking.to(best_device()),
-                rank=slr.rank - first[name].rank,
-                nnz=slr.nnz - first[name].nnz,
-                iterations=variant.refine,
-                taken=(first[name].sparse() != 0).to(best_device()),
-            ).to("cpu")
-        counts = [Line.of(_spectra(parts)) for parts in (first, second)]
-        line = Line(counts[0].costs, torch.cat([line.counts for line in counts]))
-        joined = {name: Slr.joined(first[name], second[name]) for name in whole}
-        return self._unweighted(variant, joined), line
+    def kappa(self, parts: Parts) -> float | None:
+        """κ of a cut."""
+        return kappa_of(self.parts, parts) if parts else None
 
-    def kappa(self, parts: Mapping[str, Slr]) -> float | None:
-        """κ of a cut: the part of what it lacks of L + S that its low-rank side gave; None of X and of L + S."""
-        kept = {name: (slr.rank, slr.nnz) for name, slr in parts.items()}
-        return implied_kappa(_sizes(self.parts), kept) if parts else None
-
-    def parameters(self, parts: Mapping[str, Slr]) -> int:
+    def parameters(self, parts: Parts) -> int:
         """Parameters of the model with these parts in place of its blocks; of X for none."""
         if not parts:
             return self.source.parameters or self.dense
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
     @contextmanager
-    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[Opened]:
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
         """Within this context the model with the variant's L + S in its blocks, dense, on the best device there is."""
         if dtype not in self._models:
-            self._models[dtype] = load_model(self.source.model, dtype, best_device())
+            self._models[dtype] = self.source.folder.load(dtype, best_device())
         model, parts = self._models[dtype], self.cut(variant)
         with deployed(model, parts):
-            yield Opened(model, self.parameters(parts), self.kappa(parts))
+            yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
 
-    def _weighted(self, variant: Variant) -> Parts:
-        """L + S in order of size, as the loss feels it for a calibrated variant."""
-        if not variant.calibrated:
-            return self.parts
-        weights = self.weights
-        return {
-            name: slr.scaled(weights[name]).resorted() if name in weights else slr for name, slr in self.parts.items()
-        }
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
+        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
+        parts = self.cut(variant)
+        model = self.source.folder.load(dtype)
+        if factored:
+            factor(model, parts)
+        else:
+            for name, slr in parts.items():
+                model.get_submodule(name).weight.copy_(slr.dense())
+        whole = variant.budget is not None and variant.budget >= self.whole.parameters
+        return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
 
-    def _unweighted(self, variant: Variant, parts: Parts) -> Parts:
-        if not variant.calibrated:
-            return parts
-        weights = self.weights
-        return {name: slr.scaled(1 / weights[name]) if name in weights else slr for name, slr in parts.items()}
+    def _whole(self, calibrated: bool) -> Whole:
+        weights = self.weights if calibrated else {}
+        return Whole(self.parts, self.fixed, self._target, weights, best_device())
 
-    def _kept(self, variant: Variant, parts: Parts) -> hpa.Kept:
-        blocks = _sizes(parts)
-        if variant.kappa is not None:
-            return hpa.fit(blocks, fixed=self.fixed, budget=variant.budget, kappa=variant.kappa)
-        remove = hpa.to_remove(blocks, fixed=self.fixed, budget=variant.budget)
-        return allocate_by_energy(_spectra(parts), remove=remove)
-
-    def _target(self, variant: Variant, name: str) -> Tensor:
+    def _target(self, name: str) -> Tensor:
         """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
-        T = self._dense_weights[name] if self.post_hoc is not None else self.parts[name].dense()
-        return T * self.weights[name] if variant.calibrated and name in self.weights else T
-
-    def _refined(self, variant: Variant, name: str, slr: Slr) -> Slr:
-        T, S = (part.to(best_device()) for part in (self._target(variant, name), slr.sparse()))
-        return refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
+        return self._dense_weights[name] if self.post_hoc is not None else self.parts[name].dense()
 
     @cached_property
     def _dense_weights(self) -> dict[str, Tensor]:
-        model = load_model(self.source.model, torch.float32)
+        model = self.source.folder.load(torch.float32)
         return {name: model.get_submodule(name).weight for name in self._names}
+
+
+class ElasticDeployment:
+    """An elastic folder, which is read as far as a size needs; nothing is computed.
+
+    Args:
+        source: the folder on disk.
+    """
+
+    kind: ClassVar[str] = "elastic"
+    default_variants: ClassVar[str] = "L+S"
+    calibration: ClassVar[None] = None
+
+    def __init__(self, source: ModelOnDisk) -> None:
+        self.source = source
+        self.entry = ElasticConfig(**source.folder.config.quantization_config)
+        self.dense, self.fixed = self.entry.dense, self.entry.fixed
+
+    @cached_property
+    def line(self) -> Line:
+        """The order that the folder keeps."""
+        with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
+            return self.entry.line(file.line())
+
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had, before anything is computed."""
+        for variant in variants:
+            if variant.budget is not None and not variant.stored:
+                size = variant.name.partition("@")[0]
+                raise UserError(
+                    f"{self.source.name} keeps its units in one order, so {variant.name} cannot be cut from it; give "
+                    f"{size} alone, or the checkpoint it was made of"
+                )
+            if variant.refine or variant.calibrated:
+                raise UserError(
+                    f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
+                    "--refine and --calibrate out, or give the checkpoint it was made of"
+                )
+            self.entry.keep(self.line, variant.budget)
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Nothing: `check` has refused whatever would need it."""
+
+    def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
+        """The size that is asked for; whatever would change the units is refused."""
+        asked = {
+            "--kappa": options.kappa is not None,
+            "--allocation energy": options.allocation == "energy",
+            "--refine": options.refine,
+            "--calibrate": options.calibrate,
+            "--elastic": options.elastic,
+            "--format dense": options.format == "dense",
+        }
+        wrong = [name for name, given in asked.items() if given]
+        if wrong:
+            raise self._as_it_is(wrong[0])
+        return Variant(options.budget or "L+S", budget, stored=budget is not None)
+
+    @contextmanager
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
+        """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
+        model = self.source.folder.load(dtype, best_device(), variant.budget)
+        kept = self.entry.keep(self.line, variant.budget)
+        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
+        yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
+
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
+        """The model of the variant's size, whose blocks are in parts already."""
+        with self.opened(variant, dtype) as (model, parameters, kappa):
+            return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
+
+    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+        """Refused: the folder is one of all sizes already."""
+        raise self._as_it_is("--elastic")
+
+    def _as_it_is(self, option: str) -> UserError:
+        return UserError(
+            f"{self.source.name} is an elastic folder, which is cut as it is, without {option}; leave that out, or "
+            "give the checkpoint the folder was made of"
+        )
+
+
+def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
+    """Whatever lies in a folder, ready to be cut."""
+    entry = getattr(source.folder.config, "quantization_config", None) or {}
+    elastic = entry.get("quant_method") == METHOD and post_hoc is None
+    return ElasticDeployment(source) if elastic else CheckpointDeployment(source, post_hoc)
 
 
 def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
@@ -234,18 +342,19 @@ def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -
     return shape
 
 
-def own_text(deployment: "Deployment", data: DataConfig) -> DataConfig:
+def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
     """The text as this model reads it: with its own tokenizer unless another is named, in rows it has positions for.
 
     Raises:
         UserError: rows are longer than that.
     """
-    if deployment.positions is not None and data.sequence_length > deployment.positions:
+    positions = getattr(source.folder.config, "max_position_embeddings", None)
+    if positions is not None and data.sequence_length > positions:
         raise UserError(
-            f"data.sequence_length is {data.sequence_length}, but {deployment.source.name} has {deployment.positions} "
-            f"positions; give --data.sequence_length {deployment.positions} or less"
+            f"data.sequence_length is {data.sequence_length}, but {source.name} has {positions} positions; give "
+            f"--data.sequence_length {positions} or less"
         )
-    return replace(data, tokenizer=data.tokenizer or str(deployment.source.model))
+    return replace(data, tokenizer=data.tokenizer or str(source.folder.path))
 
 
 def best_device() -> torch.device:
@@ -253,24 +362,12 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _spectra(parts: Mapping[str, Slr]) -> Spectra:
-    return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
-
-
-def _sizes(parts: Mapping[str, Slr]) -> hpa.Blocks:
-    return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
-
-
 @contextmanager
 @torch.no_grad()
 def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]:
     """Within this context the blocks of the dense `model` hold L + S, on any device and in any dtype."""
     weights = {name: model.get_submodule(name).weight for name in parts}
-    originals = {name: X.detach().clone() for name, X in weights.items()}
-    try:
+    with restored(weights):
         for name, X in weights.items():
             X.copy_(parts[name].dense())
         yield
-    finally:
-        for name, X in weights.items():
-            X.copy_(originals[name])

@@ -5,10 +5,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
@@ -16,8 +16,8 @@ from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKOUT, is_file
 from salaad.common.validation import check, require_types
+from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig
-from salaad.runs.model_on_disk import open_source
 
 CONFIGS = CHECKOUT / "configs"
 _LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
@@ -60,9 +60,14 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, by path or by its name in configs/")
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})
     parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
-    parser.add_class_arguments(RunConfig)
-    parsed, instantiated = _parse(parser, _find_configs(arguments), (RunConfig, ""))
-    config = RunConfig(**{f.name: instantiated[f.name] for f in fields(RunConfig)})
+    parser.add_class_arguments(RunConfig, skip={"sections"})
+    settings = {name: kind for name, kind in SETTINGS.items() if fields(kind)}
+    for name, kind in settings.items():
+        parser.add_class_arguments(kind, name)
+    kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
+    parsed, instantiated = _parse(parser, _find_configs(arguments), *kinds)
+    own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
+    config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
     if options.output is None:
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
@@ -70,24 +75,40 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     return config, options
 
 
+class Command(NamedTuple):
+    """What a command line asks for.
+
+    Args:
+        name: the subcommand.
+        options: its options.
+        model: whatever `open_model` made of --checkpoint.
+        data: the data settings, if the subcommand takes any.
+    """
+
+    name: str
+    options: Any
+    model: Any
+    data: DataConfig | None
+
+
 def read_options(
     program: str,
     description: str,
     commands: Mapping[str, type],
+    open_model: Callable[[Path], Any],
     with_data: Sequence[str] = (),
     arguments: Sequence[str] | None = None,
-) -> tuple[str, Any, DataConfig | None]:
+) -> Command:
     """Parse the command line of a program with subcommands, or with none if the only one is named "".
 
     Args:
         program: its file name.
         description: one sentence.
-        commands: subcommand → dataclass of its options.
+        commands: subcommand → dataclass of its options, `checkpoint` among them.
+        open_model: opens and checks what --checkpoint names, once; the configuration of the run that trained it is its
+            attribute `run`.
         with_data: subcommands that also take --data.*, whose defaults are the settings the checkpoint was trained with.
         arguments: without the program's name; those of this process unless given.
-
-    Returns:
-        The subcommand, its options, and the data settings if it takes any.
 
     Raises:
         UserError: as `read_command_line`.
@@ -112,12 +133,16 @@ def read_options(
     )
     arguments = _as_python_names(arguments, kind)
     parser.add_class_arguments(kind)
+    model = None
     if command in with_data:
         parser.add_class_arguments(DataConfig, "data")
-        parser.set_defaults(_trained_with(arguments))
+        checkpoint = _checkpoint_of(arguments)
+        if checkpoint is not None:
+            model = open_model(Path(checkpoint))
+            parser.set_defaults(_trained_with(model.run, arguments))
     _, instantiated = _parse(parser, arguments, *([(DataConfig, "data")] if command in with_data else []))
     options = kind(**{f.name: instantiated[f.name] for f in fields(kind)})
-    return command, options, instantiated.get("data")
+    return Command(command, options, model or open_model(Path(options.checkpoint)), instantiated.get("data"))
 
 
 def _as_python_names(arguments: list[str], kind: type) -> list[str]:
@@ -131,14 +156,16 @@ def _as_python_names(arguments: list[str], kind: type) -> list[str]:
     ]
 
 
-def _trained_with(arguments: list[str]) -> dict[str, Any]:
-    """Defaults of --data.*: those of the checkpoint on the command line, or of them only how rows are cut from text."""
+def _checkpoint_of(arguments: list[str]) -> str | None:
+    """The value of --checkpoint, before anything else is parsed."""
     scanner = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     scanner.add_argument("--checkpoint")
-    checkpoint = scanner.parse_known_args(arguments)[0].checkpoint
-    if checkpoint is None:
-        return {}
-    data = open_source(Path(checkpoint)).run.get("data", {})
+    return scanner.parse_known_args(arguments)[0].checkpoint
+
+
+def _trained_with(run: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """Defaults of --data.*: those of the run that trained the model; of another text, how rows are cut."""
+    data = run.get("data", {})
     other = any(argument.startswith("--data.source") for argument in arguments)
     # The tokenizer lies with the model; where it once came from may be gone.
     kept = ("sequence_length", "packing") if other else [key for key in data if key != "tokenizer"]
@@ -198,7 +225,7 @@ def read_plain_yaml(path: Path) -> dict[str, Any]:
         UserError: it is not, or no YAML.
     """
     cure = "give a plain YAML file as in configs/"
-    sections = {f.name for f in fields(RunConfig) if is_dataclass(getattr(RunConfig(), f.name))}
+    sections = {*SETTINGS, *(f.name for f in fields(RunConfig) if is_dataclass(getattr(RunConfig(), f.name)))}
     try:
         size = path.stat().st_size
         check(size <= _LARGEST_YAML, f"{path} has {size:,} bytes, more than {_LARGEST_YAML:,}; {cure}")

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from salaad.common.validation import at_least, check, one_or_more
-from salaad.evaluation.lm_harness import DEFAULT_TASKS
+
+# The paper's downstream tasks.
+DEFAULT_TASKS = ("mmlu", "arc_challenge", "copa", "hellaswag", "boolq", "piqa")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,29 @@
-"""The settings of each method, one dataclass each."""
+"""The settings of each way to train, one frozen dataclass a method, in sections that are named like the methods."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from salaad.common.errors import UserError
 from salaad.common.validation import at_least, check, one_or_more
 
 
 @dataclass(frozen=True)
-class SalaadConfig:
+class MethodConfig:
+    """What the settings of all methods share.
+
+    `tunable` names those that a new run may change when it goes on from another run's checkpoint.
+    """
+
+    tunable: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True)
+class FullRankConfig(MethodConfig):
+    """Plain pretraining has no settings of its own."""
+
+
+@dataclass(frozen=True)
+class SalaadConfig(MethodConfig):
     """The ADMM, its controller and its schedule (paper, Algorithm 1 and section 4.2).
 
     Args:
@@ -29,6 +45,8 @@ class SalaadConfig:
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
             (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
     """
+
+    tunable = ("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho")
 
     rank_ratio: float = 0.15
     density: float = 0.05
@@ -63,3 +81,14 @@ class SalaadConfig:
         ):
             value = getattr(self, name)
             check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
+
+
+# Method → its settings. `salaad.methods.registry` adds those of a method that is registered from outside.
+SETTINGS: dict[str, type[MethodConfig]] = {"full_rank": FullRankConfig, "salaad": SalaadConfig}
+
+
+def settings_class(method: str) -> type[MethodConfig]:
+    """The dataclass of a method's settings; a `UserError` names the methods there are."""
+    if method not in SETTINGS:
+        raise UserError(f"method is {method!r}, which is none; give one of {', '.join(SETTINGS)}")
+    return SETTINGS[method]

@@ -4,11 +4,12 @@ A YAML file names only what differs from these defaults; `read_config` (command 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from salaad.common.validation import at_least, check, one_or_more
-from salaad.config.methods import SalaadConfig
+from salaad.config.methods import SETTINGS, MethodConfig, settings_class
 
 _MOST_LAYERS, _WIDEST = 1024, 2**24  # past which a plan takes minutes to draw up, or overflows
 
@@ -194,36 +195,59 @@ class RunConfig:
     """One training run.
 
     Args:
-        method: how the model is trained: salaad, or full_rank for the vanilla run beside it.
+        method: how the model is trained: salaad, full_rank to compare it with, or another registered method.
         seed: seeds the weights and the order of the data.
         model: the model.
         data: the text.
         optimizer: the optimizer and its schedule.
         train: length, precision, evaluation and checkpoints.
-        salaad: the ADMM; used when the method is salaad.
         wandb: Weights & Biases.
+        sections: method → its settings, of every method whose settings are given; `config.salaad` is those of salaad,
+            and its defaults where none are given.
     """
 
-    method: Literal["salaad", "full_rank"] = "salaad"
+    method: str = "salaad"
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    salaad: SalaadConfig = field(default_factory=SalaadConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    sections: Mapping[str, MethodConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        settings_class(self.method)
         check(0 <= self.seed < 2**53, "seed is no number from 0 to 2^53, which every generator takes; give one")
         check(
             self.data.source != "files" or bool(self.data.files),
             "data.source is files, but data.files is empty; give at least one path or glob",
         )
 
+    def __getattr__(self, name: str) -> MethodConfig:
+        # Only asked for what is no field: the section of a method, by the name it has in a YAML file.
+        if name not in SETTINGS:
+            raise AttributeError(f"a run's configuration has no {name}")
+        return self.sections.get(name) or SETTINGS[name]()
+
+    @property
+    def settings(self) -> MethodConfig:
+        """The settings of this run's own method."""
+        return getattr(self, self.method)
+
     def to_dict(self) -> dict:
-        """Plain dictionaries and lists, as YAML and JSON hold them."""
-        return dataclasses.asdict(self, dict_factory=lambda items: {k: _plain(v) for k, v in items})
+        """Plain dictionaries and lists, as YAML and JSON hold them; a method's settings in a section of its name.
+
+        Of other methods than the run's own only those sections are there that differ from the defaults.
+        """
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "sections"}
+        for name, kind in SETTINGS.items():
+            section = getattr(self, name)
+            if dataclasses.fields(kind) and (name == self.method or section != kind()):
+                plain[name] = section
+        return {key: _plain(value) for key, value in plain.items()}
 
 
 def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return list(value) if isinstance(value, tuple) else value

@@ -35,7 +35,6 @@ from salaad.common.errors import UserError
 
 # The harness is imported inside functions: that takes seconds, and not every machine has it.
 
-DEFAULT_TASKS = ("mmlu", "arc_challenge", "copa", "hellaswag", "boolq", "piqa")
 # Where the harness defines these: reading all its 14,000 definitions would take ten seconds.
 _FOLDERS = ("mmlu/default", "arc", "super_glue/copa", "hellaswag", "super_glue/boolq", "piqa")
 # Columns of the local files; the last is the answer, of this type.

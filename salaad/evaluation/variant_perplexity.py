@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from salaad.common.files import digest_of
 from salaad.compression.deployment import Deployment, own_text
-from salaad.compression.elastic_deployment import ElasticDeployment
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.documents import is_remote
@@ -33,18 +32,16 @@ class VariantEvaluation:
         batch: rows taken through the model at once.
     """
 
-    def __init__(
-        self, deployment: Deployment | ElasticDeployment, data: DataConfig, *, tokens: int, dtype: str, batch: int
-    ) -> None:
+    def __init__(self, deployment: Deployment, data: DataConfig, *, tokens: int, dtype: str, batch: int) -> None:
         self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
-        self.data = own_text(deployment, data)
+        self.data = own_text(deployment.source, data)
         self.path = deployment.source.cache / "perplexity.jsonl"
         self.kept = {json.dumps(row["of"]): row for row in _whole_lines(self.path)}
 
     @cached_property
     def text(self) -> Text:
         """The validation text and the model's own tokenizer."""
-        return open_text(self.data, vocab_size=self.deployment.vocab_size, training=False)
+        return open_text(self.data, vocab_size=self.deployment.source.folder.config.vocab_size, training=False)
 
     @cached_property
     def text_digest(self) -> str:
@@ -61,7 +58,7 @@ class VariantEvaluation:
             "calibration": deployment.calibration.digest if variant.calibrated else None,
             "text": self.text_digest,
             "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
-            "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.model) else None,
+            "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.folder.path) else None,
             "dtype": self.dtype,
         }
         key = json.dumps(of)

@@ -1,125 +1,181 @@
-"""What is trained how: one object with few hooks, so that the training loop knows no method by name."""
+"""The interface of a way to train. The loop, the plan, the checkpoint and the report know no method by name.
 
-from collections.abc import Iterator
+A method object lives as long as one start of a run. `train.py` uses it in this order:
+
+    Method.check(outline, config)           can this model be trained so? Before anything is made
+    Method.rebuild(model, config)           replace modules; on a resume too, before the weights are loaded
+    method = Method(model, config)          on the final device, before the wrapper for data parallelism
+    method.build_optimizer()                parameter groups and learning-rate schedule
+    method.load(folder), load_state_dict()  only on a resume
+
+    every step:  backward, method.after_backward(), clip, optimizer.step(), method.after_step(…)
+    at the end:  method.finish()
+    now and then:  columns() and drain_records() into the records, variants() to evaluate, save() and state_dict()
+
+A new method is a subclass in a file of its own, with a dataclass of its settings, and one call of `registry.register`.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from salaad.common import distributed
-from salaad.common.errors import UserError
+from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
-from salaad.methods.salaad.plugin import Salaad
-from salaad.methods.salaad.surrogate import Surrogate, UpdateRecord
+from salaad.methods.optimizer import build_optimizer
 from salaad.model.build import count_parameters
-from salaad.model.roles import find_blocks
+
+# Bytes per parameter of weights, gradients and the two moments of Adam.
+_BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
+_TENSORS = Path("state") / "method.safetensors"
 
 
-class FullRank:
-    """Plain pretraining, and the hooks every method has.
+class BlockRecord(NamedTuple):
+    """One line of blocks.jsonl, and a sentence for the person who watches, if there is something to say."""
+
+    step: int
+    block: str
+    columns: Mapping[str, Any]
+    remark: str | None = None
+
+
+class Method:
+    """What every method can do, and what it does unless it says otherwise: plain pretraining.
 
     Args:
-        model: the model on its final device, before it is wrapped for data parallelism.
-        config: the run's configuration.
+        model: the rebuilt model on its final device, before it is wrapped for data parallelism.
+        config: the run's configuration; `config.settings` are the method's own.
+
+    Attributes of the class:
+        Settings: the dataclass of its settings.
+        replaces_modules: `rebuild` changes the model, so `model/` of a checkpoint cannot restore it. The checkpoint
+            then holds all weights once more, as they are trained.
+        progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
+        remedy: what to change in the configuration after the numbers have diverged.
     """
 
-    def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        self.model = model
+    Settings: ClassVar[type[MethodConfig]] = FullRankConfig
+    replaces_modules: ClassVar[bool] = False
+    progress: ClassVar[Mapping[str, str]] = {}
+    remedy: ClassVar[str] = "a lower --optimizer.lr"
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        self.model, self.config = model, config
+
+    # Before training.
 
     @classmethod
-    def check(cls, model: nn.Module, config: RunConfig) -> None:
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
         """Raise a UserError if the method cannot train `model`, of which only names and shapes are read."""
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:
+        """Replace modules of `model` in place, on whatever device it is; also of a model without numbers ("meta")."""
+
+    @classmethod
+    def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
+        """Bytes on one rank by kind, for --dry-run; `model` is the rebuilt one without numbers."""
+        weights, gradients, moments = _BYTES[config.train.precision]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return {
+            "weights": count_parameters(model) * weights,
+            "gradients": trained * gradients,
+            "optimizer state": trained * moments,
+        }
+
+    @classmethod
+    def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
+        """Rows that the method adds to --dry-run; `model` is the rebuilt one without numbers."""
+        return []
+
+    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
+        """The optimizer with its parameter groups, and the learning rate as a function of the step alone."""
+        return build_optimizer(self.model.parameters(), self.config.optimizer, self.config.train.steps)
 
     def float32_gradients(self) -> list[nn.Parameter]:
         """Weights in bfloat16 whose gradients are kept, and averaged over the ranks, in float32."""
         return []
 
+    # During training.
+
     def after_backward(self) -> None:
         """Called once per optimizer step, when the gradients of all micro-batches are there."""
+
+    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:
+        """Called after every step.
+
+        Args:
+            optimizer: that of `build_optimizer`, whose state may be changed.
+            step: counted from 1.
+            discarded: 1 if the gradient was not finite and no weight was changed, else 0 (float32, on the device).
+        """
 
     def discard(self) -> None:
         """Called when gradients of a backward were thrown away."""
 
-    def after_step(self) -> None:
-        """Called after every optimizer step."""
-
     def finish(self) -> None:
         """Called after the last step, before the last evaluation."""
 
-    def penalty(self) -> Tensor:
-        """What the method adds to the loss at the weights as they are now (no dimensions)."""
-        return torch.zeros(())
+    # Records and evaluation.
 
-    def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
-        """Block updates since the last call, as (step, block, record); the same on every rank."""
+    def columns(self) -> dict[str, float]:
+        """Columns of metrics.jsonl at the weights as they are now; collective, waits for the device."""
+        return {"penalty": 0.0}
+
+    def drain_records(self) -> list[BlockRecord]:
+        """Lines of blocks.jsonl since the last call; the same on every rank."""
         return []
 
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:
-        """What to evaluate: a name, a context in which the model is that variant, its parameters and other figures."""
-        yield "X", nullcontext(), {"parameters": count_parameters(self.model)}
+        """What to evaluate: a name, a context in which the model is that variant, its parameters and other figures.
 
-    def surrogates(self) -> dict[str, Surrogate]:
-        """The surrogates this rank owns, for the checkpoint."""
+        `parameters` is the paper's count, `bytes` what the variant takes in a file in the precision of training.
+        """
+        size = sum(p.nbytes for p in self.model.parameters())
+        yield "X", nullcontext(), {"parameters": count_parameters(self.model), "bytes": size}
+
+    # Checkpoint and export.
+
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder that plain transformers opens; called on one rank alone.
+
+        Raises:
+            UserError: the method has no such form.
+        """
+        self.model.save_pretrained(folder)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors that a resume needs beside the weights and the optimizer, the same on every rank."""
         return {}
 
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave, from the CPU."""
+
+    def state_bytes(self) -> int:
+        """Bytes that this rank keeps beside weights, gradients and the optimizer."""
+        return sum(value.nbytes for value in self.tensors().values())
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's tensors into the folder of a checkpoint; collective before the first file is written."""
+        tensors = self.tensors()
+        if tensors and distributed.rank() == 0:
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / _TENSORS)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, at any number of ranks."""
+        if self.tensors():
+            self.load_tensors(load_file(folder / _TENSORS))
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside the surrogates' tensors; the same on every rank."""
+        """What else a resume needs, as JSON can say it; the same on every rank, collective."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-
-
-class SalaadMethod(FullRank):
-    """SALAAD: the penalty during backward, the ADMM on its schedule, L + S beside X at evaluation."""
-
-    def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        super().__init__(model, config)
-        self.salaad = Salaad(model, config.salaad)
-
-    @classmethod
-    def check(cls, model: nn.Module, config: RunConfig) -> None:  # noqa: D102
-        find_blocks(model, config.salaad)
-        if config.train.precision == "bf16" and config.optimizer.name not in ("Adam", "AdamW"):
-            raise UserError(
-                f"optimizer.name is {config.optimizer.name}, but pure bf16 keeps float32 gradients for the blocks, "
-                "which only Adam and AdamW take; choose one of them, or train.precision bf16-mixed"
-            )
-
-    def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
-        return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]
-
-    def after_backward(self) -> None:  # noqa: D102
-        distributed.average_gradients(self.float32_gradients())
-
-    def discard(self) -> None:  # noqa: D102
-        self.salaad.skip()
-
-    def after_step(self) -> None:  # noqa: D102
-        self.salaad.step()
-
-    def finish(self) -> None:  # noqa: D102
-        self.salaad.finish()
-
-    def penalty(self) -> Tensor:  # noqa: D102
-        return self.salaad.penalty()
-
-    def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:  # noqa: D102
-        return self.salaad.drain_records()
-
-    def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:  # noqa: D102
-        yield from super().variants()
-        yield "L+S", self.salaad.deployed(), self.salaad.summary()
-
-    def surrogates(self) -> dict[str, Surrogate]:  # noqa: D102
-        return self.salaad.surrogates
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return self.salaad.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        self.salaad.load_state_dict(state)
-
-
-METHODS = {"full_rank": FullRank, "salaad": SalaadMethod}

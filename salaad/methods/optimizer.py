@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from salaad.common.errors import UserError
 from salaad.config.run import OptimizerConfig
@@ -28,7 +29,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer, fused where it can be, and its schedule over `steps` steps.
 
     A bfloat16 weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known
@@ -58,7 +59,7 @@ def build_optimizer(
         progress = (step - warmup) / max(1, steps - warmup)
         return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -72,6 +73,15 @@ def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     elif not broken:
         optimizer.step()
+
+
+def place_schedule(schedule: LambdaLR, step: int) -> None:
+    """Set the learning rate of every group to that after `step` steps."""
+    schedule.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> None:

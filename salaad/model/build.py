@@ -1,13 +1,14 @@
 """A LLaMA from its sizes, or any Hugging Face causal LM from its folder, and the training loss on top of it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from salaad.common.errors import UserError
@@ -18,27 +19,97 @@ from salaad.model.weight_headers import check_counts, check_room, few_parameters
 _LARGEST_CONFIG = 2**20  # bytes; transformers copies every list in it many times
 
 
-def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
-    """The architecture as transformers describes it: untied LLaMA with RMSNorm, SwiGLU and SDPA attention.
+class NewModel:
+    """An untied LLaMA with RMSNorm, SwiGLU and SDPA attention, of the sizes in a configuration.
 
-    Raises:
-        UserError: `model.path` is no Hugging Face folder.
+    Attributes:
+        config: the architecture as transformers describes it.
     """
-    if config.path is None:
-        return LlamaConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            vocab_size=config.vocab_size,
+
+    def __init__(self, sizes: ModelConfig, sequence_length: int) -> None:
+        self.config = LlamaConfig(
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=sizes.num_hidden_layers,
+            num_attention_heads=sizes.num_attention_heads,
+            vocab_size=sizes.vocab_size,
             max_position_embeddings=sequence_length,
             tie_word_embeddings=False,
             attn_implementation="sdpa",
         )
-    folder = Path(config.path)
-    if not is_file(folder / "config.json"):
-        raise UserError(f"model.path {config.path} holds no config.json; give the folder of a Hugging Face causal LM")
-    return _checked(folder)
+
+    def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
+        """The model in float32 on the CPU, with random weights that `seed` fixes."""
+        torch.manual_seed(seed)
+        self.config.pad_token_id, self.config.eos_token_id, self.config.bos_token_id = pad_id, eos_id, None
+        return without_weights(self.config)
+
+
+class ModelFolder:
+    """A Hugging Face causal-LM folder whose config.json has been compared with the headers of its weight files.
+
+    Args:
+        path: the folder. It is opened and checked here, once; whoever works on it is handed this object.
+
+    Attributes:
+        config: the architecture as transformers describes it.
+
+    Raises:
+        UserError: a file is missing or broken, or the two do not fit each other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not is_file(path / "config.json"):
+            raise UserError(f"{path} holds no config.json; give a whole Hugging Face causal-LM folder")
+        self.path = path
+        self.config = _checked(path)
+
+    @cached_property
+    def outline(self) -> PreTrainedModel:
+        """The model without its numbers: names and shapes, on no device."""
+        return outline(self.config)
+
+    def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
+        """The model in float32 on the CPU, to be trained on; it has its own weights and special tokens already."""
+        torch.manual_seed(seed)
+        return self.read(torch.float32)
+
+    def load(
+        self, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None
+    ) -> PreTrainedModel:
+        """The model for inference; with a budget, an elastic folder's model of that size.
+
+        Raises:
+            UserError: a weight is missing, broken or does not fit config.json.
+        """
+        model = self.read(dtype, {} if budget is None else {"budget": budget})
+        model = model.to(device or "cpu").eval().requires_grad_(False)
+        with _in_a_sentence(self.path), torch.no_grad():
+            # Numbers of heads may fit the shapes of all weights and still not the computation.
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+        return model
+
+    def read(self, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> PreTrainedModel:
+        """The model on the CPU, every weight of it read by no code but ours and transformers'."""
+        with _in_a_sentence(self.path):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,  # the other format is a pickle
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+                **(extra or {}),
+            )
+        for what, names in report.items():
+            if names:
+                first = min(name if isinstance(name, str) else name[0] for name in names)
+                raise UserError(
+                    f"{self.path} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole "
+                    "folder"
+                )
+        return model
 
 
 def _checked(folder: Path) -> PretrainedConfig:
@@ -83,18 +154,26 @@ def _in_a_sentence(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
 
 
-def build_model(
-    config: ModelConfig, description: PretrainedConfig, seed: int, pad_id: int | None = None, eos_id: int | None = None
-) -> PreTrainedModel:
-    """The model in float32 on the CPU, with random weights that `seed` fixes, or with those of `model.path`.
+def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | ModelFolder":
+    """Where the model of a run begins: at its sizes, or at the folder `model.path`.
 
     Raises:
-        UserError: as `load_model`.
+        UserError: that is no Hugging Face causal-LM folder.
     """
-    torch.manual_seed(seed)
-    if config.path is not None:
-        return _open(Path(config.path), torch.float32)
-    description.pad_token_id, description.eos_token_id, description.bos_token_id = pad_id, eos_id, None
+    if config.path is None:
+        return NewModel(config, sequence_length)
+    if not is_file(Path(config.path) / "config.json"):
+        raise UserError(f"model.path {config.path} holds no config.json; give the folder of a Hugging Face causal LM")
+    return ModelFolder(Path(config.path))
+
+
+def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
+    """The architecture alone, as transformers describes it; errors as `model_source`."""
+    return model_source(config, sequence_length).config
+
+
+def without_weights(description: PretrainedConfig) -> PreTrainedModel:
+    """A model of this architecture in float32 on the CPU, whose weights are random and of no meaning yet."""
     return AutoModelForCausalLM.from_config(description, dtype=torch.float32)
 
 
@@ -104,45 +183,21 @@ def outline(description: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(description)
 
 
-def load_model(
-    folder: Path, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None
-) -> PreTrainedModel:
-    """A causal LM from its folder, for inference; with a budget, an elastic folder's model of that size.
-
-    Raises:
-        UserError: a file is missing, broken or does not fit config.json.
-    """
-    model = _open(folder, dtype, {} if budget is None else {"budget": budget})
-    model = model.to(device or "cpu").eval().requires_grad_(False)
-    with _in_a_sentence(folder), torch.no_grad():
-        # Numbers of heads may fit the shapes of all weights and still not the computation.
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
-    return model
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+    """A causal LM from its folder, for inference: `ModelFolder(folder).load(dtype, device)`."""
+    return ModelFolder(folder).load(dtype, device)
 
 
-def _open(folder: Path, dtype: torch.dtype, extra: dict[str, Any] | None = None) -> PreTrainedModel:
-    """A causal LM from its folder, every weight of it, by no code but ours and transformers'."""
-    if not is_file(folder / "config.json"):
-        raise UserError(f"{folder} holds no config.json; give a whole Hugging Face causal-LM folder")
-    _checked(folder)
-    with _in_a_sentence(folder):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,  # the other format is a pickle
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, by name
-            **(extra or {}),
-        )
-    for what, names in report.items():
-        if names:
-            first = min(name if isinstance(name, str) else name[0] for name in names)
-            raise UserError(
-                f"{folder} does not fit its config.json ({what}: {first}, {len(names)} in all); give a whole folder"
-            )
-    return model
+@contextmanager
+@torch.no_grad()
+def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within this context the weights may be overwritten; behind it they are what they were before."""
+    originals = {name: X.detach().clone() for name, X in weights.items()}
+    try:
+        yield
+    finally:
+        for name, X in weights.items():
+            X.copy_(originals[name])
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -10,8 +10,8 @@ checkpoints/latest                    the name of the newest complete one
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,61 @@ from safetensors import SafetensorError
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.common.files import verify, write_checksums
+from salaad.common.files import read_object, verify, write_checksums, write_json
 from salaad.common.locks import delete_unless_kept
 
 NAME = re.compile(r"step-\d{7,}")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run needs to go on beside tensors: `state/trainer.json` of a checkpoint, or a run before its first step.
+
+    Args:
+        step: optimizer steps taken or discarded.
+        tokens: non-padding tokens up to the last logged line.
+        sums: loss, steps and tokens since that line (`training.step_totals`).
+        discarded: steps that were not taken because a number was not finite.
+        due: an evaluation was interrupted and is to be done first.
+        seconds: wall time by phase since the last logged line.
+        data: position in the text (`data.batches.merge_states`).
+        method: `Method.state_dict`.
+        world_size: processes that wrote it.
+        config: the run's configuration as plain values.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    sums: Sequence[float] = (0.0, 0.0, 0.0)
+    discarded: int = 0
+    due: bool = False
+    seconds: Mapping[str, float] | None = None
+    data: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
+    world_size: int = 1
+    config: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "RunState":
+        """The state in a checkpoint.
+
+        Raises:
+            UserError: it is broken, or of another version.
+        """
+        path = checkpoint / "state" / "trainer.json"
+        stored = read_object(path)
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in stored]
+        if missing:
+            raise UserError(
+                f"{path} does not say {missing[0]}, so another version wrote it; go on with that one, or begin a new "
+                f"run from its model with --model.path {checkpoint / 'model'}"
+            )
+        return cls(**{name: stored[name] for name in names})
+
+    def write(self, checkpoint: Path) -> None:
+        """Write the state where `read` finds it."""
+        write_json(vars(self), checkpoint / "state" / "trainer.json")
 
 
 class NotSavedError(Exception):

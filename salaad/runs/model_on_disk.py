@@ -1,6 +1,5 @@
 """Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it."""
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from salaad.common.errors import UserError
 from salaad.common.files import CHECKSUMS, digest_of, is_file, read_object, verify
 from salaad.common.locks import keep_from_deletion
 from salaad.common.validation import section
-from salaad.config.methods import SalaadConfig
+from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig
+from salaad.model.build import ModelFolder
 from salaad.model.weight_headers import is_count
 from salaad.runs.checkpoints import Checkpoints
 
@@ -19,12 +19,12 @@ RECORD = "compression.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model on disk.
+class ModelOnDisk:
+    """A model on disk, opened and checked.
 
     Args:
         name: what tables call it.
-        model: the Hugging Face folder.
+        folder: the Hugging Face folder, compared with its own config.json.
         surrogate: the folder of its L and S, if it was trained with any.
         run: the configuration of the run that trained it, as far as known.
         parameters: of a folder that compress.py made, the paper's count; None of others.
@@ -34,7 +34,7 @@ class Source:
     """
 
     name: str
-    model: Path
+    folder: ModelFolder
     surrogate: Path | None
     run: dict[str, Any]
     parameters: int | None
@@ -42,24 +42,23 @@ class Source:
     cache: Path
     output: Path
 
+    @classmethod
+    def open(cls, path: Path) -> "ModelOnDisk":
+        """Find out what `path` is and compare its files with their checksums, where it has any.
 
-@functools.cache
-def open_source(folder: Path) -> Source:
-    """Find out what `folder` is and compare its files with their checksums, where it has any.
-
-    Raises:
-        UserError: it is nothing we know, or some file is not what was written.
-    """
-    if is_file(folder / "checkpoints" / "latest"):
-        folder = _newest_of(Checkpoints(folder / "checkpoints"))
-    if is_file(folder / "model" / "config.json"):
-        return _checkpoint(folder)
-    if is_file(folder / "config.json"):
-        return _model_folder(folder)
-    raise UserError(
-        f"--checkpoint {folder} is no run, no checkpoint and no Hugging Face folder; give one such as "
-        "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"
-    )
+        Raises:
+            UserError: it is nothing we know, or some file is not what was written.
+        """
+        if is_file(path / "checkpoints" / "latest"):
+            path = _newest_of(Checkpoints(path / "checkpoints"))
+        if is_file(path / "model" / "config.json"):
+            return _checkpoint(path)
+        if is_file(path / "config.json"):
+            return _model_folder(path)
+        raise UserError(
+            f"--checkpoint {path} is no run, no checkpoint and no Hugging Face folder; give one such as "
+            "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"
+        )
 
 
 def _newest_of(checkpoints: Checkpoints) -> Path:
@@ -69,16 +68,16 @@ def _newest_of(checkpoints: Checkpoints) -> Path:
     return newest
 
 
-def _checkpoint(folder: Path) -> Source:
+def _checkpoint(folder: Path) -> ModelOnDisk:
     keep_from_deletion(folder)
     digest = verify(folder, "model/*", "surrogate/*")
     surrogate = folder / "surrogate"
     own = folder.resolve()
     inside = own.parent.name == "checkpoints"  # and not copied out of its run
     run = own.parent.parent
-    return Source(
+    return ModelOnDisk(
         name=f"{run.name}/{own.name}" if inside else own.name,
-        model=folder / "model",
+        folder=ModelFolder(folder / "model"),
         surrogate=surrogate if is_file(surrogate / "index.json") else None,
         run=_run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state"),
         parameters=None,
@@ -88,7 +87,7 @@ def _checkpoint(folder: Path) -> Source:
     )
 
 
-def _model_folder(folder: Path) -> Source:
+def _model_folder(folder: Path) -> ModelOnDisk:
     entry = read_object(folder / "config.json").get("quantization_config")
     elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
     if not is_file(folder / CHECKSUMS):
@@ -102,9 +101,9 @@ def _model_folder(folder: Path) -> Source:
     if record and not (isinstance(parameters, list) and len(parameters) == 2 and all(map(is_count, parameters))):
         raise UserError(f"{folder / RECORD} does not count the parameters; give a whole copy of the folder")
     name = folder.resolve().name
-    return Source(
+    return ModelOnDisk(
         name=name,
-        model=folder,
+        folder=ModelFolder(folder),
         surrogate=None,
         run=_run_of(record.get("run", {}), folder / RECORD),
         parameters=parameters[1] if record else None,
@@ -118,7 +117,7 @@ def _run_of(config: Any, place: Path) -> dict[str, Any]:
     """The configuration of a run, of which later commands take these sections over."""
     if not isinstance(config, dict):
         raise UserError(f"{place} has no configuration of a run in it; give a whole checkpoint")
-    for name, kind in (("data", DataConfig), ("salaad", SalaadConfig)):
+    for name, kind in {"data": DataConfig, **SETTINGS}.items():
         if name in config:
             section(kind, config[name], place)
     return config

@@ -5,16 +5,17 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
 from salaad.config.run import RunConfig, WandbConfig
-from salaad.methods.salaad.surrogate import KEPT, UpdateRecord
 from salaad.model.perplexity import Perplexity
 
 RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
@@ -30,12 +31,22 @@ class Recorder:
         start: step the run goes on from; later lines of an interrupted life are dropped.
         tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
+        progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, start: int, tokens: int, active: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        start: int,
+        tokens: int,
+        active: bool,
+        progress: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.active = active
         self.tokens = tokens
-        self._latest: dict[str, UpdateRecord] = {}
+        self._progress = progress
+        self._latest: dict[str, Mapping[str, Any]] = {}
         self._skipped = 0
         if not active:
             return
@@ -64,23 +75,21 @@ class Recorder:
         self._bar.update(row["step"] - self._bar.n)
         loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
         shown = {"loss": loss, "tok/s": f"{row['tokens_per_second']:.0f}"}
-        if self._latest:
-            count = len(self._latest)
-            shown["rank"] = f"{sum(record.rank_ratio for record in self._latest.values()) / count:.3f}"
-            shown["density"] = f"{sum(record.density for record in self._latest.values()) / count:.3f}"
+        for column, label in self._progress.items() if self._latest else ():
+            shown[label] = f"{fmean(columns[column] for columns in self._latest.values()):.3f}"
         self._bar.set_postfix(shown)
 
-    def blocks(self, records: list[tuple[int, str, UpdateRecord]]) -> None:
-        """A line of blocks.jsonl for every block and ADMM update."""
+    def blocks(self, records: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:
+        """A line of blocks.jsonl for every (step, block, columns, remark); a remark is printed."""
         if not self.active:
             return
-        for step, name, record in records:
-            self._latest[name] = record
-            if record.method == KEPT:
-                self.say(f"step {step}: no singular values of {name} could be found, so its L and S stay as they were")
-            self._files["blocks.jsonl"].add({"step": step, "block": name, **vars(record)})
+        for step, name, columns, remark in records:
+            self._latest[name] = columns
+            if remark is not None:
+                self.say(remark)
+            self._files["blocks.jsonl"].add({"step": step, "block": name, **columns})
             if self._wandb:
-                values = {f"blocks/{name}/{key}": value for key, value in vars(record).items()}
+                values = {f"blocks/{name}/{key}": value for key, value in columns.items()}
                 self._wandb.log(values, step=step)
         self._write_out("blocks.jsonl")
 

@@ -11,10 +11,10 @@ from salaad.common.errors import UserError
 from salaad.common.files import verify
 from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
+from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
-from salaad.runs.checkpoints import Checkpoints
+from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.runs.records import RECORDS
-from salaad.training.state import read_state
 
 # What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
 # size of it, losing and repeating nothing.
@@ -40,12 +40,9 @@ _FREE = (
 )
 
 
-# What a new folder may try differently from a checkpoint on, such as after a run that diverged.
-_TUNABLE = (
-    tuple(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip"))
-    + tuple(f"salaad.{name}" for name in ("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta"))
-    + ("salaad.rho_constant", "salaad.rho", "train.steps")
-)
+# What a new folder may try differently from a checkpoint on, such as after a run that diverged. Methods name settings
+# of their own.
+_TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip")), "train.steps")
 
 
 BEGUN_FROM = "begun from"
@@ -79,7 +76,8 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
         if own or not _begun(folder):
             verify(checkpoint, alone=True)
-            _compare(read_state(checkpoint)["config"], config, checkpoint, () if own else _TUNABLE)
+            tunable = (*_TUNABLE, *(f"{config.method}.{name}" for name in config.settings.tunable))
+            _compare(RunState.read(checkpoint).config, config, checkpoint, () if own else tunable)
             return folder, checkpoint
         told = folder / "config.yaml"
         if not told.is_file() or f"# {BEGUN_FROM}: {checkpoint}" not in told.read_text(errors="replace").splitlines():
@@ -97,7 +95,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         said = f"--output {folder} holds a run without a readable config.yaml ({error})"
         raise UserError(f"{said}; give another folder") from None
     _compare(begun_with, config, folder)
-    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(read_state)
+    checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(RunState.read)
     for sentence in wrong:
         print(f"passed over: {sentence}", file=sys.stderr)
     if wrong:
@@ -112,9 +110,12 @@ def _begun(folder: Path) -> bool:
 
 
 def _compare(old: dict[str, Any], config: RunConfig, place: Path, tunable: tuple[str, ...] = ()) -> None:
-    new = config.to_dict()
-    for key in sorted(_flat(old).keys() | _flat(new).keys()):
-        before, now = _flat(old).get(key), _flat(new).get(key)
+    # The settings of other methods change nothing that is computed.
+    others = {name for name in SETTINGS if name != config.method}
+    trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
+    before_all, now_all = map(_flat, trees)
+    for key in sorted(before_all.keys() | now_all.keys()):
+        before, now = before_all.get(key), now_all.get(key)
         if before != now and key not in (*_FREE, *tunable):
             raise UserError(
                 f"{place} was begun with {key} {before}, but {now} is asked for; keep it, or give another --output"

@@ -1,7 +1,7 @@
 """What becomes of a run that meets NaN or infinity.
 
 A step whose loss or gradient is not finite is discarded on the device, before it reaches a weight. The host learns of
-it here, with the next statistics, tells it and counts it.
+it here, together with the next statistics, reports it and counts it.
 """
 
 from contextlib import suppress
@@ -24,15 +24,26 @@ class NonFinite:
         folder: of the run, for diagnosis.json.
         recorder: tells of them.
         discarded: in the run's earlier lives.
+        remedy: what to change in the configuration after a divergence (`Method.remedy`).
 
     Attributes:
         discarded: steps that the host knows of since the run began; the same on every rank.
+
+    Raises:
+        UserError: a weight is not finite to begin with.
     """
 
     def __init__(
-        self, gradients: Gradients, config: TrainConfig, folder: Path, recorder: Recorder, discarded: int
+        self,
+        gradients: Gradients,
+        config: TrainConfig,
+        folder: Path,
+        recorder: Recorder,
+        discarded: int,
+        remedy: str,
     ) -> None:
         self._gradients, self._config, self._folder, self._recorder = gradients, config, folder, recorder
+        self._remedy = remedy
         self.discarded = discarded
         gradients.discarded += discarded
         weight = gradients.broken_weight()
@@ -51,25 +62,30 @@ class NonFinite:
             first, where = found
             limit = self._config.max_skipped
             if self._config.on_nonfinite == "stop" or self.discarded > limit:
-                skip = "--resume auto and --train.on_nonfinite skip or a higher --train.max_skipped, or with "
-                raise diverged(self._folder, first, where, self.discarded, skip)
+                raise self.diverged(first, where, may_skip=True)
             self._recorder.say(
                 f"step {first}: {where} was not finite, so no step was taken; batches skipped so far: {self.discarded} "
                 f"of {limit}"
             )
         weight = self._gradients.broken_weight()
         if weight:
-            raise diverged(self._folder, step, weight, self.discarded)
+            raise self.diverged(step, weight)
 
+    def diverged(self, step: int, where: str, may_skip: bool = False) -> UserError:
+        """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with.
 
-def diverged(folder: Path, step: int, where: str, discarded: int, cure: str = "") -> UserError:
-    """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with."""
-    last = str(Checkpoints(folder / "checkpoints").latest() or "none")
-    diagnosis = {"step": step, "block": where, "discarded_steps": discarded, "last_good_checkpoint": last}
-    with suppress(OSError):  # a full disk must not hide the sentence
-        write_json(diagnosis, folder / "diagnosis.json")
-    return UserError(
-        f"a number is not finite at step {step}, first in {where} (steps discarded so far: {discarded}); go on with "
-        f"{cure}--resume {last} --output NEW and a lower --optimizer.lr or --salaad.rho_constant; see "
-        f"{folder / 'diagnosis.json'}"
-    )
+        Args:
+            step: at which they were first met.
+            where: the weight, gradient or block that holds them.
+            may_skip: no weight was changed, so passing over the batch is another cure.
+        """
+        last = str(Checkpoints(self._folder / "checkpoints").latest() or "none")
+        diagnosis = {"step": step, "block": where, "discarded_steps": self.discarded, "last_good_checkpoint": last}
+        with suppress(OSError):  # a full disk must not hide the sentence
+            write_json(diagnosis, self._folder / "diagnosis.json")
+        skip = "--resume auto and --train.on_nonfinite skip or a higher --train.max_skipped, or with "
+        return UserError(
+            f"a number is not finite at step {step}, first in {where} (steps discarded so far: {self.discarded}); go "
+            f"on with {skip if may_skip else ''}--resume {last} --output NEW and {self._remedy}; see "
+            f"{self._folder / 'diagnosis.json'}"
+        )

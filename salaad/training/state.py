@@ -1,4 +1,4 @@
-"""Everything of a training run that a checkpoint holds, written and taken over bit for bit."""
+"""The parts of a run that a checkpoint holds beside `RunState`: model, optimizer, method, random generators."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,45 +9,52 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.common.files import read_object, write_json
-from salaad.methods.base import FullRank
-from salaad.methods.optimizer import load_optimizer_state
-from salaad.methods.salaad.storage import load_surrogates, save_surrogates
+from salaad.config.run import RunConfig
+from salaad.methods.base import Method
+from salaad.methods.optimizer import load_optimizer_state, place_schedule
+from salaad.methods.registry import method_of
+from salaad.model.build import ModelFolder, NewModel, without_weights
+from salaad.runs.checkpoints import RunState
 from salaad.runs.records import Recorder
 
-# What trainer.json holds, as it is before the first step.
-FRESH = {
-    "step": 0,
-    "tokens": 0,
-    "sums": (0, 0, 0),
-    "discarded": 0,
-    "due": False,
-    "seconds": None,
-    "data": None,
-    "method": None,
-    "config": None,
-}
+_WEIGHTS = Path("state") / "weights.safetensors"
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer.json of a checkpoint.
+def model_to_train(
+    source: NewModel | ModelFolder, config: RunConfig, checkpoint: Path | None, pad_id: int | None, eos_id: int | None
+) -> PreTrainedModel:
+    """The model in float32 on the CPU as the run's method trains it, with the weights of `checkpoint` if there is one.
+
+    Args:
+        source: what a new run begins with.
+        config: the run's.
+        checkpoint: what the run goes on from.
+        pad_id: of the tokenizer.
+        eos_id: of the tokenizer.
 
     Raises:
-        UserError: it is broken, or of another version.
+        UserError: the checkpoint cannot be opened.
     """
-    path = checkpoint / "state" / "trainer.json"
-    state = read_object(path)
-    missing = [key for key in FRESH if key not in state]
-    if missing:
-        raise UserError(
-            f"{path} does not say {missing[0]}, so another version wrote it; go on with that one, or begin a new run "
-            f"from its model with --model.path {checkpoint / 'model'}"
-        )
-    return state
+    method = method_of(config)
+    if checkpoint is None:
+        model = source.build(config.seed, pad_id, eos_id)
+        method.rebuild(model, config)
+    elif not method.replaces_modules:
+        model = ModelFolder(checkpoint / "model").build(config.seed)
+    else:  # model/ is an export; the weights as they are trained lie beside it
+        torch.manual_seed(config.seed)
+        model = without_weights(source.config)
+        method.rebuild(model, config)
+        with _in_a_sentence(checkpoint / _WEIGHTS) as path:
+            load_model(model, path)
+    return model
 
 
 @dataclass(frozen=True)
@@ -55,48 +62,46 @@ class TrainingParts:
     """The parts of a run that change while it trains.
 
     Args:
-        model: its weights go into `model/`, beside the tokenizer, as a Hugging Face folder.
+        model: its export goes into `model/`, beside the tokenizer, as a Hugging Face folder.
         tokenizer: saved, never changed.
-        method: its surrogates go into `surrogate/`.
+        method: its tensors go into `surrogate/` or `state/`.
         optimizer: its moments go into `state/`.
         schedule: placed by the step.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
-    method: FullRank
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    method: Method
+    optimizer: Optimizer
+    schedule: LambdaLR
 
-    def write(self, folder: Path, trainer: dict[str, Any], recorder: Recorder) -> None:
+    def write(self, folder: Path, state: RunState, recorder: Recorder) -> None:
         """This rank's part of a checkpoint, and the records' lines up to it.
 
         Args:
             folder: the checkpoint's.
-            trainer: the step, the data position and what else JSON can say; `read_state` reads it.
+            state: the step, the data position and what else JSON can say.
             recorder: its lines are on the disk before the checkpoint is.
         """
-        save_surrogates(self.method.surrogates(), folder / "surrogate")
+        self.method.save(folder)
         torch.save(_random_state(), folder / "state" / _random_file())
         if distributed.rank() == 0:
-            self.model.save_pretrained(folder / "model")
+            self.method.export(folder / "model")
+            if self.method.replaces_modules:
+                save_model(self.model, str(folder / _WEIGHTS))
             self.tokenizer.save_pretrained(folder / "model")
             torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
-            write_json(trainer, folder / "state" / "trainer.json")
+            state.write(folder)
             recorder.secure()
 
-    def restore(self, checkpoint: Path, trainer: dict[str, Any]) -> None:
-        """Take over what `write` wrote, at any world size. The model is built from its own folder already."""
+    def restore(self, checkpoint: Path, state: RunState) -> None:
+        """Take over what `write` wrote, at any world size. The model has its weights from `model_to_train` already."""
         with _in_a_sentence(checkpoint / "state" / "optimizer.pt") as path:
             load_optimizer_state(self.optimizer, torch.load(path, map_location="cpu", weights_only=True))
         # The step alone places the schedule, so that a new folder may go on with another peak.
-        self.schedule.last_epoch = trainer["step"]
-        rates = [base * self.schedule.lr_lambdas[0](trainer["step"]) for base in self.schedule.base_lrs]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule._last_lr = rates
-        self.method.load_state_dict(trainer["method"])
-        load_surrogates(self.method.surrogates(), checkpoint / "surrogate")
+        place_schedule(self.schedule, state.step)
+        self.method.load_state_dict(state.method)
+        self.method.load(checkpoint)
         random = checkpoint / "state" / _random_file()
         if random.exists():  # a rank that the earlier world did not have goes on with its own
             with _in_a_sentence(random):
@@ -107,17 +112,17 @@ class TrainingParts:
 def _in_a_sentence(path: Path) -> Iterator[Path]:
     """Turn whatever is wrong with a file of tensors into one sentence.
 
-    It is a pickle, of which only tensors and plain values are built; what else it asks for, what is missing in it and
-    what does not fit the run ends in too many kinds of errors to list them.
+    A pickle is read with `weights_only`, which builds tensors and plain values alone. What else it asks for, what is
+    missing in it and what does not fit the run end in too many kinds of errors to list them.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a file that is refused, the sentence says enough
+            warnings.simplefilter("ignore")  # the sentence says what is wrong with the file
             yield path
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        # Of a pickle with more in it torch says how to run that all the same.
+        # torch's own message for a pickle with more in it explains how to load it all the same.
         unsafe = isinstance(error, UnpicklingError)
         why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None

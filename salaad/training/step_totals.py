@@ -8,7 +8,7 @@ from torch import Tensor
 from salaad.common import distributed
 
 
-class Tally:
+class StepTotals:
     """Loss, steps taken and tokens since the last logged line.
 
     Args:

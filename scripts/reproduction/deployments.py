@@ -10,6 +10,7 @@ from salaad import hpa
 from salaad.common.budgets import parse_budget
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
+from salaad.config.commands import DEFAULT_TASKS
 from salaad.config.methods import SalaadConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.evaluation import lm_harness
@@ -20,7 +21,7 @@ from salaad.evaluation.tables import accuracy_table
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
 from salaad.model.roles import find_blocks
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
@@ -82,7 +83,7 @@ def rpca_vanilla(scale: Scale) -> Measured:
     """Robust PCA of weights that were trained without SALAAD."""
     found = {}
     for seed in scale.seeds:
-        model = load_model(open_source(trainings.VANILLA.seeded(seed).folder(scale)).model, torch.float32)
+        model = load_model(ModelOnDisk.open(trainings.VANILLA.seeded(seed).folder(scale)).model, torch.float32)
         found[seed] = list(model_statistics(find_blocks(model, SalaadConfig())))
     first = found[scale.seeds[0]]
     pictures.rpca(first, scale.results / "rpca_vanilla.png")
@@ -126,7 +127,7 @@ def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:
 def downstream(scale: Scale) -> Measured:
     """Zero-shot accuracy of X, L̃ + S̃ and vanilla by the evaluation harness."""
     rows: list[dict[str, Any]] = []
-    lm_harness.check_tasks(list(lm_harness.DEFAULT_TASKS), scale.task_data)
+    lm_harness.check_tasks(list(DEFAULT_TASKS), scale.task_data)
     kappa = at_budget(trainings.SALAAD, scale, scale.table_budget)["kappa"]
     for label, run in (("X", trainings.SALAAD), ("L̃+S̃", trainings.SALAAD), ("Vanilla", trainings.VANILLA)):
         deployment = evaluation(run.folder(scale), scale).deployment
@@ -137,7 +138,7 @@ def downstream(scale: Scale) -> Measured:
             scores = lm_harness.evaluate_tasks(
                 opened.model,
                 tokenizer,
-                list(lm_harness.DEFAULT_TASKS),
+                list(DEFAULT_TASKS),
                 task_data=scale.task_data,
                 max_length=scale.max_length,
             )
@@ -149,7 +150,7 @@ def downstream(scale: Scale) -> Measured:
 
 def accuracies(rows: Sequence[dict[str, Any]], theirs: Mapping[str, Mapping[str, float]]) -> str:
     """The paper's layout: a line a model, a column a task; the paper's own lines below, where it has any."""
-    tasks, found = list(lm_harness.DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
+    tasks, found = list(DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     lines = [(variant, *(f"{found[variant, task]:.1f}" for task in tasks)) for variant in variants]
     lines += [(f"paper {variant}", *(f"{printed[task]:.1f}" for task in tasks)) for variant, printed in theirs.items()]

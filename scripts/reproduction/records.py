@@ -10,14 +10,14 @@ import numpy as np
 
 from salaad.common.budgets import parse_budget, parse_count
 from salaad.common.files import read_json
-from salaad.compression.deployment import Deployment
+from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.evaluation.sweep import best, by_energy, grid
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction.grid import Run, Scale
 
 KAPPAS = tuple(k / 10 for k in range(11))
@@ -29,8 +29,8 @@ def evaluation(
     folder: Path, scale: Scale, post_hoc: PostHoc | None = None, other_text: Path | None = None
 ) -> VariantEvaluation:
     """Perplexities of a run over its own validation text, unless another is given; the run's cache keeps them."""
-    source = open_source(folder)
-    deployment = Deployment(source, post_hoc)
+    source = ModelOnDisk.open(folder)
+    deployment = CheckpointDeployment(source, post_hoc)
     data = DataConfig(**source.run["data"])
     if other_text:
         data = replace(data, source="files", validation_files=(str(other_text),))

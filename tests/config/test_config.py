@@ -154,15 +154,28 @@ def test_the_defaults_of_training_are_the_papers():
 
 
 def test_a_run_as_plain_values_survives_json_and_builds_the_same_run():
-    run = RunConfig(salaad=SalaadConfig(roles=("q", "re:down"), rho=1e-6), data=DataConfig(source="c4"))
+    settings = SalaadConfig(roles=("q", "re:down"), rho=1e-6)
+    run = RunConfig(sections={"salaad": settings}, data=DataConfig(source="c4"))
     plain = json.loads(json.dumps(run.to_dict()))
     assert plain == run.to_dict()
     assert plain["salaad"]["roles"] == ["q", "re:down"]
-    sections = {field.name: type(getattr(run, field.name)) for field in dataclasses.fields(run)}
+    kinds = {name: type(getattr(run, name)) for name in plain}
     rebuilt = {
         name: section(**{key: tuple(value) if isinstance(value, list) else value for key, value in plain[name].items()})
         if dataclasses.is_dataclass(section)
         else plain[name]
-        for name, section in sections.items()
+        for name, section in kinds.items()
     }
-    assert RunConfig(**rebuilt) == run
+    assert RunConfig(sections={"salaad": rebuilt.pop("salaad")}, **rebuilt) == run
+
+
+def test_the_settings_of_other_methods_are_told_only_where_they_are_given():
+    given = {"salaad": SalaadConfig(every=7)}
+    assert "salaad" not in RunConfig(method="full_rank").to_dict()
+    assert RunConfig(method="full_rank", sections=given).to_dict()["salaad"]["every"] == 7
+    assert RunConfig().to_dict()["salaad"]["every"] == SalaadConfig().every
+
+
+def test_a_method_that_is_none_is_refused_with_the_names_there_are():
+    with pytest.raises(UserError, match="method is 'lowrank', which is none; give one of full_rank, salaad"):
+        RunConfig(method="lowrank")

@@ -35,7 +35,6 @@ from salaad.config.command_line import read_command_line
 from salaad.data.tokenizer import load_tokenizer
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.model.build import load_model
-from salaad.runs.model_on_disk import open_source
 from salaad.runs.run import open_run
 from scripts import fuzz, tampering
 from scripts.toy import ROOT
@@ -73,7 +72,6 @@ def rewrite(path: Path) -> None:
     for folder in path.parents:
         if (folder / "checksums.json").is_file():
             write_checksums(folder)
-    open_source.cache_clear()
 
 
 def sentence_of(action, *arguments) -> str:
@@ -545,7 +543,6 @@ def test_three_hundred_drawn_cases_end_opened_or_in_a_sentence(tmp_path, monkeyp
     made = fuzz.fuzz(tmp_path, 300)
     assert not made.failures
     assert made.refused + made.opened == 300 and made.refused and made.opened
-    open_source.cache_clear()
 
 
 def test_the_command_line_of_the_fuzz_is_read(tmp_path):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import train
 from salaad.common.errors import UserError
-from salaad.methods import base
+from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from tests.helpers.training import (
     ROOT,
@@ -43,15 +43,15 @@ def assert_same_tensors(first: dict, second: dict) -> None:
 
 def interrupt_at(monkeypatch, steps: set[int]) -> None:
     """Let this process receive SIGTERM during each of these steps, once."""
-    original, pending = base.SalaadMethod.after_step, set(steps)
+    original, pending = SalaadMethod.after_step, set(steps)
 
-    def after_step(self):
-        original(self)
+    def after_step(self, *given):
+        original(self, *given)
         if self.salaad.steps in pending:
             pending.discard(self.salaad.steps)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+    monkeypatch.setattr(SalaadMethod, "after_step", after_step)
 
 
 RESUMED = [
@@ -376,14 +376,14 @@ def test_wandb_offline_continues_the_same_run(toy, tmp_path, monkeypatch):
 
 
 def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path, monkeypatch):
-    original = base.SalaadMethod.after_step
+    original = SalaadMethod.after_step
 
-    def after_step(self):
-        original(self)
+    def after_step(self, *given):
+        original(self, *given)
         if self.salaad.steps == 4:
             self.salaad.weights["model.layers.1.mlp.up_proj"].data[3, 5] = float("nan")
 
-    monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+    monkeypatch.setattr(SalaadMethod, "after_step", after_step)
     with pytest.raises(
         UserError, match=r"not finite at step 4, first in .*step-0000002 --output NEW and a lower --optimizer.lr"
     ):

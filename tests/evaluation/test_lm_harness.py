@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
+from salaad.config.commands import DEFAULT_TASKS
 from salaad.evaluation import lm_harness
-from salaad.evaluation.lm_harness import DEFAULT_TASKS, check_tasks, evaluate_tasks, harness_version
+from salaad.evaluation.lm_harness import check_tasks, evaluate_tasks, harness_version
 from scripts.toy import WORDS
 
 lm_eval = pytest.importorskip("lm_eval")

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from salaad.common.errors import UserError
-from salaad.runs.model_on_disk import open_source
 
 
 def run(program: str, *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and error of a program, called in this process: starting one takes six seconds."""
-    open_source.cache_clear()
     out, err, code = io.StringIO(), "", 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(sys, "argv", [program, *map(str, arguments)])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from salaad import Salaad, SalaadConfig
+from salaad.common.errors import NotFiniteError
 from salaad.config.run import OptimizerConfig
 from salaad.methods.optimizer import build_optimizer
-from salaad.methods.salaad.plugin import NotFiniteError
 from salaad.methods.salaad.surrogate import Surrogate
 
 ANY = {"roles": ("re:.",)}

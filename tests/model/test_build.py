@@ -21,7 +21,7 @@ from salaad import Salaad, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from salaad.methods.optimizer import build_optimizer, load_optimizer_state
-from salaad.model.build import build_model, count_parameters, describe_model
+from salaad.model.build import count_parameters, describe_model, model_source
 from salaad.model.loss import IGNORED, SummedLoss, summed_cross_entropy
 from salaad.training.plan import check_run
 
@@ -46,7 +46,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def test_the_papers_models_have_the_papers_parameters(hidden, intermediate, layers, heads, millions):
     config = ModelConfig(hidden, intermediate, layers, heads, vocab_size=32_000)
     with torch.device("meta"):
-        model = build_model(config, describe_model(config, 256), seed=0)
+        model = model_source(config, 256).build(seed=0)
     per_layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden
     assert count_parameters(model) == 2 * 32_000 * hidden + layers * per_layer + hidden
     assert round(count_parameters(model) / 1e6, 2) == millions
@@ -62,7 +62,7 @@ def test_a_seed_fixes_the_weights_and_another_gives_others():
     config = ModelConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
     )
-    weights = [build_model(config, describe_model(config, 32), seed=seed).lm_head.weight for seed in (0, 0, 1)]
+    weights = [model_source(config, 32).build(seed=seed).lm_head.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 

@@ -18,10 +18,10 @@ import train
 from salaad.common import locks
 from salaad.common.errors import UserError
 from salaad.common.files import verify, write_checksums
-from salaad.methods import base
+from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints, NotSavedError
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.toy import toy_arguments
 from tests.helpers.training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights
 
@@ -33,13 +33,13 @@ def at_step(monkeypatch):
     """Do something in the middle of a step of the run, once."""
 
     def register(actions: dict) -> None:
-        original = base.SalaadMethod.after_step
+        original = SalaadMethod.after_step
 
-        def after_step(self):
-            original(self)
+        def after_step(self, *given):
+            original(self, *given)
             actions.pop(self.salaad.steps, lambda: None)()
 
-        monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+        monkeypatch.setattr(SalaadMethod, "after_step", after_step)
 
     return register
 
@@ -267,14 +267,14 @@ def test_a_run_that_goes_back_gives_up_what_came_after(trained, toy, tmp_path, c
     more = {**SAVED, "train__save_every": 1, "train__keep_last": 2}
 
     def stop_at_4(monkeypatch):
-        original = base.SalaadMethod.after_step
+        original = SalaadMethod.after_step
 
-        def after_step(self):
-            original(self)
+        def after_step(self, *given):
+            original(self, *given)
             if self.salaad.steps == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+        monkeypatch.setattr(SalaadMethod, "after_step", after_step)
 
     with pytest.MonkeyPatch.context() as patch:
         stop_at_4(patch)
@@ -376,9 +376,9 @@ def test_a_new_run_from_anothers_checkpoint_stands_on_its_own(trained, toy, tmp_
 READ = """
 import sys, time
 from pathlib import Path
-from salaad.runs.model_on_disk import open_source
+from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.toy import toy_arguments
-print(open_source(Path(sys.argv[1])).model, flush=True)
+print(ModelOnDisk.open(Path(sys.argv[1])).folder.path, flush=True)
 time.sleep(60)
 """
 
@@ -411,15 +411,14 @@ def test_an_evaluation_beside_a_training_sees_complete_checkpoints_only(toy, tmp
         while not (tmp_path / "run" / "checkpoints" / "latest").exists():
             time.sleep(0.05)
         for _ in range(1000):
-            open_source.cache_clear()
             try:
-                source = open_source(tmp_path / "run")
+                source = ModelOnDisk.open(tmp_path / "run")
             except UserError as error:
                 # Deleted between being named and being locked: said, not half read.
                 assert "missing" in str(error) or "not there" in str(error)
                 continue
-            seen.add(source.model.parent.name)
-            assert json.loads((source.model / "config.json").read_text())["model_type"] == "llama"
+            seen.add(source.folder.path.parent.name)
+            assert json.loads((source.folder.path / "config.json").read_text())["model_type"] == "llama"
             while locks._kept:
                 os.close(locks._kept.pop())
             if len(seen) >= 5:

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from salaad.runs import run
+from salaad.common import provenance
 
 
 def test_the_recorded_commit_is_dirty_when_code_changed_but_not_when_results_did(tmp_path, monkeypatch):
@@ -16,11 +16,11 @@ def test_the_recorded_commit_is_dirty_when_code_changed_but_not_when_results_did
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "all")
-    monkeypatch.setattr(run, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     head = git("rev-parse", "HEAD")[:12]
-    assert run.provenance()["commit"] == head
+    assert provenance.provenance()["commit"] == head
     (tmp_path / "results/one.json").write_text("2")
     (tmp_path / "notes").write_text("not tracked")
-    assert run.provenance()["commit"] == head
+    assert provenance.provenance()["commit"] == head
     (tmp_path / "salaad/run.py").write_text("2")
-    assert run.provenance()["commit"] == f"{head}-dirty"
+    assert provenance.provenance()["commit"] == f"{head}-dirty"

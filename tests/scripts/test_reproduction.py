@@ -12,7 +12,7 @@ import pytest
 
 from salaad.common.budgets import parse_budget
 from salaad.config.command_line import read_command_line
-from salaad.evaluation.lm_harness import DEFAULT_TASKS
+from salaad.config.commands import DEFAULT_TASKS
 from salaad.model.build import count_parameters, describe_model, outline
 from salaad.model.roles import find_blocks
 from scripts.reproduction import trainings

@@ -10,9 +10,9 @@ import train
 from salaad import spectral
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
-from salaad.methods import base
 from salaad.methods.optimizer import step_unless
 from salaad.methods.salaad import surrogate
+from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.methods.salaad.surrogate import KEPT, METHODS, Surrogate, UpdateRecord
 from salaad.training import gradients
@@ -134,14 +134,14 @@ def test_a_run_stops_at_the_first_or_after_so_many_and_names_the_place(toy, tmp_
 @pytest.mark.parametrize("part", ["R", "T"])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_poisoned_surrogate_is_named_and_never_saved(toy, tmp_path, monkeypatch, part, policy):
-    original = base.SalaadMethod.after_step
+    original = SalaadMethod.after_step
 
-    def after_step(self):
-        original(self)
+    def after_step(self, *given):
+        original(self, *given)
         if self.salaad.steps == 7:
             getattr(self.salaad.surrogates[BLOCK], part)[1, 2] = float("nan")
 
-    monkeypatch.setattr(base.SalaadMethod, "after_step", after_step)
+    monkeypatch.setattr(SalaadMethod, "after_step", after_step)
     with pytest.raises(UserError, match=rf"first in .*{BLOCK}"):
         run_training(toy(train__save_every=2, train__log_every=100, train__on_nonfinite=policy), tmp_path / "run")
     assert last_checkpoint(tmp_path / "run").name == "step-0000006"

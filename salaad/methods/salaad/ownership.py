@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 
 def update_cost(n: int, m: int) -> float:
     """Modelled cost of the ADMM update of an n×m block: two products with the Gram matrix and one eigh of it.
@@ -13,11 +15,21 @@ def update_cost(n: int, m: int) -> float:
     return short**2 * (4 * long + 22 * short)
 
 
+def costs_of(blocks: Mapping[str, Tensor]) -> dict[str, float]:
+    """Block → cost of the update of its weight (n×m)."""
+    return {name: update_cost(*X.shape) for name, X in blocks.items()}
+
+
 def assign_owners(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
     """Block → owner: round-robin over the blocks sorted by cost, largest first, ties by name."""
     ordered = sorted(costs, key=lambda name: (-costs[name], name))
     owners = {name: i % ranks for i, name in enumerate(ordered)}
     return {name: owners[name] for name in costs}
+
+
+def owners_of(blocks: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """Block → owner, of the weights (n×m) of a model's blocks."""
+    return assign_owners(costs_of(blocks), ranks)
 
 
 def imbalance(costs: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:

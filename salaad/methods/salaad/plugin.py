@@ -14,22 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from salaad.common import distributed
-from salaad.common.errors import UserError
+from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import METHODS, Surrogate, UpdateRecord
+from salaad.model.build import restored
 from salaad.model.roles import find_blocks
-
-
-class NotFiniteError(UserError):
-    """A weight or a surrogate holds NaN or infinity; `block` names it."""
-
-    def __init__(self, block: str, step: int) -> None:
-        super().__init__(
-            f"block {block} is not finite at step {step}; go on from the last good checkpoint with a lower learning "
-            "rate or rho_constant"
-        )
-        self.block = block
 
 
 class Salaad:
@@ -52,7 +42,7 @@ class Salaad:
         self.weights = find_blocks(model, self.config)
         self.blocks = tuple(self.weights)
         self._check_weights()
-        costs = {name: ownership.update_cost(*X.shape) for name, X in self.weights.items()}
+        costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(costs, distributed.world_size())
         self.surrogates: dict[str, Surrogate] = {}
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
@@ -172,17 +162,13 @@ class Salaad:
     @torch.no_grad()
     def deployed(self) -> Iterator[None]:
         """Within this context the model computes with L + S, truncated as deployed, instead of X, on every rank."""
-        originals = {name: X.detach().clone() for name, X in self.weights.items()}
-        try:
+        with restored(self.weights):
             for name, X in self.weights.items():
                 if name in self.surrogates:
                     with _true_fp32(X):
                         X.copy_(self.surrogates[name].deployed())
                 distributed.broadcast(X.data, self.owners[name])
             yield
-        finally:
-            for name, X in self.weights.items():
-                X.copy_(originals[name])
 
 
 def _is_finite(value: float) -> bool:

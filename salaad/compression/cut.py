@@ -1,0 +1,140 @@
+"""Cutting L + S to a size: a function of the parts and of what is asked for, without a model, a folder or a device.
+
+parts ── in order of size, weighed by calibration ──▶ kept units (HPA, eqs. 8 and 9, or energy) ──▶ cut
+      ── alternating projections towards the target ──▶ refined
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from salaad import hpa
+from salaad.compression.refinement import refine
+from salaad.compression.split import Parts
+from salaad.compression.variants import Variant
+from salaad.energy_allocation import Line, Spectra, allocate_by_energy, implied_kappa
+from salaad.factored.slr import Slr
+
+
+@dataclass(frozen=True)
+class Whole:
+    """L + S of a model before anything is cut from it.
+
+    Args:
+        parts: block → its units in order of size.
+        fixed: parameters of the model that are never compressed.
+        target: block → the n×m matrix that refinement approximates: L + S as trained, or X of a model that was split
+            after the fact.
+        weights: block → how much the loss feels each of its rows or columns (n×1 or 1×m), from calibration.
+        device: where refinement computes.
+    """
+
+    parts: Parts
+    fixed: int
+    target: Callable[[str], Tensor]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model with L + S in its blocks."""
+        return self.fixed + sum(slr.parameters for slr in self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """L's share of the parameters of L + S, which is the κ at which both sides lose the same fraction."""
+        blocks = sizes(self.parts)
+        return implied_kappa(blocks, dict.fromkeys(blocks, (0, 0))) or 0.0
+
+    def weighted(self) -> Parts:
+        """The units of diag(w)·X in order of size again."""
+        return {
+            name: slr.scaled(self.weights[name]).resorted() if name in self.weights else slr
+            for name, slr in self.parts.items()
+        }
+
+    def unweighted(self, parts: Parts) -> Parts:
+        """The same units of X."""
+        return {
+            name: slr.scaled(1 / self.weights[name]) if name in self.weights else slr for name, slr in parts.items()
+        }
+
+    def weighted_target(self, name: str) -> Tensor:
+        """The target of a block in the same weighting."""
+        T = self.target(name)
+        return T * self.weights[name] if name in self.weights else T
+
+
+def cut(whole: Whole, variant: Variant) -> Parts:
+    """L + S cut to the variant's budget; all of it without a budget."""
+    if variant.budget is None:
+        return whole.parts
+    parts = whole.weighted()
+    kept = _kept(parts, whole.fixed, variant)
+    small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
+    if variant.refine and whole.fixed + sum(slr.parameters for slr in small.values()) < whole.parameters:
+        small = {name: _refined(whole, variant, name, slr) for name, slr in _with_bar(small)}
+    return whole.unweighted(small)
+
+
+def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, Line]:
+    """All units in one order of value per parameter, of which every size keeps the first ones, and that order.
+
+    Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the variant's
+    budget. Behind them stand units that bring the size up to that of L + S again: whatever rank and entries the cut has
+    not, fitted in the same way to the difference between the target and the cut.
+    """
+    parts = whole.weighted()
+    if not variant.refine or variant.budget >= whole.parameters:
+        return whole.unweighted(parts), Line.of(spectra(parts))
+    kept = _kept(parts, whole.fixed, variant)
+    first, second = {}, {}
+    for name, slr in _with_bar(parts):
+        first[name] = _refined(whole, variant, name, slr.cut(*kept[name]))
+        lacking = whole.weighted_target(name) - first[name].dense()
+        second[name] = refine(
+            lacking.to(whole.device),
+            rank=slr.rank - first[name].rank,
+            nnz=slr.nnz - first[name].nnz,
+            iterations=variant.refine,
+            taken=(first[name].sparse() != 0).to(whole.device),
+        ).to("cpu")
+    orders = [Line.of(spectra(some)) for some in (first, second)]
+    order = Line(orders[0].costs, torch.cat([one.counts for one in orders]))
+    return whole.unweighted({name: Slr.joined(first[name], second[name]) for name in parts}), order
+
+
+def kappa_of(whole: Parts, kept: Parts) -> float | None:
+    """κ of a cut: the part of what it lacks of L + S that its low-rank side gave; None of X and of L + S."""
+    return implied_kappa(sizes(whole), {name: (slr.rank, slr.nnz) for name, slr in kept.items()}) if kept else None
+
+
+def spectra(parts: Parts) -> Spectra:
+    """Block → (n, m, singular values, entries of S)."""
+    return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
+
+
+def sizes(parts: Parts) -> hpa.Blocks:
+    """Block → (n, m, rank, entries of S)."""
+    return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
+
+
+def _kept(parts: Parts, fixed: int, variant: Variant) -> hpa.Kept:
+    """Block → (rank, entries) that the variant keeps, by HPA if it has a κ, else by energy."""
+    blocks = sizes(parts)
+    if variant.kappa is not None:
+        return hpa.fit(blocks, fixed=fixed, budget=variant.budget, kappa=variant.kappa)
+    remove = hpa.to_remove(blocks, fixed=fixed, budget=variant.budget)
+    return allocate_by_energy(spectra(parts), remove=remove)
+
+
+def _refined(whole: Whole, variant: Variant, name: str, slr: Slr) -> Slr:
+    T, S = (part.to(whole.device) for part in (whole.weighted_target(name), slr.sparse()))
+    return refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
+
+
+def _with_bar(parts: Parts) -> tqdm:
+    return tqdm(parts.items(), desc="refining", unit="block", leave=False, disable=None)

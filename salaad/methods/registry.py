@@ -1,0 +1,28 @@
+"""Method by name. What is registered here can be named by `--method`, with its settings in a section of that name."""
+
+from dataclasses import fields
+
+from salaad.config.methods import SETTINGS
+from salaad.config.run import RunConfig
+from salaad.methods.base import Method
+from salaad.methods.full_rank import FullRank
+from salaad.methods.salaad.method import SalaadMethod
+
+_METHODS: dict[str, type[Method]] = {"full_rank": FullRank, "salaad": SalaadMethod}
+
+
+def register(name: str, method: type[Method]) -> None:
+    """Let `--method name` train with `method`.
+
+    Raises:
+        ValueError: the name is taken, or is that of a section every configuration has.
+    """
+    taken = {*_METHODS, *(field.name for field in fields(RunConfig))}
+    if name in taken or not name.isidentifier():
+        raise ValueError(f"a method cannot be called {name!r}; give a name of letters that none of {taken} has")
+    _METHODS[name], SETTINGS[name] = method, method.Settings
+
+
+def method_of(config: RunConfig) -> type[Method]:
+    """The class that trains a run."""
+    return _METHODS[config.method]

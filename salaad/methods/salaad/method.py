@@ -1,0 +1,119 @@
+"""SALAAD as a method: the penalty during backward, the ADMM on its schedule, L + S beside X at evaluation."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from salaad.common import distributed
+from salaad.common.errors import UserError
+from salaad.common.formats import millions
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import RunConfig
+from salaad.methods.base import BlockRecord, Method
+from salaad.methods.salaad import ownership
+from salaad.methods.salaad.plugin import Salaad
+from salaad.methods.salaad.storage import load_surrogates, save_surrogates
+from salaad.methods.salaad.surrogate import KEPT
+from salaad.model.roles import find_blocks
+
+_ADMM_BYTES = 10  # per parameter: R and T of `Surrogate` in float32, and singular vectors of up to half the short side
+
+
+class SalaadMethod(Method):
+    """Algorithm 1 of the paper."""
+
+    Settings = SalaadConfig
+    progress = {"rank_ratio": "rank", "density": "density"}  # noqa: RUF012
+    remedy = "a lower --optimizer.lr or --salaad.rho_constant"
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        super().__init__(model, config)
+        self.salaad = Salaad(model, config.settings)
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        find_blocks(model, config.settings)
+        if config.train.precision == "bf16" and config.optimizer.name not in ("Adam", "AdamW"):
+            raise UserError(
+                f"optimizer.name is {config.optimizer.name}, but pure bf16 keeps float32 gradients for the blocks, "
+                "which only Adam and AdamW take; choose one of them, or train.precision bf16-mixed"
+            )
+
+    @classmethod
+    def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102
+        memory = super().memory(model, config, ranks)
+        blocks = find_blocks(model, config.settings)
+        if config.train.precision == "bf16":  # the blocks keep gradients and moments in float32
+            in_blocks = sum(X.numel() for X in blocks.values())
+            memory["gradients"] += 2 * in_blocks
+            memory["optimizer state"] += 4 * in_blocks
+        sizes = [0] * ranks
+        for name, owner in ownership.owners_of(blocks, ranks).items():
+            sizes[owner] += blocks[name].numel()
+        return memory | {"ADMM": max(sizes) * _ADMM_BYTES}
+
+    @classmethod
+    def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
+        blocks, settings = find_blocks(model, config.settings), config.settings
+        owners = ownership.owners_of(blocks, ranks)
+        counts = [list(owners.values()).count(rank) for rank in range(ranks)]
+        imbalance = ownership.imbalance(ownership.costs_of(blocks), owners, ranks)
+        return [
+            ("blocks", f"{len(blocks)}, {millions(sum(X.numel() for X in blocks.values()))} parameters"),
+            ("blocks per owner", ", ".join(map(str, counts))),
+            ("imbalance of the owners", f"{imbalance:.3f} (largest cost over mean)"),
+            ("ADMM updates", f"{config.train.steps // settings.every:,} per block, {settings.schedule}"),
+        ]
+
+    def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
+        return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]
+
+    def after_backward(self) -> None:  # noqa: D102
+        distributed.average_gradients(self.float32_gradients())
+
+    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
+        self.salaad.step()
+
+    def discard(self) -> None:  # noqa: D102
+        self.salaad.skip()
+
+    def finish(self) -> None:  # noqa: D102
+        self.salaad.finish()
+
+    def columns(self) -> dict[str, float]:  # noqa: D102
+        return {"penalty": float(self.salaad.penalty())}
+
+    def drain_records(self) -> list[BlockRecord]:  # noqa: D102
+        return [
+            BlockRecord(step, name, vars(record), _remark(step, name) if record.method == KEPT else None)
+            for step, name, record in self.salaad.drain_records()
+        ]
+
+    def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:  # noqa: D102
+        yield from super().variants()
+        yield "L+S", self.salaad.deployed(), self.salaad.summary()
+
+    def state_bytes(self) -> int:  # noqa: D102
+        return sum(value.nbytes for s in self.salaad.surrogates.values() for value in s.state_dict().values())
+
+    def save(self, folder: Path) -> None:  # noqa: D102
+        save_surrogates(self.salaad.surrogates, folder / "surrogate")
+
+    def load(self, folder: Path) -> None:  # noqa: D102
+        load_surrogates(self.salaad.surrogates, folder / "surrogate")
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        return self.salaad.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
+        self.salaad.load_state_dict(state)
+
+
+def _remark(step: int, name: str) -> str:
+    return f"step {step}: no singular values of {name} could be found, so its L and S stay as they were"
