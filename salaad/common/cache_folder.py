@@ -1,12 +1,13 @@
 """Where what can be made again is kept, and how several processes make it once."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock
 
 
 def cache_folder() -> Path:
@@ -24,8 +25,7 @@ def made_once(folder: Path) -> Iterator[Path | None]:
         yield None
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.parent / f"{folder.name}.lock"):
         if folder.exists():
             yield None
             return

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,12 +15,58 @@ from salaad.common.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parents[2]  # of the project, where it was not installed from a wheel
 CHECKSUMS = "checksums.json"
+PARTIAL = ".partial"  # how the name of a file ends that is not whole yet
 _LARGEST_JSON = 2**26  # bytes; ours are a thousandth of it, and a parsed one takes some ten times as much memory
+
+
+@contextmanager
+def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
+    """A file to write that takes the place of `path` at the end of the context; after an error nothing of it is left.
+
+    Args:
+        path: the file; whoever reads it sees the old content or the new, never a part.
+        to_disk: the new content is on the disk before it takes that place, and its name soon after.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        yield temporary
+        if to_disk:
+            flush(temporary)
+        temporary.replace(path)
+        if to_disk:
+            flush(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Bring a file or the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(value: Any, path: Path) -> None:
     """Write `value` as indented JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if it is missing. Lines cut off by a kill are left out."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:

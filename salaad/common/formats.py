@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 
+from tabulate import tabulate
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; every column but the first is set to the right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    rule = ["-" * width if i == 0 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    lines = [cells[0], rule, *cells[1:]]
-    pad = [str.ljust] + [str.rjust] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(pad[i](cell, widths[i]) for i, cell in enumerate(line)) + " |" for line in lines)
+    alignment = ("left", *["right"] * (len(header) - 1)) if rows else None
+    return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
 def millions(count: float) -> str:

@@ -1,6 +1,8 @@
 """Who uses a folder: one run writes into it, and what an evaluation reads is not deleted beneath it.
 
-The locks are the operating system's and end with the process, however it ends.
+The locks are the operating system's and end with the process, however it ends. They are taken here and not by a library
+of locks for two reasons: the one that a trainer holds must not be inherited by its data workers, which may outlive it,
+and any number of readers share the one of a checkpoint's folder.
 """
 
 import fcntl

@@ -1,6 +1,7 @@
 """What every section of a configuration and every command's options check about themselves."""
 
 import math
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -103,6 +104,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _key(section: object, name: str) -> str:
-    """The name a user knows: `train.steps` of TrainConfig, `--batch` of a command's options."""
+    """The name a user knows: `train.steps` of TrainConfig, `full_rank.x` of FullRankConfig, `--batch` of an option."""
     kind = type(section).__name__
-    return f"{kind.removesuffix('Config').lower()}.{name}" if kind.endswith("Config") else f"--{name}"
+    words = re.findall("[A-Z][a-z]*", kind.removesuffix("Config"))
+    return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name}"

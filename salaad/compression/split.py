@@ -1,6 +1,5 @@
 """L + S of every block of a model on disk: as it was trained, or split after the fact; kept once found."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
+from salaad.common.files import replacing
 from salaad.compression.refinement import refine
 from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
@@ -101,7 +101,6 @@ def cached_parts(
     tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
     with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        save_file(tensors, temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary)
     return parts

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
 
 from salaad.common.errors import UserError
-from salaad.common.files import CHECKOUT, is_file
+from salaad.common.files import CHECKOUT, is_file, replacing
 from salaad.common.validation import check, require_types
 from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig
@@ -293,10 +293,5 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
 def write_config(config: RunConfig, comments: Sequence[str], path: Path) -> None:
     """Write the resolved configuration, readable by --config again, with `comments` as its first lines."""
     text = "".join(line + "\n" for line in comments) + yaml.safe_dump(config.to_dict(), sort_keys=False)
-    temporary = path.with_name(path.name + ".partial")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(text)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    temporary.replace(path)

@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from salaad.common.files import read_json_lines
 from salaad.common.formats import millions
 from salaad.evaluation.sweep import best, stable_band, ways
-from salaad.runs.records import read_lines
 
 
 def training_figure(runs: Mapping[str, Path], path: Path) -> None:
@@ -28,7 +28,7 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
     for label, folder in runs.items():
         panels[0, 0].plot(*loss_curve(folder), label=label, linewidth=1.2)
-        blocks = read_lines(folder / "blocks.jsonl")
+        blocks = read_json_lines(folder / "blocks.jsonl")
         if blocks:
             _band(panels[0, 1], blocks, "rank_ratio", label)
             _band(panels[1, 0], blocks, "density", label)
@@ -44,7 +44,7 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
 
 def loss_curve(run: Path) -> tuple[list[int], list[float]]:
     """Steps and the smoothed training loss of a run; where no step was taken since the last line, there is none."""
-    rows = [row for row in read_lines(run / "metrics.jsonl") if row["loss"] is not None]
+    rows = [row for row in read_json_lines(run / "metrics.jsonl") if row["loss"] is not None]
     return [row["step"] for row in rows], _smooth([row["loss"] for row in rows])
 
 

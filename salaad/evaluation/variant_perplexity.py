@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from salaad.common.files import digest_of
+from salaad.common.files import digest_of, read_json_lines
 from salaad.compression.deployment import Deployment, own_text
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
@@ -36,7 +36,7 @@ class VariantEvaluation:
         self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
         self.data = own_text(deployment.source, data)
         self.path = deployment.source.cache / "perplexity.jsonl"
-        self.kept = {json.dumps(row["of"]): row for row in _whole_lines(self.path)}
+        self.kept = {json.dumps(row["of"]): row for row in read_json_lines(self.path)}
 
     @cached_property
     def text(self) -> Text:
@@ -95,12 +95,3 @@ class VariantEvaluation:
     def _batches(self, name: str) -> Iterable[dict[str, Tensor]]:
         batches = list(validation_batches(self.text, self.data, rows=self.batch, max_tokens=self.tokens))
         return tqdm(batches, desc=name, unit="batch", leave=False, disable=None)
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, without any that a killed process left unfinished."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows

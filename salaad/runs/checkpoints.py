@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.common.files import read_object, verify, write_checksums, write_json
+from salaad.common.files import flush, read_object, replacing, verify, write_checksums, write_json
 from salaad.common.locks import delete_unless_kept
 
 NAME = re.compile(r"step-\d{7,}")
@@ -180,11 +180,8 @@ class Checkpoints:
 
     def point_to(self, checkpoint: Path) -> None:
         """Make `latest` name this checkpoint of the folder."""
-        pointer = self.folder / "latest.partial"
-        pointer.write_text(f"{checkpoint.name}\n")
-        _flush(pointer)
-        pointer.replace(self.folder / "latest")
-        _flush(self.folder)
+        with replacing(self.folder / "latest", to_disk=True) as pointer:
+            pointer.write_text(f"{checkpoint.name}\n")
 
     def _all(self) -> Iterator[Path]:
         return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
@@ -199,7 +196,7 @@ class Checkpoints:
     def _finish(self, partial: Path, final: Path) -> None:
         write_checksums(partial)
         for path in (*partial.rglob("*"), partial):
-            _flush(path)
+            flush(path)
         replaced = self.folder / f".replaced-{final.name}"
         if final.exists():  # written by an earlier life of this run that was resumed from before it
             final.replace(replaced)
@@ -245,11 +242,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

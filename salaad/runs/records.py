@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
+from salaad.common.files import replacing
 from salaad.config.run import RunConfig, WandbConfig
 from salaad.model.perplexity import Perplexity
 
@@ -177,15 +178,11 @@ def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to `step`; a resumed run writes the later ones again."""
     if not path.exists():
         return
-    temporary = path.with_name(path.name + ".partial")
-    with path.open(errors="replace") as old, temporary.open("w") as new:
+    with replacing(path, to_disk=True) as temporary, path.open(errors="replace") as old, temporary.open("w") as new:
         for line in old:
             # A line cut off by a kill has no end; everything behind the checkpoint is written again anyway.
             if line.endswith("\n") and _step_of(line) <= step:
                 new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    temporary.replace(path)
 
 
 def _step_of(line: str) -> float:
@@ -194,11 +191,6 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of one of the record files."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) -> Any:

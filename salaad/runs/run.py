@@ -8,7 +8,7 @@ from typing import Any
 
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError
-from salaad.common.files import verify
+from salaad.common.files import PARTIAL, verify
 from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
 from salaad.config.methods import SETTINGS
@@ -47,7 +47,7 @@ _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip
 
 BEGUN_FROM = "begun from"
 # What a run that took no step leaves in its folder.
-_OURS = {"config.yaml", "config.yaml.partial", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
+_OURS = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 
 
 def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
@@ -84,7 +84,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
         # The same command again: the run that this one began goes on.
     if not _begun(folder):
-        if folder.exists() and (not folder.is_dir() or any(path.name not in _OURS for path in folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not _is_ours(path.name) for path in folder.iterdir())):
             raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
         return folder, None
     if options.resume == "none":
@@ -101,6 +101,10 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
     if wrong:
         print(f"going on from {checkpoint}, the newest that is whole", file=sys.stderr)
     return folder, checkpoint
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or name.endswith(PARTIAL)
 
 
 def _begun(folder: Path) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from salaad.common.files import read_json, write_json
+from salaad.common.files import read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
-from salaad.runs.records import PHASES, read_lines
+from salaad.runs.records import PHASES
 
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
@@ -18,9 +18,9 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
     Its `final_loss` is the mean over the last twentieth of the lines of metrics.jsonl. `after_last_line` is the wall
     time by phase that no line of it holds.
     """
-    metrics = read_lines(folder / "metrics.jsonl")
+    metrics = read_json_lines(folder / "metrics.jsonl")
     last = metrics[-1]
-    evaluations = [row for row in read_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
+    evaluations = [row for row in read_json_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
     active = [sum(row["seconds"].values()) - row["seconds"]["evaluate"] for row in metrics]
     seconds = {phase: after_last_line[phase] + sum(row["seconds"][phase] for row in metrics) for phase in PHASES}
     return {
@@ -29,7 +29,7 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
         "positions": last["positions"],
         "final_loss": _mean_loss(metrics[-max(1, len(metrics) // 20) :]),
         "variants": {row["variant"]: row for row in evaluations},
-        "blocks": {row.pop("block"): row for row in read_lines(folder / "blocks.jsonl")},
+        "blocks": {row.pop("block"): row for row in read_json_lines(folder / "blocks.jsonl")},
         "tokens_per_second": sum(r["tokens_per_second"] * t for r, t in zip(metrics, active, strict=True))
         / sum(active),
         "seconds": seconds,

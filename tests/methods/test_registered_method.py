@@ -1,0 +1,160 @@
+"""A method from outside the package: the loop, the plan, the checkpoint and the report need not know it by name."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from salaad.common.errors import UserError
+from salaad.methods.full_rank import FullRank
+from salaad.methods.registry import register
+from tests.helpers.deploying import ok, refused, rows_of
+from tests.helpers.training import ROOT, last_checkpoint, lines, run_training
+from tests.helpers.two_factors import TwoFactors
+
+RANK, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 4, 32, 48, 2, 512
+STEPS = 12  # with a restart at 5 and at 10
+
+
+@pytest.fixture
+def options(toy):
+    return lambda **more: toy(method="two_factors", optimizer__lr=0.01, **more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
+    from scripts.toy import toy_arguments
+
+    folder = tmp_path_factory.mktemp("two_factors") / "run"
+    arguments = toy_arguments(text_files, tiny_tokenizer_dir, method="two_factors", optimizer__lr=0.01)
+    run_training(arguments, folder)
+    return folder
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything but the export: weights as they are trained, the method's tensor, the optimizer's moments."""
+    state = last_checkpoint(folder) / "state"
+    moments = torch.load(state / "optimizer.pt", weights_only=True)["state"]
+    buffers = {f"momentum {index}": entry["momentum_buffer"] for index, entry in moments.items()}
+    return {**load_file(state / "weights.safetensors"), **load_file(state / "method.safetensors"), **buffers}
+
+
+def test_it_trains_and_leaves_its_own_columns_in_the_records(trained):
+    rows = lines(trained)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert [row["restarts"] for row in rows] == [step // 5 for step in range(1, STEPS + 1)]
+    blocks = lines(trained, "blocks.jsonl")
+    assert {row["step"] for row in blocks} == {5, 10}
+    assert {row["block"] for row in blocks if row["step"] == 5} >= {"model.layers.0.self_attn.q_proj"}
+    # The first group's rate, by the method's own schedule: 10 · 0.01 · 0.9^step.
+    assert rows[3]["lr"] == pytest.approx(0.1 * 0.9**3)
+
+
+@pytest.mark.parametrize("stops", [(4, 9), (5, 10)], ids=["before a restart", "right after a restart"])
+def test_two_interruptions_leave_no_trace(options, trained, tmp_path, monkeypatch, stops):
+    original, pending = TwoFactors.after_step, set(stops)
+
+    def after_step(self, optimizer, step, discarded):
+        original(self, optimizer, step, discarded)
+        if step in pending:
+            pending.discard(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(TwoFactors, "after_step", after_step)
+    for _ in range(3):
+        run_training(options(), tmp_path / "run")
+    assert not pending
+    assert lines(tmp_path / "run") == lines(trained)
+    assert lines(tmp_path / "run", "blocks.jsonl") == lines(trained, "blocks.jsonl")
+    assert lines(tmp_path / "run", "evaluations.jsonl") == lines(trained, "evaluations.jsonl")
+    whole, pieces = state_of(trained), state_of(tmp_path / "run")
+    assert whole.keys() == pieces.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, pieces[name]), name
+
+
+def test_two_processes_train_like_one(options, trained, tmp_path):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+    command += ["--config_file", "configs/accelerate/cpu2.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["-m", "tests.helpers.two_factors", *options(), f"--output={tmp_path / 'run'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Sums of gradients in another order differ by rounding, 1e-7 of them; plain momentum does not amplify that.
+    for mine, theirs in zip(lines(trained), lines(tmp_path / "run"), strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+        assert theirs["tokens"] == mine["tokens"]
+    whole, split = state_of(trained), state_of(tmp_path / "run")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(split[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_dry_run_counts_the_rebuilt_model(options, tmp_path, capsys):
+    run_training([*options(), "--dry-run"], tmp_path / "run")
+    table = capsys.readouterr().out
+    factors = RANK * (4 * 2 * HIDDEN + 3 * (HIDDEN + INTERMEDIATE)) * LAYERS
+    others = 2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * HIDDEN
+    cells = dict(re.findall(r"^\| (.+?) +\| +(.+?) \|$", table, re.MULTILINE))
+    assert cells["parameters"] == f"{(factors + others) / 1e6:.2f} M"
+    assert cells["memory per rank: weights"] == f"{4 * (factors + others) / 2**20:.1f} MiB"
+    assert cells["products"] == str(7 * LAYERS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_export_opens_in_plain_transformers_and_is_the_model_that_was_trained(trained, own_caches, tmp_path):
+    checkpoint = last_checkpoint(trained)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    weights = load_file(checkpoint / "state" / "weights.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    product = weights[f"{name}.B"].double() @ weights[f"{name}.A"].double()
+    # One product of four terms in float32.
+    torch.testing.assert_close(plain.get_submodule(name).weight.double(), product, rtol=1e-5, atol=1e-6)
+    at_the_end = lines(trained, "evaluations.jsonl")[-1]
+    ok("evaluate.py", "perplexity", "--checkpoint", trained, "--dtype", "float32", "--output", tmp_path / "out")
+    [row] = rows_of(tmp_path / "out", "perplexity")
+    # The same text; the product is taken before the input here, and after it in training.
+    assert row["perplexity"] == pytest.approx(at_the_end["perplexity"], rel=1e-4)
+
+
+def test_what_the_method_has_no_form_for_is_refused_in_a_sentence(trained, own_caches, tmp_path):
+    said = refused("compress.py", "--checkpoint", trained, "--budget", "0.5", "--output", tmp_path / "small")
+    assert "holds no L and S" in said and "--rpca" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"two_factors__rank": 33}, "two_factors.rank is 33, above the shorter side of .*; give 32 or less"),
+        ({"two_factors__rank": 0}, "two_factors.rank is 0, but the least is 1"),
+        ({"two_factors__rnk": 3}, "there is no option two_factors.rnk; did you mean two_factors.rank?"),
+    ],
+)
+def test_its_settings_are_checked_before_the_first_step(options, tmp_path, more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run_training(options(**more), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_its_own_method_and_settings_only(options, toy, trained, tmp_path):
+    with pytest.raises(UserError, match="begun with method two_factors, but salaad is asked for"):
+        run_training(toy(method="salaad"), trained)
+    with pytest.raises(UserError, match=r"begun with two_factors\.rank 4, but 3 is asked for"):
+        run_training(options(two_factors__rank=3), trained)
+    # A new folder may change what the method calls tunable.
+    changed = [*options(two_factors__restart_every=6, train__steps=14), f"--resume={last_checkpoint(trained)}"]
+    run_training(changed, tmp_path / "further")
+    assert lines(tmp_path / "further")[-1]["step"] == 14
+
+
+@pytest.mark.parametrize("name", ["salaad", "train", "two factors"])
+def test_a_name_that_is_taken_or_no_name_is_refused(name):
+    with pytest.raises(ValueError, match="cannot be called"):
+        register(name, FullRank)
