@@ -47,10 +47,10 @@ def summary_table() -> str:
         for mine in (salaad, full_rank)
     )
     named = {
-        "full-rank training: X": dense,
-        "SALAAD: X, its dense weights": X,
-        "SALAAD: L + S in place of X": whole,
-        "SALAAD: L + S cut to half the parameters of X": cut,
+        "X, trained full-rank without SALAAD": dense,
+        "X, trained with SALAAD": X,
+        "L + S in place of that X": whole,
+        "L + S cut to half the parameters of X": cut,
     }
     lines = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in named.items()]
     told = (
