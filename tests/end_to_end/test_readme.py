@@ -14,6 +14,7 @@ import yaml
 
 from salaad.config import commands
 from salaad.config.command_line import read_command_line
+from salaad.methods import registry
 from scripts import reproduce
 from scripts.update_results import PAGES, all_sections, filled
 
@@ -44,7 +45,6 @@ def test_the_ten_lines_run_on_gpt2(capsys):
 
 
 def test_the_example_of_a_method_is_a_method(monkeypatch):
-    registry = pytest.importorskip("salaad.methods.registry")
     registered = {}
     monkeypatch.setattr(registry, "register", registered.__setitem__)
     code = next(block for block in code_blocks("python") if "registry" in block)
