@@ -1,14 +1,41 @@
-"""What the README promises is there and runs."""
+"""What the README and the pages under results/ promise is there and runs."""
 
+import dataclasses
+import importlib
 import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
+import yaml
+
+from salaad.config import commands
+from salaad.config.command_line import read_command_line
+from salaad.methods import registry
+from scripts import reproduce
+from scripts.update_results import PAGES, all_sections, filled
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+OPTIONS = {
+    "evaluate.py perplexity": commands.PerplexityOptions,
+    "evaluate.py sweep": commands.SweepOptions,
+    "evaluate.py lm-eval": commands.LmEvalOptions,
+    "evaluate.py rpca": commands.RpcaOptions,
+    "compress.py": commands.CompressOptions,
+}
+COMMANDS = ("train.py", *OPTIONS, "scripts/reproduce.py", "scripts/torture.py", "scripts/demo.py")
+
+
+def code_blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_the_ten_lines_run_on_gpt2(capsys):
-    [code, _] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code = next(block for block in code_blocks("python") if "GPT2" in block)
     namespace: dict = {}
     exec(code, namespace)
     salaad = namespace["salaad"]
@@ -17,10 +44,125 @@ def test_the_ten_lines_run_on_gpt2(capsys):
     assert capsys.readouterr().out
 
 
-def test_every_file_the_map_names_exists():
+def test_the_example_of_a_method_is_a_method(monkeypatch):
+    registered = {}
+    monkeypatch.setattr(registry, "register", registered.__setitem__)
+    code = next(block for block in code_blocks("python") if "registry" in block)
+    exec(code, {})
+    [(name, method)] = registered.items()
+    hooks = {name for name in vars(method) if not name.startswith("__")}
+    assert hooks and hooks <= set(dir(method.__mro__[1]))
+    assert f"--method {name}" in code
+
+
+def test_the_readme_is_one_page_with_one_table_of_four_rows():
+    assert len(README.splitlines()) <= 200
+    table = re.findall(r"^\|.*\|$", README, flags=re.MULTILINE)
+    assert len(table) == 2 + 4
+    assert len(re.findall(r"^!\[", README, flags=re.MULTILINE)) <= 1
+    assert len(code_blocks("mermaid")) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_every_path_a_page_names_exists(page):
+    text = re.sub(r"<!-- (\S+):begin -->.*?<!-- \1:end -->", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    paths = re.findall(
+        r"(?<![\w/.-])((?:scripts|salaad|configs|results|tests)/[\w/.-]*\w|(?:train|evaluate|compress)\.py)", text
+    )
+    for link in links:
+        assert "://" in link or (page.parent / link).exists(), link
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+@cache
+def generated() -> dict[str, str]:
+    return all_sections()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_of_a_page_is_as_update_results_makes_it(page):
+    assert filled(page, generated()) == page.read_text(), "run python scripts/update_results.py"
+
+
+def test_every_generated_table_stands_on_one_page():
+    marked = [name for page in PAGES for name in re.findall(r"<!-- (\S+):begin -->", page.read_text())]
+    assert sorted(marked) == sorted(generated())
+
+
+def test_the_map_has_every_room():
     [tree] = re.findall(r"## The map\n\n```\n(.*?)```", README, flags=re.DOTALL)
-    for name in re.findall(r"\b(\w+\.py)\b", tree):
-        assert (ROOT / name).exists() or (ROOT / "salaad" / name).exists(), name
-    described = set(re.findall(r"\b(\w+)\.py\b", tree))
-    written = {path.stem for path in (ROOT / "salaad").glob("*.py")} - {"__init__"}
-    assert written <= described
+    named = set(re.findall(r"[\w/]+/|\w+\.py", tree))
+    rooms = {f"{init.parent.relative_to(ROOT / 'salaad')}/" for init in (ROOT / "salaad").glob("*/**/__init__.py")}
+    modules = {path.name for path in (ROOT / "salaad").glob("*.py")} - {"__init__.py"}
+    scripts = {f"{init.parent.name}/" for init in (ROOT / "scripts").glob("*/__init__.py")}
+    top = {f"{name}/" for name in ("configs", "salaad", "scripts", "results", "tests")}
+    assert named >= rooms | modules | scripts | top
+
+
+def command_lines() -> Iterator[tuple[str, list[str]]]:
+    """(program, its words) of every command that a page shows in a block or in backquotes."""
+    for page in PAGES:
+        text = page.read_text()
+        shown = [line for block in code_blocks("bash", text) for line in block.splitlines()]
+        for line in (*shown, *re.findall(r"`((?:python|bash|accelerate) [^`]+[.](?:py|sh)[^`]*)`", text)):
+            words = shlex.split(line, comments=True)
+            program = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
+            script, options = words[program], words[program + 1 :]
+            if script == "evaluate.py":
+                script, options = f"{script} {options[0]}", options[1:]
+            yield script.replace("demo.sh", "demo.py"), options
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The options that the help of a program names."""
+
+    @cache
+    def options_of(program: str) -> set[str]:
+        script, *command = program.split()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(sys, "argv", [script, *command, "--help"])
+            shown: list[str] = []
+            patch.setattr(sys.stdout, "write", shown.append)
+            if script == "train.py":
+                read_command_line(["--help"])
+            importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
+        return set(re.findall(r"--[\w.-]*\w", "".join(shown).replace("_", "-")))
+
+    return options_of
+
+
+def test_every_command_line_shown_has_known_options(known):
+    lines = list(command_lines())
+    assert {program for program, _ in lines} >= {"train.py", "compress.py", "evaluate.py sweep", "scripts/reproduce.py"}
+    for program, words in lines:
+        options = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+        if program.endswith(".sh"):
+            assert not options
+        elif options:
+            assert options <= known(program), (program, options)
+
+
+def test_every_command_line_shown_has_values_that_can_be():
+    for program, words in command_lines():
+        if program == "train.py" and "--help" not in words:
+            read_command_line(words)
+        elif program in OPTIONS and words:
+            values = dict(zip(words[::2], words[1::2], strict=True))
+            names = {flag.removeprefix("--").replace("-", "_"): yaml.safe_load(text) for flag, text in values.items()}
+            OPTIONS[program](**{name: value for name, value in names.items() if not name.startswith("data.")})
+        elif program == "scripts/reproduce.py":
+            options = reproduce.parser().parse_args(words)
+            assert reproduce.chosen_items(options.items or ["all"])
+
+
+def test_every_option_that_prose_names_is_known(known):
+    everything = set().union(*(known(program) for program in COMMANDS))
+    for page in PAGES:
+        for span in re.findall(r"`(--[^`]+)`", page.read_text()):
+            for option in re.findall(r"--[\w.-]*\w", span):
+                assert option.replace("_", "-") in everything | {"--section.key"}, option
+    fields = {field.name for field in dataclasses.fields(commands.CompressOptions)}
+    assert {"allocation", "refine", "kappa"} <= fields

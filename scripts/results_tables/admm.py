@@ -1,0 +1,85 @@
+"""The tables of results/admm: the singular-value threshold, its solvers, and how evenly ranks share the blocks."""
+
+import statistics
+from dataclasses import replace
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table
+from salaad.config.command_line import read_command_line
+from salaad.methods.salaad import ownership
+from salaad.model.build import describe_model, outline
+from salaad.model.roles import find_blocks
+from scripts.results_tables import RESULTS
+
+ADMM = RESULTS / "admm"
+SCALES = ("60m", "130m", "350m", "1b")
+
+
+def sections() -> dict[str, str]:
+    """Every table about the ADMM update."""
+    return {
+        "solvers": solver_table(),
+        "tried": (ADMM / "tried.md").read_text().strip(),
+        "trajectory": trajectory_table(),
+        "balance": balance_table(),
+    }
+
+
+def solver_table() -> str:
+    """What scripts/bench_admm.py recorded of our own choice of solver, beside a full SVD and the two peers."""
+    rows, rounds = [], []
+    for name in SCALES:
+        result = read_json(ADMM / f"{name}.json")
+        totals = result["rounds"].values()
+        rounds.append((name, *(f"{total['update of the authors'] / total['update']:.1f}×" for total in totals)))
+        cells = {(*row["shape"], row["phase"], row["rung"]): row for row in result["rows"]}
+        for n, m, phase in dict.fromkeys((*row["shape"], row["phase"]) for row in result["rows"]):
+            exact, ours, single = (cells[n, m, phase, rung] for rung in ("exact", "auto", "orthogonal"))
+            whole, theirs = (cells[n, m, phase, rung] for rung in ("update", "update of the authors"))
+            rows.append(
+                (
+                    f"{n}×{m}",
+                    f"{phase}, {ours['rank_ratio']:.2f}",
+                    ours["method"],
+                    f"{ours['seconds'] * 1e3:.0f} ms",
+                    f"{exact['seconds'] / ours['seconds']:.1f}×",
+                    f"{ours['error']:.0e}",
+                    f"{ours['bound']:.0e}" if ours["method"] == "subspace" else "rounding",
+                    f"{single['error']:.0e}, {single['seconds'] / ours['seconds']:.2f}×",
+                    f"{theirs['seconds'] / whole['seconds']:.1f}×",
+                )
+            )
+    header = ("shape", "phase, rank ratio", "solver", "time", "full SVD over it", "error in L", "its bound")
+    header += ("a single orthogonal step: error, time over ours", "the authors' update over ours")
+    phases = (f"{phase}: the authors' over ours" for phase in result["rounds"])
+    return f"{markdown_table(header, rows)}\n\n{markdown_table(('all blocks once', *phases), rounds)}"
+
+
+def trajectory_table() -> str:
+    """nano trained with one solver alone (search_nano.py "method=exact seed=0" and so on): every seed, the means."""
+    header = ("solver", "seed", "perplexity of X", "of L + S", "mean rank ratio", "mean density")
+    found: dict[str, list[tuple[float, ...]]] = {}
+    rows = []
+    for path in sorted((ADMM / "trajectory").glob("*.json")):
+        config, summary = (read_json(path)[key] for key in ("config", "summary"))
+        X, deployed = (summary["variants"][name] for name in ("X", "L+S"))
+        figures = X["perplexity"], deployed["perplexity"], deployed["rank_ratio"], deployed["density"]
+        found.setdefault(config["salaad"]["method"], []).append(figures)
+        rows.append((config["salaad"]["method"], config["seed"], *(f"{figure:#.5g}" for figure in figures)))
+    for method, runs in found.items():
+        means = map(statistics.mean, zip(*runs, strict=True))
+        rows.append((method, "mean", *(f"{mean:#.5g}" for mean in means)))
+    return markdown_table(header, rows)
+
+
+def balance_table() -> str:
+    """The most loaded rank's modelled cost over the mean, embedding and head among the blocks."""
+    rows = []
+    for name in SCALES:
+        config, _ = read_command_line(["--config", f"{name}.yaml"])
+        model = outline(describe_model(config.model, config.data.sequence_length))
+        blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
+        costs = {block: ownership.update_cost(*X.shape) for block, X in blocks.items()}
+        ratios = [ownership.imbalance(costs, ownership.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)]
+        rows.append((name, str(len(blocks)), *(f"{ratio:.2f}" for ratio in ratios)))
+    return markdown_table(("model", "blocks", "1 rank", "2 ranks", "8 ranks", "64 ranks"), rows)

@@ -1,0 +1,89 @@
+"""The tables of results/bench and of results/reliability.md: what the benchmarks and the drills recorded."""
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
+from scripts.results_tables import RESULTS
+from scripts.torture import table as drill_table
+
+
+def sections() -> dict[str, str]:
+    """Every table of times, sizes and faults."""
+    return {
+        "training": overhead_table(),
+        "inference": inference_table(),
+        "compression": compression_table(),
+        "drills": reliability_table(),
+    }
+
+
+def overhead_table() -> str:
+    """What scripts/bench_training.py recorded: SALAAD beside vanilla, on every machine measured."""
+    rows = []
+    for path in sorted((RESULTS / "bench").glob("training-*.json")):
+        result = read_json(path)
+        vanilla, salaad = result["full_rank"], result["salaad"]
+        rows.append(
+            (
+                path.stem.removeprefix("training-"),
+                result["machine"],
+                f"{result['config']['train']['batch']} × {result['config']['data']['sequence_length']}",
+                f"{result['config']['salaad']['every']}",
+                f"{vanilla['seconds_per_step'] * 1e3:,.0f} ms",
+                f"{salaad['seconds_per_step'] * 1e3:,.0f} ms",
+                f"{result['overhead']:.1%}",
+                f"{result['admm_buffers_per_block']:.2f}",
+            )
+        )
+    header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
+    told = (
+        "The overhead is the ratio of the two times or, in newer measurements, the median over pairs of neighbouring "
+        "rounds."
+    )
+    return f"{markdown_table(header, rows)}\n\n{told}"
+
+
+def inference_table() -> str:
+    """What scripts/bench_inference.py recorded: factored speed over dense speed, and memory."""
+    rows = []
+    for path in sorted((RESULTS / "bench").glob("inference-*.json")):
+        result = read_json(path)
+        ratios = {
+            work: ", ".join(f"{row['ratio']:.2f}" for row in result["rows"] if row["work"] == work)
+            for work in ("prefill", "decode")
+        }
+        dense, factored = result["memory"]["dense"], result["memory"]["factored"]
+        rows.append(
+            (
+                path.stem.removeprefix("inference-"),
+                f"{millions(factored['parameters'])} of {millions(dense['parameters'])}",
+                f"{result['density']:.2f}",
+                result["dtype"],
+                result["machine"].removesuffix(", Linux"),
+                result.get("products", "torch's"),  # all there were before
+                result["batches"],
+                ratios["prefill"],
+                ratios["decode"],
+                f"{factored['weights'] / dense['weights']:.2f}",
+                f"{factored['peak'] / dense['peak']:.2f}",
+            )
+        )
+    header = ("shapes", "parameters", "density", "dtype", "machine", "products", "batches")
+    header += ("prefill ×", "decode ×", "weights ×", "peak ×")
+    told = "\n\nFactored over dense; nano trained and cut, the others random." if rows else ""
+    return markdown_table(header, rows) + told
+
+
+def compression_table() -> str:
+    """What scripts/bench_compression.py recorded."""
+    rows = []
+    for path in sorted((RESULTS / "bench").glob("compression-*.json")):
+        result = read_json(path)
+        times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]
+        rows.append((path.stem.removeprefix("compression-"), result["machine"], str(result["blocks"]), *times))
+    return markdown_table(("shapes", "machine", "blocks", "HPA", "energy", "refinement"), rows)
+
+
+def reliability_table() -> str:
+    """What scripts/torture.py recorded."""
+    rows = read_json(RESULTS / "reliability.json")["rows"]
+    return f"{drill_table(rows)}\n\n{rows[0]['machine']}"

@@ -1,0 +1,180 @@
+"""The tables and pictures of results/nano: the demo, the ways to cut, the search of the settings."""
+
+from dataclasses import fields
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
+from salaad.evaluation.figures import elastic_figure, frontier_figure
+from salaad.evaluation.structure import RpcaRow, structure_table
+from salaad.evaluation.sweep import best, ways_table
+from salaad.evaluation.tables import accuracy_table
+from scripts.results_tables import RESULTS
+
+NANO = RESULTS / "nano"
+
+
+def sections() -> dict[str, str]:
+    """Every table of the scale `nano`, the four rows of the project's README among them."""
+    return {
+        "summary": summary_table(),
+        "demo": (NANO / "demo.md").read_text().strip(),
+        "cuts": f"{ways_table(elastic_rows())}\n\n{one_file()}",
+        "calibration": ideas_table(),
+        "robust-pca": structure_tables(),
+        "lm-eval": accuracy_table(sorted(read_json(NANO / "lm-eval.json")["rows"], key=lambda row: row["task"])),
+        "candidates": candidates_table(),
+        "search": f"{search_table(search_points())}\n\n{learning_rate_table()}",
+    }
+
+
+def draw_pictures() -> None:
+    """The two pictures that no other command draws."""
+    frontier_figure(search_points(), NANO / "frontier.png")
+    elastic_figure(elastic_rows(), NANO / "elastic" / "elastic.png")
+
+
+def summary_table() -> str:
+    """The demo in four rows: full-rank X, SALAAD's X, its L + S, and its best cut to half the parameters of X."""
+    rows = read_json(NANO / "sweep.json")["rows"]
+    salaad, full_rank = ([row for row in rows if row["label"] == label] for label in ("SALAAD", "vanilla + RPCA"))
+    dense, X, whole = (
+        [row for row in mine if row["variant"] == name][-1]
+        for mine, name in ((full_rank, "X"), (salaad, "X"), (salaad, "L+S"))
+    )
+    half = max(row["budget"] for row in salaad if row["budget"] and row["budget"] <= X["parameters"] // 2)
+    cut, rival = (
+        min((row for row in mine if row["budget"] == half), key=lambda row: row["perplexity"])
+        for mine in (salaad, full_rank)
+    )
+    named = {
+        "X, trained full-rank without SALAAD": dense,
+        "X, trained with SALAAD": X,
+        "L + S in place of that X": whole,
+        "L + S cut to half the parameters of X": cut,
+    }
+    lines = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in named.items()]
+    told = (
+        f"Perplexity over {X['tokens']:,} validation tokens, one seed; lower is better. The full-rank model, split "
+        f"into L + S after training by robust PCA and cut to the same {millions(half)} in its own best way: "
+        f"{rival['perplexity']:.2f}."
+    )
+    return f"{markdown_table(('model', 'parameters', 'perplexity'), lines)}\n\n{told}"
+
+
+def search_points() -> list[dict]:
+    """One row per run of scripts/search_nano.py and of the demo: settings, perplexities, that of vanilla, size."""
+    vanilla = dict(vanilla_runs())
+    points = []
+    for path in (*sorted((NANO / "search").glob("*.json")), NANO / "salaad.json"):
+        result = read_json(path)
+        variants = result["summary"]["variants"]
+        if "L+S" not in variants:
+            continue
+        X, deployed, settings = variants["X"], variants["L+S"], result["config"]["salaad"]
+        points.append(
+            {
+                "settings": settings,
+                "lr": result["config"]["optimizer"]["lr"],
+                "shipped": path.parent == NANO,
+                "X": X["perplexity"],
+                "L+S": deployed["perplexity"],
+                "vanilla": vanilla[result["config"]["optimizer"]["lr"]],
+                "size": deployed["block_parameters"] / deployed["block_parameters_dense"],
+                "parameters": deployed["parameters"],
+                "rank_ratio": deployed["rank_ratio"],
+                "density": deployed["density"],
+            }
+        )
+    return sorted(points, key=lambda point: -point["size"])
+
+
+def search_table(points: list[dict]) -> str:
+    """The search as Markdown; the shipped point in bold."""
+    rows = []
+    for point in points:
+        settings = point["settings"]
+        cells = [
+            f"{point['lr']:g}",
+            f"{settings['rho_constant']:g}" if settings["rho"] is None else f"ρ = {settings['rho']:g}",
+            f"{settings['every']}",
+            f"{settings['delta_alpha']:g}",
+            f"{settings['delta_beta']:g}",
+            f"{point['X']:.2f} ({point['X'] / point['vanilla'] - 1:+.1%})",
+            f"{point['L+S']:.2f} ({point['L+S'] / point['X'] - 1:+.1%})",
+            f"{point['size']:.0%}",
+            millions(point["parameters"]),
+            f"{point['rank_ratio']:.2f}",
+            f"{point['density']:.2f}",
+        ]
+        rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
+    header = ("lr", "c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
+    return markdown_table(header, rows)
+
+
+def learning_rate_table() -> str:
+    """The vanilla runs of the search: the learning rate that all runs share was chosen for vanilla, not for SALAAD."""
+    rows = sorted(vanilla_runs())
+    return markdown_table(("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in rows])
+
+
+def candidates_table() -> str:
+    """Four points of the search, each cut by HPA to three budgets at the better of the measured κ."""
+    rows = read_json(NANO / "allocation" / "candidates.json")["rows"]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        cuts = best(mine)
+        cells = (f"{row['perplexity']:.2f} (κ = {row['kappa']:g})" for row in cuts)
+        X = next(row["perplexity"] for row in mine if row["variant"] == "X")
+        lines.append((model.partition("/")[0].replace(",", " "), f"{X:.2f}", *cells))
+    return markdown_table(("settings", "X", *(millions(row["budget"]) for row in cuts)), lines)
+
+
+def vanilla_runs() -> list[tuple[float, float]]:
+    """(peak learning rate, perplexity of X) of every vanilla run of the search."""
+    results = [read_json(path) for path in (NANO / "search").glob("full_rank*.json")]
+    return [(r["config"]["optimizer"]["lr"], r["summary"]["variants"]["X"]["perplexity"]) for r in results]
+
+
+def elastic_rows() -> dict[str, list[dict]]:
+    """Every way to cut, by model: of the demo's two runs, vanilla split after the fact, and of a stronger run.
+
+    evaluate.py sweep --checkpoint runs/demo/salaad --vanilla runs/demo/full_rank --rivals rpca,godec
+        --budgets 1401173,1183488,918656,787968 --refine 20 --calibrate 128 --dtype float32
+        --output results/nano/elastic/demo; the stronger run without --vanilla, into results/nano/elastic/stronger
+    """
+    demo = read_json(NANO / "elastic" / "demo" / "sweep.json")["rows"]
+    stronger = read_json(NANO / "elastic" / "stronger" / "sweep.json")["rows"]
+    labelled = [*demo, *({**row, "label": "SALAAD, stronger"} for row in stronger)]
+    order = ("SALAAD", "SALAAD, stronger", "vanilla + RPCA", "vanilla + GoDec")
+    return {label: [row for row in labelled if row["label"] == label] for label in order}
+
+
+def one_file() -> str:
+    """What one elastic folder of the demo's run gives at each size, as a sentence."""
+    rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
+    sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
+    return f"One elastic folder of the demo's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
+
+
+def ideas_table() -> str:
+    """Every idea for --calibrate that was tried, from results/nano/calibration/ideas.json."""
+    rows = read_json(NANO / "calibration" / "ideas.json")["rows"]
+    columns = list(dict.fromkeys((row["model"], row["budget"]) for row in rows))
+    lines = []
+    for idea in dict.fromkeys(row["idea"] for row in rows):
+        found = {(row["model"], row["budget"]): row["perplexity"] for row in rows if row["idea"] == idea}
+        lines.append((idea, *(f"{found[column]:.2f}" for column in columns)))
+    header = ("errors weighed by", *(f"{model}, {millions(budget)}" for model, budget in columns))
+    return markdown_table(header, lines)
+
+
+def structure_tables() -> str:
+    """What robust PCA finds in the demo's two models, from results/nano/rpca.json."""
+    rows = read_json(NANO / "rpca.json")["rows"]
+    names = [f.name for f in fields(RpcaRow)]
+    tables = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [RpcaRow(**{name: row[name] for name in names}) for row in rows if row["model"] == model]
+        tables.append(f"{model}\n\n{structure_table(mine)}")
+    return "\n\n".join(tables)
