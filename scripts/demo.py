@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from salaad.common.errors import UserError, run_command
+from salaad.common.files import read_json_lines
 from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -28,7 +29,6 @@ from salaad.evaluation.tables import deployment_table, keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored.fixed_size import disk_bytes
 from salaad.runs.model_on_disk import ModelOnDisk
-from salaad.runs.records import read_lines
 from salaad.runs.summary import save_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,7 +148,7 @@ def train_side_by_side(output: Path, steps: int) -> None:
             if all(process.poll() == 0 for process in processes.values()):
                 break
             time.sleep(1)
-            rows = {method: read_lines(output / method / "metrics.jsonl")[-1:] for method in METHODS}
+            rows = {method: read_json_lines(output / method / "metrics.jsonl")[-1:] for method in METHODS}
             for method, last in rows.items():
                 if last:
                     bars[method].update(last[0]["step"] - bars[method].n)

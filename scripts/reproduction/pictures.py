@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from salaad.common.errors import UserError
+from salaad.common.files import read_json_lines
 from salaad.evaluation.figures import dress, loss_curve, save
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints
-from salaad.runs.records import read_lines
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.overviews import deployment_overview, pretraining_overview
 from scripts.reproduction.palette import COLORS, OTHERS
@@ -160,7 +160,7 @@ def update_frequency(runs: Mapping[int, Path], path: Path) -> None:
 def blocks_of(run: Path) -> dict[str, list[dict[str, Any]]]:
     """Block → its ADMM updates, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in read_lines(run / "blocks.jsonl"):
+    for row in read_json_lines(run / "blocks.jsonl"):
         found.setdefault(row["block"], []).append(row)
     if not found:
         raise UserError(f"{run} has no ADMM updates; give the folder of a SALAAD run")
