@@ -17,7 +17,7 @@ from salaad.common.files import replacing
 from salaad.compression.refinement import refine
 from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
-from salaad.methods.salaad.storage import read_index, read_surrogates
+from salaad.methods.salaad.storage import stored_blocks
 from salaad.methods.salaad.surrogate import low_rank_of
 from salaad.prox import effective_rank, soft_threshold
 from salaad.rpca import rpca
@@ -64,14 +64,12 @@ def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, 
     Raises:
         UserError: one holds numbers that are not finite, which have no singular values.
     """
-    index = read_index(surrogate)
-    for name in names:
-        state = read_surrogates(surrogate, (name,))[name]
+    for name, entry, state in stored_blocks(surrogate, names):
         T, R, tau = state["target"], state["residual"], state["thresholds"][2]
         L, S = low_rank_of(T, R, tau), soft_threshold(R, tau)
         if not (L.isfinite().all() and S.isfinite().all()):
             raise UserError(f"{name} in {surrogate} is not finite; give an earlier checkpoint")
-        yield name, Slr.from_parts(L, S, index[name]["rank"])
+        yield name, Slr.from_parts(L, S, entry["rank"])
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ class ModelFolder:
 
     Attributes:
         config: the architecture as transformers describes it.
+        outline: the model without its numbers: names and shapes, on no device.
 
     Raises:
         UserError: a file is missing or broken, or the two do not fit each other.
@@ -62,12 +62,7 @@ class ModelFolder:
         if not is_file(path / "config.json"):
             raise UserError(f"{path} holds no config.json; give a whole Hugging Face causal-LM folder")
         self.path = path
-        self.config = _checked(path)
-
-    @cached_property
-    def outline(self) -> PreTrainedModel:
-        """The model without its numbers: names and shapes, on no device."""
-        return outline(self.config)
+        self.config, self.outline = _checked(path)
 
     def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
         """The model in float32 on the CPU, to be trained on; it has its own weights and special tokens already."""
@@ -112,8 +107,8 @@ class ModelFolder:
         return model
 
 
-def _checked(folder: Path) -> PretrainedConfig:
-    """The architecture in `folder`, of which the weights lie there: found out from headers alone."""
+def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The architecture in `folder` and its outline, once the headers of its weight files have been found to fit."""
     place = folder / "config.json"
     said = read_object(place, _LARGEST_CONFIG)
     headers = read_headers(weight_files(folder))
@@ -133,7 +128,7 @@ def _checked(folder: Path) -> PretrainedConfig:
         check_room(model, headers)
     elif not (isinstance(entry, dict) and str(entry.get("quant_method")).startswith("salaad")):
         check_room(model, headers, per_element=64)
-    return config
+    return config, model
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The surrogates of a model on disk: safetensors shards and an index, which any world size can open."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ def load_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
     """Fill this rank's surrogates from the shards of any world size.
 
     Raises:
-        UserError: as `read_surrogates`, or a block has another shape than in this model.
+        UserError: as `stored_blocks`, or a block has another shape than in this model.
     """
-    for name, state in read_surrogates(folder, tuple(surrogates)).items():
+    for name, _, state in stored_blocks(folder, surrogates):
         found, wanted = tuple(state["target"].shape), tuple(surrogates[name].T.shape)
         if found != wanted:
             raise UserError(f"{folder} has {name} as {found}, the model as {wanted}; give a checkpoint of this model")
@@ -75,22 +75,29 @@ def _is_entry(entry: Any) -> bool:
     return rank <= min(shape) and nnz <= shape[0] * shape[1] and type(entry.get("rho")) in (int, float)
 
 
-def read_surrogates(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Block → the tensors of `Surrogate.state_dict`, for the named blocks or for all.
+def stored_blocks(
+    folder: Path, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
+    """(Block, its entry in the index, the tensors of `Surrogate.state_dict`), for the named blocks or for all.
+
+    One block after the other is read, since those of a large model do not fit into memory at once.
 
     Raises:
         UserError: the folder has no index, is of another format, lacks a block, or a shard is not what the index says.
     """
     blocks = read_index(folder)
-    states: dict[str, dict[str, Tensor]] = {}
     for name in blocks if names is None else names:
         if name not in blocks:
             raise UserError(f"{folder} holds no block {name}; give the salaad.roles of the run that wrote it")
         state = _read_block(inside(folder, blocks[name].get("file")), name, *blocks[name]["shape"])
         if "low_rank" in state:
             state["target"] = target_of(state.pop("low_rank"), state["residual"], state["thresholds"][2])
-        states[name] = state
-    return states
+        yield name, blocks[name], state
+
+
+def read_surrogates(folder: Path, names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
+    """Block → tensors, of `stored_blocks`."""
+    return {name: state for name, _, state in stored_blocks(folder, names)}
 
 
 def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
