@@ -1,7 +1,7 @@
 // Products with U·V + S on a CPU, S in compressed sparse rows, numbers in float32.
 //
-// Rows of x go through several at a time, one in each lane of a vector, so that an entry of S, U or V is read once for
-// all of them and nothing is gathered. salaad/native.py compiles this for the machine it runs on.
+// Several rows of x are processed at a time, one in each lane of a vector, so that an entry of S, U or V is read once for
+// all of them and no gather is needed. cpu_kernels.py compiles this file for the machine it runs on.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace {
 
-struct Weight {  // as in salaad/native.py
+struct Weight {  // the same fields as in cpu_kernels.py
   int64_t n, m, rank;
   const float *U, *V;  // n×rank, rank×m
   const int32_t *starts, *columns;
@@ -29,9 +29,9 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 
-constexpr int64_t MANY = 1 << 17;  // multiplications; what fewer take is less than to wake other threads
+constexpr int64_t MANY = 1 << 17;  // multiplications; fewer take less time than waking other threads
 
-// Give each thread its part of 0..n, with borders at multiples of `step`.
+// Split 0..n among the threads, at multiples of `step`.
 template <typename Part> void share(int64_t n, int64_t step, int threads, const Part &part) {
   if (threads == 1) return part(0, n);
   const int64_t each = (n + threads * step - 1) / (threads * step) * step;
@@ -44,9 +44,9 @@ template <int N> struct Lanes {
 };
 template <int N> using Vector = typename Lanes<N>::Vector;
 
-constexpr int LINE = 64;  // bytes of a line of cache; a vector that lies across two takes twice as long to read
+constexpr int LINE = 64;  // bytes of a cache line; a vector across two lines takes twice as long to read
 
-// Memory of this thread for `count` numbers, from the border of a line on; its next call may move it.
+// Memory of this thread for `count` floats, aligned to a cache line and valid until its next call.
 float *scratch(int64_t count) {
   static thread_local std::vector<float> kept;
   kept.resize(count + LINE / sizeof(float));
@@ -56,7 +56,7 @@ float *scratch(int64_t count) {
 template <int N> Vector<N> load(const float *from) { return *reinterpret_cast<const Vector<N> *>(from); }
 template <int N> void store(float *to, Vector<N> value) { *reinterpret_cast<Vector<N> *>(to) = value; }
 
-// Of two rows of a square whose columns differ in one binary digit: the columns where it is 0, or those where it is 1.
+// From two rows of a square tile: the columns whose index has 0 (or 1, if SET) in the binary digit DIGIT.
 template <int DIGIT, bool SET, int N, int... I>
 Vector<N> half(Vector<N> low, Vector<N> high, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
@@ -69,7 +69,7 @@ Vector<N> half(Vector<N> low, Vector<N> high, std::integer_sequence<int, I...>) 
 #endif
 }
 
-// Transpose N×N numbers, exchanging one binary digit of row and column after the other.
+// Transpose N×N floats by exchanging the binary digits of row and column index one after the other.
 template <int N, int DIGIT = 1> inline __attribute__((always_inline)) void transpose(Vector<N> *square) {
   if constexpr (DIGIT < N) {
     constexpr auto all = std::make_integer_sequence<int, N>();
@@ -95,7 +95,7 @@ inline __attribute__((always_inline)) void multiply(const float *matrix, int64_t
     for (int g = 0; g < G; g++) store<N>(to + N * (G * i + g), sums[i][g]);
 }
 
-// The same for `count` rows, several together, so that what is read of the lanes is used more than once.
+// The same for `count` rows, eight or four together, so that values read from the lanes are used several times.
 template <int N, int G>
 void multiply_all(const float *matrix, int64_t count, int64_t length, const float *lanes, float *to) {
   int64_t i = 0;
@@ -104,7 +104,7 @@ void multiply_all(const float *matrix, int64_t count, int64_t length, const floa
   for (; i < count; i++) multiply<N, G, 1>(matrix + i * length, length, lanes, to + N * G * i);
 }
 
-// y (rows×n) = or += the product of x (rows×m), for at most N·G rows, which go through as G vectors of N.
+// y (rows×n) = or += x (rows×m) times the transposed weight, for at most N·G rows, held as G vectors of N lanes.
 template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x, float *y, bool add, int threads) {
   constexpr int ALL = N * G;
   float *const columns = scratch(ALL * (w.m + w.rank));  // column j of x in its rows' lanes
@@ -132,7 +132,7 @@ template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x,
       alignas(LINE) Vector<N> square[G][N] = {};
       multiply_all<N, G>(w.U + first * w.rank, count, w.rank, hidden, low_rank);
       for (int i = 0; i < count; i++) {
-        Vector<N> sums[2][G] = {};  // one alone would wait for each of its additions
+        Vector<N> sums[2][G] = {};  // two, since with one each addition waits for the last
         for (int g = 0; g < G; g++) sums[0][g] = load<N>(low_rank + ALL * i + N * g);
         const auto sum = [&](int c, int64_t e) {
           for (int g = 0; g < G; g++) sums[c][g] += w.values[e] * load<N>(columns + int64_t{ALL} * w.columns[e] + N * g);
@@ -160,7 +160,7 @@ template <int N, int G> void tile(const Weight &w, int64_t rows, const float *x,
 }
 
 #if defined(__AVX512F__)
-// One row of U·V + S times one x; in whole vectors, of which the last is partly empty, so that no branch is a surprise.
+// One row of U·V + S times one x, in whole vectors with a masked last one, so that no branch is mispredicted.
 float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
   const auto left = [](int64_t count) -> __mmask16 { return count < 16 ? (1 << count) - 1 : 0xffff; };
   __m512 sum = _mm512_setzero_ps();
@@ -180,7 +180,7 @@ float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
 #else
 // One row of U·V + S times one x.
 float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
-  float low_rank = 0, sums[4] = {};  // one sum alone would wait for each of its additions
+  float low_rank = 0, sums[4] = {};  // four, since with one each addition waits for the last
   for (int64_t k = 0; k < w.rank; k++) low_rank += w.U[i * w.rank + k] * hidden[k];
   int64_t e = w.starts[i];
   const int64_t last = w.starts[i + 1];
@@ -191,7 +191,7 @@ float dot(const Weight &w, int64_t i, const float *x, const float *hidden) {
 }
 #endif
 
-// The same as a tile for one row of x, which has no lanes to fill.
+// The same as `tile` for a single row of x, which cannot fill lanes.
 void single(const Weight &w, const float *x, float *y, bool add, int threads) {
   float *const hidden = scratch(w.rank);
   share(w.rank, 1, threads, [=, &w](int64_t k, int64_t end) {
@@ -224,7 +224,7 @@ void linear(const Weight &w, int64_t rows, const float *x, float *y, bool add, i
   });
 }
 
-// Rows `ids` (count) of U·V + S in y (count×m), or added to them; false if one of them is not there.
+// y (count×m) = or += the rows `ids` (count) of U·V + S; false if an id is out of range.
 bool rows(const Weight &w, int64_t count, const int64_t *ids, float *y, bool add, int threads) {
   for (int64_t i = 0; i < count; i++)
     if (ids[i] < 0 || ids[i] >= w.n) return false;
@@ -243,8 +243,8 @@ bool rows(const Weight &w, int64_t count, const int64_t *ids, float *y, bool add
 
 }  // namespace
 
-// The way in from Python, since a call through ctypes can take longer than a small layer's product. What it takes of
-// Python is in its stable ABI and declared here: where there is a compiler, Python's headers may still be missing.
+// The entry points from Python, since a call through ctypes can take longer than a small layer's product. They use only
+// Python's stable ABI, declared here because Python's headers may be missing where there is a compiler.
 extern "C" {
 struct PyObject;
 typedef PyObject *Function(PyObject *, PyObject *const *arguments, intptr_t count);
@@ -267,8 +267,8 @@ namespace {
 
 constexpr int METH_FASTCALL = 0x80;
 
-// Arguments, all integers: address of the Weight, count of rows, addresses of what comes in and of y, add, threads.
-// Where there is so much to do that threads are worth waking, Python's other threads run on meanwhile.
+// Arguments, all integers: address of the Weight, number of rows, addresses of x or the ids and of y, add, threads.
+// Work large enough for several threads is done without holding Python's global lock.
 template <typename In, typename Product>
 PyObject *call(PyObject *const *arguments, int64_t (*work)(const Weight &), const Product &product) {
   long long given[6];
@@ -298,7 +298,7 @@ PyObject *call_rows(PyObject *, PyObject *const *arguments, intptr_t) {
 
 }  // namespace
 
-// The two as a tuple of functions.
+// The tuple (linear, rows) of Python functions.
 extern "C" PyObject *products() {
   static PyMethodDef linear = {"linear", call_linear, METH_FASTCALL, nullptr};
   static PyMethodDef rows = {"rows", call_rows, METH_FASTCALL, nullptr};

@@ -1,7 +1,7 @@
-"""The products of the factored layers on a CPU in float32, compiled for this machine when first needed.
+"""The products of the factored layers on a CPU in float32, compiled for this machine at first use.
 
-torch's own sparse products read S entry by entry for every x, and each call costs more than a small layer's work. Where
-there is no C++ compiler, torch's are used; `SALAAD_NATIVE=0` asks for them.
+torch's sparse products read S entry by entry for every row of x, and the overhead of a call exceeds the work of a small
+layer. Without a C++ compiler, or with `SALAAD_NATIVE=0`, torch's products are used.
 """
 
 import ctypes
@@ -26,21 +26,23 @@ from salaad.common.cache_folder import cache_folder, made_once
 from salaad.common.errors import UserError
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# Sums may be taken in any order, or no loop could use vectors; NaN and infinity stay what they are.
+# Sums may be reordered, since no loop could be vectorised otherwise; NaN and infinity keep their meaning.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),  # Python's functions, known when loaded
+    *(
+        ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    ),  # Python's functions are found when the library is loaded
 )
 _COMPILE_SECONDS = 120
-# Multiplications by U and V below which calls of torch's dense product cost more than they gain: of a layer, and of an
-# embedding, where ours reads V anew for every row.
+# Multiplications by U and V up to which calls of torch's dense products cost more than they gain: for `linear`, and for
+# `rows`, where our loop reads V again for every row.
 _FEW, _FEW_IN_ROWS = 2**26, 2**18
 PLAIN = (Tensor, nn.Parameter)
 
 
 class Weight(ctypes.Structure):
-    """Where U·V + S (n×m) lies in memory, as salaad/native.cpp reads it; the tensors have to be kept by others."""
+    """Sizes and addresses of U·V + S (n×m), as cpu_kernels.cpp reads them; it does not keep the tensors alive."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "m", "rank")),
@@ -49,9 +51,9 @@ class Weight(ctypes.Structure):
 
 
 class Products:
-    """Products with U·V + S (n×m), as long as its tensors lie where they lay.
+    """Products with U·V + S (n×m), valid as long as its tensors keep their addresses.
 
-    A call has microseconds in a small layer, so all that does not change from one to the next is kept ready.
+    A call of a small layer takes microseconds, so everything that does not change between calls is prepared here.
     """
 
     __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
@@ -68,7 +70,7 @@ class Products:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
 
         Raises:
-            RuntimeError: x is not m wide.
+            RuntimeError: the last dimension of x is not m.
         """
         *outer, width = x.shape
         if width != self.m:
@@ -109,9 +111,10 @@ class Products:
 def products(
     shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
 ) -> Products | None:
-    """Those with U·V + S (n×m).
+    """The compiled products with U·V + S (n×m).
 
-    None where it cannot be read: not on the CPU, not float32 with int32, stand-ins instead of numbers, no compiler.
+    None where they cannot be used: tensors that are not on the CPU, not contiguous, not float32 with int32 indices, or
+    of a subclass such as fake tensors; no compiler.
     """
     tensors = (U, V, starts, columns, values)
     if any(type(t) not in PLAIN for t in tensors):
@@ -122,10 +125,11 @@ def products(
     return Products(shape, *tensors)
 
 
-def is_watched() -> bool:
-    """Whether operations are recorded or replaced, which a call past torch would escape.
+def is_intercepted() -> bool:
+    """Whether torch records or replaces operations, which it could not do with our compiled calls.
 
-    By torch.compile, torch.func, a mode such as that of torch's FLOP counter, a tracer, or derivatives taken forward.
+    That is the case under torch.compile, torch.func, a dispatch mode such as torch's FLOP counter, a tracer, and
+    forward-mode differentiation.
     """
     return (
         torch.compiler.is_compiling()
@@ -138,23 +142,23 @@ def is_watched() -> bool:
 
 @functools.cache
 def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
-    """`linear` and `rows` of native.cpp; None where there is no compiler, or where they are not asked for.
+    """The functions `linear` and `rows` of cpu_kernels.cpp; None without a compiler or with `SALAAD_NATIVE=0`.
 
     Raises:
         UserError: `SALAAD_NATIVE` is neither 0 nor 1.
     """
-    asked = os.environ.get("SALAAD_NATIVE", "1")
-    if asked not in ("0", "1"):
-        raise UserError(f"SALAAD_NATIVE is {asked!r}, but only 0 and 1 are known; give one of them, or nothing")
+    setting = os.environ.get("SALAAD_NATIVE", "1")
+    if setting not in ("0", "1"):
+        raise UserError(f"SALAAD_NATIVE is {setting!r}, but only 0 and 1 are known; give one of them, or nothing")
     compiler = _compiler()
-    if asked == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
+    if setting == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
         return None
     try:
         functions = ctypes.PyDLL(str(_compiled(compiler))).products
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        told = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or what it made cannot be loaded ({said[0]})"
-        warnings.warn(f"{told}; torch's products are used", stacklevel=2)
+        [reason, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        problem = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or the library cannot be loaded ({reason})"
+        warnings.warn(f"{problem}; torch's products are used", stacklevel=2)
         return None
     functions.restype = ctypes.py_object
     return functions()
@@ -169,9 +173,9 @@ def _compiler() -> list[str]:
 
 
 def _compiled(compiler: list[str]) -> Path:
-    """The shared library, compiled once per source, compiler and kind of processor."""
-    told = (SOURCE.read_text(), *compiler, *FLAGS, _processor())
-    folder = cache_folder() / f"native-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}"
+    """The shared library, compiled once per source, compiler, flags and kind of processor."""
+    inputs = (SOURCE.read_text(), *compiler, *FLAGS, _processor())
+    folder = cache_folder() / f"native-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
     with made_once(folder) as make:
         if make:
             command = [*compiler, *FLAGS, str(SOURCE), "-o", str(make / "native.so")]
@@ -180,8 +184,8 @@ def _compiled(compiler: list[str]) -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home directory may be shared by machines of several kinds."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    """The properties of the processor that `-march=native` depends on; machines may share one cache folder."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     kinds = [line for line in lines if line.startswith(("vendor_id", "cpu family", "model\t", "flags", "Features"))]
     return "\n".join([platform.machine(), platform.processor(), *dict.fromkeys(kinds)])

@@ -1,8 +1,8 @@
-"""Models that compute with U·V + S as it is stored, and open with plain `from_pretrained`.
+"""The factored folder format of one fixed size, which plain `from_pretrained` opens, and the models it gives.
 
-A folder keeps its architecture: `config.json` is that of the dense model plus an entry under `quantization_config`,
-which names the blocks stored in parts, with their ranks and entries. transformers reads it through its quantizer
-registry, in which importing this module enters the class below.
+`config.json` is that of the dense model plus an entry `quantization_config`, which lists the blocks stored as U·V + S
+with their rank and number of entries. transformers opens such a folder through its quantizer registry, in which
+importing this module enters `SlrQuantizer`.
 """
 
 import re
@@ -31,43 +31,49 @@ from salaad.model.weight_headers import (
     shape_and_types,
 )
 
-METHOD = "salaad"
-FORMAT = 1
+FORMAT_NAME = "salaad"
+FORMAT_VERSION = 1
 T = TypeVar("T")
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(FORMAT_NAME)
 class SlrConfig(QuantizationConfigMixin):
-    """The entry in config.json: block → [rank, nnz] of the blocks stored in parts; all others are dense."""
+    """The entry `quantization_config` in config.json: name → [rank, nnz] of the blocks stored as U·V + S.
 
-    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT, **_: Any) -> None:
-        self.quant_method = METHOD
+    Raises:
+        UserError: `blocks` is no such mapping.
+    """
+
+    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT_VERSION, **_: Any) -> None:
+        self.quant_method = FORMAT_NAME
         self.format = format
         self.blocks = check_entry(blocks or {}, 2)
 
 
 class CheckedQuantizer(HfQuantizer):
-    """What the quantizers of our folders share: a format, and a check before anything is built."""
+    """What the quantizers of both formats share: the version of the format, and checks before a model is built."""
 
-    FORMAT: int
+    FORMAT_VERSION: int
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a folder of another format."""
+        """Refuse a folder of another version of the format."""
         found = self.quantization_config.format
-        if found != self.FORMAT:
-            raise UserError(f"the folder has format {found}, this version {self.FORMAT}; use the version that wrote it")
+        if found != self.FORMAT_VERSION:
+            raise UserError(
+                f"the folder has format {found}, this version {self.FORMAT_VERSION}; use the version that wrote it"
+            )
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Change nothing: of the hooks that see the configuration it is the one before the model is built from it."""
+        """Check the configuration, unchanged: the only hook that gets it before the model is built from it."""
         check_layers(config)
         return config
 
 
-@register_quantizer(METHOD)
+@register_quantizer(FORMAT_NAME)
 class SlrQuantizer(CheckedQuantizer):
-    """What transformers calls when it opens or saves such a folder."""
+    """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 
-    FORMAT = FORMAT
+    FORMAT_VERSION = FORMAT_VERSION
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -94,33 +100,33 @@ class SlrQuantizer(CheckedQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """The model's tensors as they go to the file, where the places of S's entries are packed."""
+        """The model's tensors as they are stored: with the positions of S's entries packed."""
         state = model.state_dict()
         for name, module in slr_modules(model).items():
             del state[f"{name}.S_starts"], state[f"{name}.S_columns"]
             state[f"{name}.S_packed"] = module.packed()
-            # Without our quantizer transformers would fill the weight it misses with noise; at this one it stops.
+            # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
             state[f"{name}.weight"] = torch.empty(0)
         return state, {}
 
     def is_serializable(self) -> bool:
-        """Yes: save_pretrained works."""
+        """True: `save_pretrained` works."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """No: U, V and S are for inference."""
+        """False: U, V and S are for inference."""
         return False
 
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
-    """Let the loader pass over what stands where the named blocks' dense weights would be."""
+    """Let the loader ignore the empty tensors stored under the names of the blocks' dense weights."""
     guards = {rf"^{re.escape(name)}\.weight$" for name in blocks}
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
 
 
 def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
-    """The blocks under their names in this model: AutoModel has no head, and its names begin inside the base model."""
+    """The blocks by their names in this model: AutoModel has no head, and its names lack the base model's prefix."""
     if model.base_model is not model:
         return dict(blocks)
     inside = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in blocks.items()}
@@ -128,13 +134,13 @@ def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T
 
 
 def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
-    """Replace the named blocks of a dense model by their parts, in place, wherever those take less memory.
+    """Replace the named blocks of a dense model by layers of U·V + S, in place, where those take less memory.
+
+    Elsewhere the dense weight becomes U·V + S. A tied weight stays dense, as the other module reads it as a whole.
 
     Args:
         model: a causal LM; its dtype is that of the result.
-        blocks: module name → U·V + S of its weight as the module holds it.
-
-    A tied weight stays dense, since the module it is tied to reads it as a whole.
+        blocks: module name → U·V + S of its weight, in the orientation in which the module holds it.
     """
     tied = tied_modules(model)
     for name, slr in blocks.items():
@@ -150,22 +156,22 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
 
 
 def tied_modules(model: PreTrainedModel) -> set[str]:
-    """Names of the modules that share a weight with another."""
+    """Names of the modules that share a weight with another module."""
     return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
 
 
 def mark_factored(model: PreTrainedModel) -> None:
-    """Tell transformers, and `save_pretrained` by it, which blocks are stored in parts."""
+    """Set the quantizer by which `save_pretrained` stores the blocks that are layers of U·V + S."""
     stored = slr_modules(model)
     if stored:
         entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()})
         model.hf_quantizer = SlrQuantizer(entry)
-        model.is_quantized, model.quantization_method = True, METHOD
+        model.is_quantized, model.quantization_method = True, FORMAT_NAME
         model.hf_quantizer.postprocess_model(model)
 
 
 def outline_of(module: nn.Module, rank: int, nnz: int) -> SlrWeight:
-    """The layer that stands for `module`, without its numbers."""
+    """A layer of U·V + S in place of `module`, its tensors not filled."""
     if isinstance(module, nn.Embedding):
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
@@ -173,7 +179,7 @@ def outline_of(module: nn.Module, rank: int, nnz: int) -> SlrWeight:
 
 
 def _layer(module: nn.Module, slr: Slr) -> SlrWeight:
-    """The layer that computes what `module` computes, with `slr` in place of its weight."""
+    """The layer that computes like `module`, with `slr` in place of its weight."""
     if isinstance(module, nn.Embedding):
         return SlrEmbedding.from_slr(slr)
     # GPT-2's Conv1D keeps its weight as in×out.
@@ -181,29 +187,29 @@ def _layer(module: nn.Module, slr: Slr) -> SlrWeight:
 
 
 def _resident_bytes(slr: Slr, element: int) -> int:
-    """Memory of a block in parts, its row starts and columns included."""
+    """Bytes of a block as U·V + S in memory, row starts and columns included."""
     return slr.parameters * element + 4 * (slr.nnz + max(slr.shape) + 1)
 
 
 def is_smaller_dense(slr: Slr, element: int) -> bool:
-    """Whether a block takes no less memory in parts than dense, with numbers of `element` bytes."""
+    """Whether a block takes no less memory as U·V + S than dense, with numbers of `element` bytes."""
     n, m = slr.shape
     return _resident_bytes(slr, element) >= n * m * element
 
 
 def memory_bytes(slr: Slr, element: int) -> int:
-    """Memory of a block in the form `factor` gives it, with numbers of `element` bytes."""
+    """Bytes of a block in memory in the form that `factor` gives it, with numbers of `element` bytes."""
     n, m = slr.shape
     return min(_resident_bytes(slr, element), n * m * element)
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Memory of a model's weights, row starts and columns included."""
+    """Bytes of a model's parameters and buffers in memory, row starts and columns included."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def disk_bytes(slr: Slr, element: int) -> int:
-    """Bytes of a block in a file, in the form `factor` gives it, with numbers of `element` bytes."""
+    """Bytes of a block in a file in the form that `factor` gives it, with numbers of `element` bytes."""
     n, m = slr.shape
     if is_smaller_dense(slr, element):
         return n * m * element
@@ -211,5 +217,5 @@ def disk_bytes(slr: Slr, element: int) -> int:
 
 
 def slr_modules(model: nn.Module) -> dict[str, SlrWeight]:
-    """Name → module of every block stored in parts."""
+    """Name → layer of every block held as U·V + S."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SlrWeight)}

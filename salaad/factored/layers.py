@@ -12,19 +12,19 @@ from torch.amp import is_autocast_available
 from salaad.factored import cpu_kernels, packing
 from salaad.factored.slr import Slr
 
-# Said by torch at the first sparse tensor of a process; nothing the user could do about it.
+# torch warns at the first sparse tensor of a process; a user can do nothing about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
-# Time of a multiplication in U·V and in S, and of turning a number of x or y around for S, in units of a multiplication
-# in a dense product (measured on a CPU, 128 to 2736 wide).
+# Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
+# a dense product (measured on a CPU, widths of 128 to 2736).
 _LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
 
 
 class SlrWeight(nn.Module):
     """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, S in compressed sparse rows.
 
-    In a file the places of S's entries are one packed buffer; `unpack` replaces it by row starts and columns, int32
-    wherever that holds them (the smallest type torch's sparse products take).
+    In a file the positions of S's entries are one packed buffer; `unpack` replaces it by row starts and columns, int32
+    where that holds them (the smallest dtype that torch's sparse products take).
     """
 
     def __init__(self, n: int, m: int, rank: int, nnz: int) -> None:
@@ -35,11 +35,11 @@ class SlrWeight(nn.Module):
         self.S_values = nn.Parameter(torch.empty(nnz), requires_grad=False)
         packed = torch.empty(packing.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
-        self._known_S: tuple[tuple, Tensor] | None = None
-        self._known_products: tuple[tuple, cpu_kernels.Products | None] | None = None
+        self._cached_S: tuple[tuple, Tensor] | None = None
+        self._cached_products: tuple[tuple, cpu_kernels.Products | None] | None = None
 
     def fill(self, slr: Slr) -> None:
-        """Take over the numbers of `slr`, in its dtype and on its device."""
+        """Copy the numbers of `slr`, in its dtype and on its device."""
         self.rank, self.nnz = slr.rank, slr.nnz
         positions, order = slr.positions.long().sort()
         self.U, self.V, self.S_values = (
@@ -49,14 +49,18 @@ class SlrWeight(nn.Module):
         self._set_positions(positions)
 
     def unpack(self) -> None:
-        """Turn the packed places of a loaded file into row starts and columns; nothing to do where they are."""
+        """Turn packed positions, if there are any, into row starts and columns.
+
+        Raises:
+            ValueError: the packed bytes are broken.
+        """
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
             positions = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
             self._set_positions(positions.to(packed.device))
 
     def packed(self) -> Tensor:
-        """The places of S's entries as `unpack` reads them (uint8)."""
+        """The positions of S's entries as `unpack` reads them (uint8)."""
         n, m = self.shape
         rows = torch.arange(n, device=self.S_starts.device).repeat_interleave(self.S_starts.diff())
         positions = rows * m + self.S_columns
@@ -67,41 +71,42 @@ class SlrWeight(nn.Module):
         index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
         starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
         self._buffers.pop("S_packed", None)
-        self._known_products = None
+        self._cached_products = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
 
     def _S(self, dtype: torch.dtype) -> Tensor:
-        """S as one of torch's sparse tensors; over the same memory if in its own dtype, and then made only once.
+        """S as a sparse tensor of torch (n×m); in its own dtype it shares the memory of S_values and is cached.
 
-        To make one takes as long as a small product. What is known holds its memory, so an address cannot come again.
+        Making one takes as long as a small product. The cached one keeps its memory, so no other tensor can get its
+        address.
         """
         values, starts = self._parameters["S_values"], self._buffers["S_starts"]
         key = (values.data_ptr(), starts.data_ptr(), values.device, dtype)
-        if self._known_S is not None and self._known_S[0] == key:
-            return self._known_S[1]
-        with torch.inference_mode(False):  # else no gradient could pass it later
+        if self._cached_S is not None and self._cached_S[0] == key:
+            return self._cached_S[1]
+        with torch.inference_mode(False):  # an inference tensor could not be used with autograd later
             S = torch.sparse_csr_tensor(
                 starts, self.S_columns, values.to(dtype), size=self.shape, check_invariants=False
             )
-        self._known_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
+        self._cached_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
         return S
 
-    def _native(self, x: Tensor) -> cpu_kernels.Products | None:
-        """The compiled products, where they can be used: float32 on a CPU, and no part needs a gradient.
+    def _compiled(self, x: Tensor) -> cpu_kernels.Products | None:
+        """The compiled products where they can be used: float32 on a CPU, and no parameter needs a gradient.
 
-        Asked at every call, in which a small layer has microseconds; what does not change is looked at once.
+        Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
         """
-        if cpu_kernels.is_watched() or type(x) not in cpu_kernels.PLAIN:
+        if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
         parameters, buffers = self._parameters, self._buffers
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
-        places = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
-        held = *places, U.numel(), V.numel()  # of a U or V cut in place the address stays
-        if self._known_products is None or self._known_products[0] != held:
-            self._known_products = held, cpu_kernels.products(self.shape, U, V, starts, columns, values)
-        products = self._known_products[1]
+        addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
+        key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
+        if self._cached_products is None or self._cached_products[0] != key:
+            self._cached_products = key, cpu_kernels.products(self.shape, U, V, starts, columns, values)
+        products = self._cached_products[1]
         if products is None or not x.is_cpu:
             return None
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters.values()):
@@ -109,18 +114,18 @@ class SlrWeight(nn.Module):
         return products
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be made again; a copy has memory of its own."""
-        return self.__dict__ | {"_known_S": None, "_known_products": None}
+        """The state without the caches, which hold addresses of this object's memory."""
+        return self.__dict__ | {"_cached_S": None, "_cached_products": None}
 
     @property
     def weight(self) -> Tensor:
-        """U·V + S, dense (n×m); made anew at every call."""
-        self.unpack()  # transformers looks at a weight of GPT-2 before it lets us finish loading
+        """U·V + S (n×m), dense; computed at every call."""
+        self.unpack()  # transformers reads a weight of GPT-2 before it calls the hook that unpacks
         with _without_autocast(self.U.device):
             return (self.U @ self.V).add_(self._S(self.U.dtype))
 
     def extra_repr(self) -> str:
-        """What print says of the layer."""
+        """The layer's sizes for `print`."""
         return f"{self.shape[0]}×{self.shape[1]}, rank={self.rank}, nnz={self.nnz}"
 
 
@@ -132,7 +137,7 @@ class SlrLinear(SlrWeight):
         out_features: n.
         rank: r of U·V.
         nnz: entries of S.
-        bias: whether there is a b (n).
+        bias: whether there is a bias b (n).
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False) -> None:
@@ -142,7 +147,7 @@ class SlrLinear(SlrWeight):
 
     @classmethod
     def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
-        """The layer whose weight (out×in) is `slr`, in its dtype."""
+        """The layer whose weight (n×m, out×in) is `slr`, in its dtype."""
         n, m = slr.shape
         layer = cls(m, n, slr.rank, slr.nnz, bias is not None)
         layer.fill(slr)
@@ -151,10 +156,10 @@ class SlrLinear(SlrWeight):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×n) of x (…×m), in the dtype of the weights; autocast has no sparse product and is left out."""
-        products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
+        """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
+        products = self._compiled(x) if self.nnz and x.dtype == torch.float32 else None
         if products is not None:
-            return _NativeLinear.apply(x, self, products) if x.requires_grad else products.linear(x, self.bias)
+            return _CompiledLinear.apply(x, self, products) if x.requires_grad else products.linear(x, self.bias)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -169,7 +174,7 @@ class SlrLinear(SlrWeight):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _in_parts(self, rows: Tensor) -> Tensor:
-        # Sparse products want features in rows. The result is brought back at once: attention is slow on other layouts.
+        # Sparse products need features in rows. The result is made contiguous: attention is slow on other layouts.
         columns = rows.mT.contiguous()
         y = self.U @ (self.V @ columns)
         if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # torch has no sparse product of these there
@@ -179,19 +184,19 @@ class SlrLinear(SlrWeight):
         return y.mT.contiguous()
 
     def _is_cheaper_whole(self, rows: int) -> bool:
-        """Whether so many rows pay for making U·V + S first: with a dense S its sparse product costs more than X's."""
+        """Whether computing U·V + S first pays for so many rows, as it does where S is dense enough."""
         n, m = self.shape
         parts = (_LOW_RANK_COST * self.rank + _TURNING_COST) * (n + m) + _SPARSE_COST * self.nnz
         return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager:
-    """Products in the dtype the parts have: autocast would round them, and has no sparse product."""
+    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
     return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 
-class _NativeLinear(torch.autograd.Function):
-    """The compiled product where a gradient has to pass to x."""
+class _CompiledLinear(torch.autograd.Function):
+    """The compiled product with a gradient for x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: SlrLinear, products: cpu_kernels.Products) -> Tensor:
@@ -208,7 +213,7 @@ class _NativeLinear(torch.autograd.Function):
 
 
 class SlrEmbedding(SlrWeight):
-    """An embedding whose table is U·V + S; only the rows asked for are made.
+    """An embedding whose table (n×m) is U·V + S, of which only the rows asked for are computed.
 
     Args:
         num_embeddings: n.
@@ -230,7 +235,7 @@ class SlrEmbedding(SlrWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
-        products = self._native(ids)
+        products = self._compiled(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
         flat = ids.reshape(-1)

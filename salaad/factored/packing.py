@@ -1,38 +1,38 @@
-"""Increasing integers in a few bits each (Elias–Fano): how the places of S's entries lie on disk.
+"""Increasing integers in a few bits each (Elias–Fano coding), the storage of the positions of S's entries.
 
-Of every integer the low bits stand as they are, and the high bits as the steps from one integer to the next, in unary.
-With n integers below N that is about 2 + log2(N/n) bits each: 5 bits at a density of 0.1, where a column index has 16.
+The low bits of every integer are stored as they are, and the high bits in unary, as the steps from one integer to the
+next. n integers below N take about 2 + log2(N/n) bits each: 5 bits at a density of 0.1, where a column index takes 16.
 """
 
 import numpy as np
 
 
 def _split(count: int, universe: int) -> tuple[int, int]:
-    """Low bits of an integer, and bytes of all high bits together."""
+    """The number of low bits of an integer, and the bytes of all high bits together."""
     low = max(0, (universe // count).bit_length() - 1) if count else 0
     return low, -(-(count + (universe >> low) + 1) // 8) if count else 0
 
 
 def encoded_size(count: int, universe: int) -> int:
-    """Bytes that `encode` gives for `count` integers below `universe`."""
+    """The number of bytes that `encode` returns for `count` integers below `universe`."""
     low, high_bytes = _split(count, universe)
     return high_bytes + -(-count * low // 8)
 
 
 def encode(integers: np.ndarray, universe: int) -> np.ndarray:
-    """Bytes (uint8) of strictly increasing `integers`, all below `universe`."""
+    """The code (uint8) of strictly increasing `integers`, from 0 and below `universe`."""
     low, high_bytes = _split(len(integers), universe)
     high = np.zeros(8 * high_bytes, np.uint8)
     high[(integers >> low) + np.arange(len(integers))] = 1
     bits = (integers[:, None] >> np.arange(low)) & 1
-    return np.concatenate([np.packbits(part.astype(np.uint8), bitorder="little") for part in (high, bits.ravel())])
+    return np.concatenate([np.packbits(array.astype(np.uint8), bitorder="little") for array in (high, bits.ravel())])
 
 
 def decode(encoded: np.ndarray, count: int, universe: int) -> np.ndarray:
-    """The `count` integers (int64) that `encode` took.
+    """The `count` integers (int64) below `universe` that were encoded.
 
     Raises:
-        ValueError: the bytes are not those of so many increasing integers.
+        ValueError: the bytes are not the code of so many increasing integers.
     """
     low, high_bytes = _split(count, universe)
     if len(encoded) != encoded_size(count, universe):

@@ -1,6 +1,6 @@
-"""One weight as low-rank plus sparse, in the parts that a deployed model stores: X̂ = U·V + S.
+"""One weight as sparse plus low-rank (SLR), as a deployed model stores it: X̂ = U·V + S.
 
-Both parts are in order of size, so that cutting to fewer parameters (section 3.3) is keeping the first of each.
+Singular terms and entries are in descending order, so that cutting to fewer parameters (section 4.3) keeps the first.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Slr:
     Args:
         shape: (n, m).
         U: n×r.
-        V: r×m; the r terms of U·V are singular, the largest first.
-        positions: row-major places of S's entries (nnz), int32 (int64 where n·m needs it), the largest entry first.
+        V: r×m; the r terms of U·V are singular terms, the largest first.
+        positions: row-major positions of S's entries (nnz), int32 (int64 where n·m needs it), the largest entry first.
         values: the entries (nnz).
     """
 
@@ -32,21 +32,21 @@ class Slr:
 
     @classmethod
     def from_parts(cls, L: Tensor, S: Tensor, rank: int) -> "Slr":
-        """Factor L (n×m) at `rank`, and gather the entries of S (n×m) that are not zero."""
+        """L (n×m) truncated to `rank`, and the entries of S (n×m) that are not zero."""
         return cls(tuple(L.shape), *low_rank_factors(L, rank), *_entries(S))
 
     @classmethod
     def from_factors(cls, Q: Tensor, V: Tensor, S: Tensor) -> "Slr":
-        """Turn Q·V, of which Q (n×r) has orthonormal columns, into singular terms, and gather the entries of S."""
+        """Q·V as singular terms, where Q (n×r) has orthonormal columns, and the nonzero entries of S (n×m)."""
         W = torch.linalg.eigh(V @ V.mT)[1]
         V = W.mT @ V
-        # By their lengths: the eigenvalues are squares, which have lost the order of small ones.
+        # Sorted by row lengths: the eigenvalues are squares, in which the order of small ones is lost.
         order = torch.linalg.vector_norm(V, dim=1).argsort(descending=True)
         return cls(tuple(S.shape), Q @ W[:, order], V[order], *_entries(S))
 
     @classmethod
     def joined(cls, first: "Slr", second: "Slr") -> "Slr":
-        """The units of `first`, then those of `second`, whose entries lie in other places."""
+        """The units of `first`, then those of `second`, whose entries have other positions."""
         tensors = (
             torch.cat([getattr(first, key), getattr(second, key)], dim=1 if key == "U" else 0) for key in cls.TENSORS
         )
@@ -54,7 +54,7 @@ class Slr:
 
     @property
     def rank(self) -> int:
-        """The terms of U·V."""
+        """The number r of terms of U·V."""
         return self.U.shape[1]
 
     @property
@@ -64,12 +64,12 @@ class Slr:
 
     @property
     def nnz(self) -> int:
-        """Entries of S."""
+        """The number of entries of S."""
         return len(self.values)
 
     @property
     def parameters(self) -> int:
-        """The paper's count: rank·(n + m) + nnz."""
+        """Parameters as the paper counts them: rank·(n + m) + nnz."""
         return self.rank * sum(self.shape) + self.nnz
 
     def cut(self, rank: int, nnz: int) -> "Slr":
@@ -77,7 +77,7 @@ class Slr:
         return Slr(self.shape, self.U[:, :rank], self.V[:rank], self.positions[:nnz], self.values[:nnz])
 
     def dense(self) -> Tensor:
-        """U·V + S (n×m)."""
+        """U·V + S (n×m), dense."""
         flat = (self.U @ self.V).flatten()
         return flat.index_add_(0, self.positions, self.values).view(self.shape)
 
@@ -87,19 +87,19 @@ class Slr:
         return self.values.new_zeros(n * m).index_add_(0, self.positions, self.values).view(self.shape)
 
     def scaled(self, weight: Tensor) -> "Slr":
-        """The parts of the matrix times `weight` (n×1 or 1×m), unit by unit in the same order."""
+        """Every unit scaled by `weight` (n×1 scales rows, 1×m columns), in the same order."""
         rows = weight.shape[1] == 1
         values = self.values * weight.expand(self.shape).flatten()[self.positions]
         U, V = (self.U * weight, self.V) if rows else (self.U, self.V * weight)
         return Slr(self.shape, U, V, self.positions, values)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Slr":
-        """The same parts on a device, their numbers in `dtype`."""
+        """The same matrix on a device, its numbers in `dtype` if given."""
         U, V, values = (part.to(device, dtype or part.dtype) for part in (self.U, self.V, self.values))
         return Slr(self.shape, U, V, self.positions.to(device), values)
 
     def is_sound(self) -> bool:
-        """Whether the parts have the shapes of this matrix and every entry a place of its own; read ones may not."""
+        """Whether tensors that were read fit `shape` and each other, and every entry has a position of its own."""
         n, m = self.shape
         shapes = [tuple(getattr(self, key).shape) for key in self.TENSORS]
         if shapes != [(n, self.U.shape[-1]), (self.U.shape[-1], m), (self.nnz,), (self.nnz,)]:
@@ -114,11 +114,11 @@ class Slr:
         return int(taken.sum()) == self.nnz
 
     def resorted(self) -> "Slr":
-        """The same matrix, with singular terms and entries in order of size again."""
+        """The same matrix, with singular terms and entries in descending order again."""
         return Slr.from_parts(self.U @ self.V, self.sparse(), self.rank)
 
     def transposed(self) -> "Slr":
-        """The same of the transposed matrix."""
+        """The transposed matrix (m×n)."""
         n, m = self.shape
         positions = self.positions % m * n + self.positions // m
         return Slr((m, n), self.V.mT, self.U.mT, positions, self.values)
@@ -126,24 +126,24 @@ class Slr:
     TENSORS: ClassVar = ("U", "V", "positions", "values")
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file holds, by the names in `TENSORS`."""
+        """The tensors of a file, by the names in `TENSORS`."""
         return {key: getattr(self, key).contiguous() for key in self.TENSORS}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Slr":
-        """What `tensors` gave."""
+        """The inverse of `tensors`."""
         return cls((tensors["U"].shape[0], tensors["V"].shape[1]), **tensors)
 
 
 def _entries(S: Tensor) -> tuple[Tensor, Tensor]:
-    """Row-major places of the entries of S that are not zero, the largest first, and the entries."""
+    """Row-major positions of the entries of S that are not zero, the largest first, and the entries."""
     flat = S.flatten()
     positions = flat.nonzero().squeeze(1)
     order = flat[positions].abs().sort(descending=True, stable=True).indices
     positions = positions[order]
-    return positions.to(place_dtype(*S.shape)), flat[positions]
+    return positions.to(position_dtype(*S.shape)), flat[positions]
 
 
-def place_dtype(n: int, m: int) -> torch.dtype:
-    """The type that holds a place in an n×m matrix."""
+def position_dtype(n: int, m: int) -> torch.dtype:
+    """The dtype of row-major positions in an n×m matrix."""
     return torch.int32 if n * m < 2**31 else torch.int64
