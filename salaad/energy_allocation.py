@@ -1,11 +1,12 @@
-"""One threshold for the whole model: what every block keeps by energy per parameter. Arithmetic only.
+"""What every block keeps under one threshold on energy per parameter for the whole model.
 
-A unit is one singular value of a block, which costs n + m parameters and is worth σ²/(n + m), or one entry of its S,
-which costs one and is worth its square. All units of a model stand in one line, the most worth first, and a budget
-keeps the beginning of the line: so a smaller budget keeps a part of what a larger one keeps, and κ is a result.
+A unit is one singular value σ of a block, which costs n + m parameters and has the value per parameter σ²/(n + m), or
+one entry of its S, which costs one parameter and has its square. All units of a model form a queue in descending order
+of value per parameter, and a budget keeps the first ones: so a smaller budget keeps a subset of what a larger one
+keeps, and κ is a result.
 
-Worth is compared by its leading five bits, in steps of 3 to 6 %; of equal worth the earlier block comes first. So a
-table of a few hundred lines says exactly what any budget keeps, and a file can carry it.
+Values per parameter are compared by their leading five bits, in steps of 3 to 6 %; among equals the earlier block comes
+first. So a table with a few hundred rows, which a file can hold, determines exactly what any budget keeps.
 """
 
 from collections.abc import Mapping
@@ -14,30 +15,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from salaad.common.errors import UserError
 from salaad.hpa import Blocks, Kept, parameters
 
 Spectra = Mapping[str, tuple[int, int, Tensor, Tensor]]
 
-_DROPPED_BITS = 48  # of a float64, all but the exponent and the first four bits behind the leading one
+_DROPPED_BITS = 48  # of a float64: all but the exponent and the first four bits of the fraction
 _LEVELS = 2 ** (63 - _DROPPED_BITS)
 
 
 @dataclass(frozen=True)
-class Line:
-    """The units of a model in order of worth, counted level by level.
+class UnitQueue:
+    """The queue of a model's units in descending order of value per parameter, as counts per level of value.
 
     Args:
-        costs: name → parameters of one of its singular values, n + m.
-        counts: levels × blocks × 2 (int64), the best level first: singular values and entries of S at each level.
+        costs: name → parameters of one singular value, n + m.
+        counts: levels × blocks × 2 (int64), the highest level first: singular values and entries of S at each level.
     """
 
     costs: Mapping[str, int]
     counts: Tensor
 
     @classmethod
-    def of(cls, spectra: Spectra) -> "Line":
-        """The line of name → (n, m, singular values of L, magnitudes of S's entries)."""
+    def of(cls, spectra: Spectra) -> "UnitQueue":
+        """The queue of name → (n, m, singular values of L, entries of S or their magnitudes)."""
         sides = [values for _, _, sigma, S in spectra.values() for values in (sigma, S)]
         costs = [cost for n, m, *_ in spectra.values() for cost in (n + m, 1)]
         counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64)
@@ -56,7 +56,7 @@ class Line:
         return torch.tensor([(cost, 1) for cost in self.costs.values()], dtype=torch.int64).view(-1, 2)
 
     def keep(self, most: int) -> Kept:
-        """Name → (rank kept, entries kept): the longest beginning of the line with at most `most` parameters."""
+        """Name → (rank kept, entries kept) of as many first units of the queue as have at most `most` parameters."""
         unit = self._unit_costs.flatten()
         counts = self.counts.flatten(1)
         spent = (counts @ unit).cumsum(0)
@@ -65,14 +65,14 @@ class Line:
         if whole < len(counts):
             room = most - int(spent[whole - 1]) if whole else most
             before = (counts[whole] * unit).cumsum(0) - counts[whole] * unit
-            # The first side that does not fit ends the line, so every side behind it gets nothing.
+            # Units are taken in order: where one does not fit, nothing behind it is kept, not even where it would fit.
             kept += torch.minimum(counts[whole], ((room - before) // unit).clamp_min(0))
         pairs = kept.view(-1, 2).tolist()
         return {name: (rank, entries) for name, (rank, entries) in zip(self.costs, pairs, strict=True)}
 
 
 def _level(values: Tensor, cost: int) -> Tensor:
-    """Of units of this size and cost a number below `_LEVELS` that rises with their worth."""
+    """The level of units with these values and this cost, below `_LEVELS` and rising with value per parameter."""
     return (values.cpu().double().square() / cost).view(torch.int64) >> _DROPPED_BITS
 
 
@@ -80,23 +80,23 @@ def allocate_by_energy(spectra: Spectra, *, remove: int) -> Kept:
     """Ranks and entries to keep so that at least `remove` parameters go, and less than one unit more.
 
     Args:
-        spectra: name → (n, m, singular values of L, magnitudes of S's entries).
+        spectra: name → (n, m, singular values of L, entries of S or their magnitudes).
         remove: parameters to remove, from 0 to all that the blocks hold.
 
     Returns:
-        Name → (rank kept, entries kept), the largest ones.
+        Name → (rank kept, entries kept); the largest singular values and entries are kept.
 
     Raises:
-        UserError: `remove` is out of range.
+        ValueError: `remove` is out of range.
     """
-    line = Line.of(spectra)
-    if not 0 <= remove <= line.parameters:
-        raise UserError(f"{remove:,} parameters cannot be removed from {line.parameters:,}; give 0 to all of them")
-    return line.keep(line.parameters - remove)
+    queue = UnitQueue.of(spectra)
+    if not 0 <= remove <= queue.parameters:
+        raise ValueError(f"{remove:,} parameters cannot be removed from {queue.parameters:,}; give 0 to all of them")
+    return queue.keep(queue.parameters - remove)
 
 
 def implied_kappa(blocks: Blocks, kept: Kept) -> float | None:
-    """κ: the part of what is removed that the low-rank side gives; None where nothing is removed.
+    """The κ of eq. 9 that an allocation amounts to: the low-rank part of what is removed; None where nothing is.
 
     Args:
         blocks: name → (n, m, rank, nnz) of L + S as trained.

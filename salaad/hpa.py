@@ -1,24 +1,21 @@
-"""Homomorphic parameter allocation: what every block keeps under a budget (paper, section 3.3). Arithmetic only.
+"""Homomorphic parameter allocation (HPA): what every block keeps under a budget (eqs. 8 and 9, section 4.3).
 
 Of the C parameters to remove, κC come from the low-rank parts and (1 − κ)C from the sparse parts,
 
     φ_L = κC / C_L,   φ_S = (1 − κ)C / C_S,   C_L = Σ rank·(n + m),   C_S = Σ nnz,
 
-and every block loses the fraction φ_L of its singular values and φ_S of its entries, the smallest first. What one side
-cannot give is taken from the other.
+and every block loses the fraction φ_L of its singular values and φ_S of its entries, the smallest first. If one side
+has fewer parameters than its part, the other gives the rest.
 
-Fractions have to become whole numbers without a block gaining what another loses. So all singular values of the model
-stand in one line, the j-th smallest of a block of rank r at (j − ½)/r, and the line is cut at the t that meets the
-budget. Every block then loses the share t to within half a value (Webster's rule), t is φ_L but for rounding, and a
-smaller budget always removes more of the same line. The entries of S have a line of their own.
+Fractions are rounded to whole units by Webster's rule: all singular values of the model form one queue, in which the
+j-th smallest of a block of rank r has the position (j − ½)/r, and all values up to the position t are removed, t the
+least that meets the budget. Every block then loses the share t to within half a value, t equals φ_L up to rounding, and
+a smaller budget removes a superset of what a larger one removes. The entries of S have a queue of their own.
 """
 
 import heapq
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-
-from salaad.common.budgets import format_count
-from salaad.common.errors import UserError
 
 Blocks = Mapping[str, tuple[int, int, int, int]]
 Kept = dict[str, tuple[int, int]]
@@ -30,23 +27,23 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
     Args:
         blocks: name → (n, m, rank, nnz) of L + S as trained.
         remove: C, parameters to remove, from 0 to all that the blocks hold.
-        kappa: κ in [0, 1], the part of C that the low-rank side gives; of κC the fraction is the sparse side's.
+        kappa: κ in [0, 1], the part of C that the low-rank side gives, rounded down to whole parameters.
 
     Returns:
-        Name → (rank kept, entries kept), the largest ones.
+        Name → (rank kept, entries kept); the largest singular values and entries are kept.
 
     Raises:
-        UserError: κ or C is out of range.
+        ValueError: κ or C is out of range.
     """
     removable_L = sum(rank * (n + m) for n, m, rank, _ in blocks.values())
     removable_S = sum(nnz for *_, nnz in blocks.values())
     if not 0 <= kappa <= 1:
-        raise UserError(f"kappa is {kappa}, outside [0, 1]; give the part of the budget that the low-rank side gives")
+        raise ValueError(f"kappa is {kappa}, outside [0, 1]; give the part of the budget that the low-rank side gives")
     if not 0 <= remove <= removable_L + removable_S:
-        raise UserError(
+        raise ValueError(
             f"{remove:,} parameters cannot be removed from {removable_L + removable_S:,}; give 0 to all of them"
         )
-    # Exact in the decimal that was written: 0.6·5 is 3, which the binary 0.6 misses.
+    # Exact in decimal, as κ was written: 0.6·5 is 3, but slightly less with the binary 0.6.
     from_L = int(Fraction(str(kappa)) * remove)
     from_L = max(min(from_L, removable_L), remove - removable_S)
     ranks = [rank for _, _, rank, _ in blocks.values()]
@@ -62,7 +59,7 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
 
 
 def _remove(counts: Sequence[int], costs: Sequence[int], target: int) -> list[int]:
-    """How many units each block loses when the line of all units is cut as soon as `target` parameters are gone.
+    """How many units each block loses when the queue of all units is removed until `target` parameters are gone.
 
     Args:
         counts: units of each block.
@@ -76,21 +73,21 @@ def _remove(counts: Sequence[int], costs: Sequence[int], target: int) -> list[in
     removed = [int(share * count + Fraction(1, 2)) for count in counts]
     total = sum(units * cost for units, cost in zip(removed, costs, strict=True))
 
-    def place(i: int, j: int) -> tuple[Fraction, int]:
+    def position(i: int, j: int) -> tuple[Fraction, int]:
         return Fraction(2 * j - 1, 2 * counts[i]), i
 
-    following = [place(i, units + 1) for i, units in enumerate(removed) if units < counts[i]]
+    following = [position(i, units + 1) for i, units in enumerate(removed) if units < counts[i]]
     heapq.heapify(following)
     while total < target:
         _, i = heapq.heappop(following)
         removed[i] += 1
         total += costs[i]
         if removed[i] < counts[i]:
-            heapq.heappush(following, place(i, removed[i] + 1))
+            heapq.heappush(following, position(i, removed[i] + 1))
 
     def undo(i: int) -> tuple[Fraction, int]:
-        where, block = place(i, removed[i])
-        return -where, -block
+        last, block = position(i, removed[i])
+        return -last, -block
 
     latest = [undo(i) for i, units in enumerate(removed) if units]
     heapq.heapify(latest)
@@ -101,35 +98,6 @@ def _remove(counts: Sequence[int], costs: Sequence[int], target: int) -> list[in
         if removed[i]:
             heapq.heappush(latest, undo(i))
     return removed
-
-
-def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
-    """What the blocks of a model keep so that the whole has at most `budget` parameters.
-
-    Args:
-        blocks: name → (n, m, rank, nnz) of L + S as trained.
-        fixed: parameters that are never compressed, such as norms and the head.
-        budget: parameters of the whole model; at or above L + S as trained, L + S is kept as it is.
-        kappa: κ in [0, 1].
-
-    Raises:
-        UserError: the budget is below what is never compressed, or κ is out of range.
-    """
-    return allocate(blocks, remove=to_remove(blocks, fixed=fixed, budget=budget), kappa=kappa)
-
-
-def to_remove(blocks: Blocks, *, fixed: int, budget: int) -> int:
-    """C: parameters the blocks have to lose so that the whole has at most `budget`; `fixed` are never compressed.
-
-    Raises:
-        UserError: the budget is below what is never compressed.
-    """
-    if budget < fixed:
-        raise UserError(
-            f"budget {format_count(budget, up=False)} is below the floor of {format_count(fixed)} (the parts that are "
-            f"never compressed); give {format_count(fixed)} or more"
-        )
-    return max(0, fixed + parameters(blocks) - budget)
 
 
 def parameters(blocks: Blocks, kept: Kept | None = None) -> int:

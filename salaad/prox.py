@@ -1,9 +1,9 @@
-"""The two proximal operators of the second stage and the effective rank (paper, section 4.1 and Definition 1).
+"""The proximal operators of the L- and S-updates (eqs. 3 and 4, section 4.1) and the effective rank (Definition 4.1).
 
     prox of τ|·|₁:   T_τ(Z)_ij = sign(Z_ij)·(|Z_ij| − τ)₊
     prox of τ|·|_*:  SVT_τ(Z)  = U diag((σ − τ)₊) Vᵀ,   Z = U diag(σ) Vᵀ
 
-A threshold of 0 returns Z itself, to the bit, so that rounding never reaches the sparse part.
+A threshold of 0 returns Z itself, to the bit, so that rounding errors never become entries of S.
 """
 
 import torch
@@ -13,42 +13,46 @@ from salaad.spectral import left_vectors, threshold
 
 
 def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
-    """Shrink every entry of Z (any shape) towards zero by `tau` ≥ 0.
+    """T_τ(Z): shrink every entry of Z (any shape) towards zero by `tau` ≥ 0.
 
-    By Moreau's identity this is Z minus its projection on [−τ, τ], which is exactly zero inside the band.
+    By Moreau's identity this is Z minus its projection on [−τ, τ], so entries inside the interval become exactly 0.
     """
     return Z - clip(Z, tau)
 
 
 def clip(Z: Tensor, tau: float | Tensor) -> Tensor:
-    """The projection of every entry of Z (any shape) on [−τ, τ], τ ≥ 0 without dimensions; no gradient reaches τ."""
+    """Project every entry of Z (any shape) on [−τ, τ], τ ≥ 0 a number or a 0-d tensor that gets no gradient."""
     if Z.is_cpu:
-        tau = float(tau)  # torch is several times slower with bounds that are tensors; on other devices float() waits
+        tau = float(tau)  # clamp is several times faster with numbers; on a GPU float() would wait for the device
     return Z.clamp(-tau, tau)
 
 
 def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, Tensor]:
-    """Shrink the singular values of Z (n×m) by `tau` ≥ 0.
+    """SVT_τ(Z): shrink the singular values of Z (n×m) by `tau` ≥ 0.
 
     Args:
         Z: matrix, float32 or float64.
         tau: threshold, a number or a tensor without dimensions.
-        method: `exact` (full SVD), `gram` (eigenvectors of the Gram matrix of the short side, a few times faster) or
-            `auto`, which is `gram`. In float32 the error of `gram` relative to ‖Z‖ is about 1e-6, and grows to 1e-4
-            where the threshold falls among singular values a thousand times smaller than the largest.
+        method: the solver: `exact` (full SVD), `gram` (eigenvectors of the Gram matrix of the short side, a few times
+            faster) or `auto`, which is `gram` here. In float32 the error of `gram` relative to ‖Z‖ is about 1e-6, and
+            grows to 1e-4 where the threshold falls among singular values a thousand times smaller than the largest.
 
     Returns:
-        L (n×m) and its singular values (min(n, m), descending): those of Z, less `tau`, never below 0.
+        L (n×m) and its singular values (min(n, m), descending): those of Z minus `tau`, never below 0.
+
+    Raises:
+        ValueError: the method is unknown.
+        torch.linalg.LinAlgError: no solver converges, or Z is not finite.
     """
-    found = threshold(Z, float(tau), method=method)
+    found = threshold(Z, float(tau), solver=method)
     return found.L, found.sigma
 
 
 def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q (n×n) of ZZᵀ = QΣ²Qᵀ, QᵀZ (n×m) and σ (n, descending) of a short and wide Z.
+    """Q (n×n) of ZZᵀ = QΣ²Qᵀ, QᵀZ (n×m) and σ (n, descending) of Z (n×m, n ≤ m).
 
-    The singular values are the lengths of the rows of QᵀZ. The eigenvalues themselves would not do: squaring has
-    already lost what lies below the square root of the rounding error.
+    The singular values are the row lengths of QᵀZ. The eigenvalues are not used, since squaring loses singular values
+    below the square root of the machine epsilon.
     """
     Q = left_vectors(Z)
     projected = Q.mT @ Z
@@ -57,15 +61,15 @@ def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> int:
-    """Definition 1: the least k whose k largest singular values hold the share γ of the energy.
+    """Effective rank (Definition 4.1): the least k whose k largest singular values hold the share γ of the energy.
 
     Args:
-        sigma: singular values, descending.
-        gamma: share of the energy to cover, in (0, 1].
-        energy: `nuclear` is Σσ, as the paper defines it; `squared` is Σσ².
+        sigma: min(n, m) singular values, descending.
+        gamma: share γ of the energy to cover, in (0, 1].
+        energy: `nuclear` is Σσ, as the paper defines it; `squared` is Σσ², as the authors' training code has it.
 
     Returns:
-        k between 1 and len(sigma), or 0 for the zero matrix.
+        k between 1 and len(sigma), or 0 for the zero matrix; over len(sigma) it is the ratio Γ.
     """
     values = sigma.double()
     covered = (values if energy == "nuclear" else values.square()).cumsum(0)
@@ -75,10 +79,10 @@ def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear")
 
 
 def truncate(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best approximation of X (n×m) of at most the given rank, by projection on its leading singular vectors.
+    """The best approximation of X (n×m) of at most the given rank.
 
     Returns:
-        The approximation (n×m), and min(n, m) singular values in descending order, zeros from `rank` on.
+        The approximation (n×m) and its min(n, m) singular values, descending, zeros from `rank` on.
     """
     if X.shape[0] > X.shape[1]:
         approximation, sigma = truncate(X.mT, rank)
@@ -88,7 +92,7 @@ def truncate(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def low_rank_factors(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """U (n×r) and V (r×m) whose product is X (n×m) truncated to `rank`; the first r' terms truncate it to r' < r."""
+    """U (n×r) and V (r×m) with U·V = X (n×m) truncated to `rank` r; the first r' < r terms truncate X to rank r'."""
     if X.shape[0] > X.shape[1]:
         V, U = low_rank_factors(X.mT, rank)
         return U.mT.contiguous(), V.mT.contiguous()

@@ -1,19 +1,16 @@
-"""Robust PCA of a finished matrix, the post-hoc rival of SALAAD, and the statistics the paper's appendix takes of it.
+"""Robust PCA of a finished matrix, which the paper's appendix A compares with SALAAD as a post-hoc decomposition.
 
-    min ‖L‖_* + λ‖S‖₁   so that   D = L + S,   λ = 1/√max(n, m)   (Candès et al.)
+    min ‖L‖_* + λ‖S‖₁   subject to   D = L + S,   λ = 1/√max(n, m)   (Candès et al.)
 
-solved by the inexact augmented Lagrange multiplier method (Lin et al.). Pure noise, too, splits into an L of half the
-full effective rank and an S that is mostly nonzero. So every weight has a Gaussian control beside it, and shows
-structure only as far as the two differ.
+solved by the inexact augmented Lagrange multiplier method (Lin et al.).
 """
 
 import torch
 from torch import Tensor
 
-from salaad.common.errors import UserError
 from salaad.prox import soft_threshold, svt
 
-_PATIENCE = 100  # iterations without a new least residual: pauses of a residual that still falls are shorter
+_STALLED = 100  # iterations without a new least residual after which it no longer falls
 
 
 @torch.no_grad()
@@ -26,26 +23,28 @@ def rpca(
     max_iterations: int = 1000,
     method: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Split D (n×m, float32 or float64) into a low-rank L and a sparse S, of its type and on its device.
+    """Split D (n×m, float32 or float64) into a low-rank L and a sparse S (n×m), of its dtype and on its device.
 
-    All is computed in float64: in float32 the residual sticks between 1e-7 and 1e-6, and the fast method of `svt`,
-    too coarse there for thresholds down to 1e-7·‖D‖₂, is in float64 both fine enough and faster than the exact one.
+    Everything is computed in float64: in float32 the residual stalls between 1e-7 and 1e-6, and the fast solver of
+    `svt` is not accurate enough for thresholds down to 1e-7·‖D‖₂.
 
     Args:
         D: the matrix.
         lam: weight λ of ‖S‖₁; 1/√max(n, m) if not given, so that transposing D transposes L and S.
-        growth: factor of the penalty μ per iteration. The density of S depends on it where D is no L + S: report it.
-        tolerance: ends at ‖D − L − S‖_F ≤ tolerance·‖D‖_F, or where that no longer falls. Below the rounding of D,
-            3e-8 in float32, S fills with that rounding; as much is added where L and S are returned in float32.
-        max_iterations: ends the loop in any case.
+        growth: factor of the penalty μ per iteration. Where D is not low-rank plus sparse, the density of S depends on
+            it, so report it beside the density.
+        tolerance: the loop ends at ‖D − L − S‖_F ≤ tolerance·‖D‖_F, or when that no longer falls. With a tolerance
+            below the rounding of D (3e-8 in float32) S fills with rounding errors.
+        max_iterations: the loop ends after so many.
         method: that of `svt`.
 
     Raises:
-        UserError: D is no finite matrix of these types, or a setting is outside its limits.
+        ValueError: D is no finite matrix of these dtypes, or a setting is outside its limits.
     """
-    check_matrix(D, "D")
+    if reason := not_a_finite_matrix(D):
+        raise ValueError(f"D {reason}")
     if D.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"D is {D.dtype}, too coarse to hold L + S = D to 1e-7; give float32 or float64")
+        raise ValueError(f"D is {D.dtype}, too coarse to hold L + S = D to 1e-7; give float32 or float64")
     lam = max(D.shape) ** -0.5 if lam is None else lam
     limits = (
         ("lam", lam, 0),
@@ -55,32 +54,31 @@ def rpca(
     )
     for name, value, limit in limits:
         if not limit < value < float("inf"):
-            raise UserError(f"{name} is {value}; give a finite number above {limit}")
+            raise ValueError(f"{name} is {value}; give a finite number above {limit}")
     if not D.any():
         return torch.zeros_like(D), torch.zeros_like(D)
     dtype, scale = D.dtype, float(D.abs().max())
-    D = D.double() / scale  # so that squaring the entries never leaves the range of the type
+    D = D.double() / scale  # so that squares of the entries neither overflow nor underflow
     spectral, size = float(torch.linalg.matrix_norm(D, 2)), float(torch.linalg.vector_norm(D))
     L, Y = torch.zeros_like(D), D / max(spectral, 1 / lam)  # feasible for the dual problem
     mu, mu_limit = 1.25 / spectral, 1.25e7 / spectral
-    least, waited = float("inf"), 0
+    least, stalled = float("inf"), 0
     for _ in range(max_iterations):
         S = soft_threshold(D - L + Y / mu, lam / mu)
         L, _ = svt(D - S + Y / mu, 1 / mu, method)
         gap = D - L - S
         residual = float(torch.linalg.vector_norm(gap)) / size
-        least, waited = (residual, 0) if residual < least else (least, waited + 1)
-        if residual <= tolerance or waited == _PATIENCE:
+        least, stalled = (residual, 0) if residual < least else (least, stalled + 1)
+        if residual <= tolerance or stalled == _STALLED:
             break
         Y = Y + mu * gap
         mu = min(growth * mu, mu_limit)
     return (scale * L).to(dtype), (scale * S).to(dtype)
 
 
-def check_matrix(D: Tensor, name: str) -> None:
-    """Raise an error that calls D by `name` unless it is a matrix of finite real numbers."""
+def not_a_finite_matrix(D: Tensor) -> str | None:
+    """Why D cannot be decomposed, as the rest of a sentence that begins with its name; None if it can."""
     if D.ndim != 2 or 0 in D.shape or not D.is_floating_point():
-        raise UserError(f"{name} is {D.dtype} of shape {tuple(D.shape)}; give a matrix of real numbers")
+        return f"is {D.dtype} of shape {tuple(D.shape)}; give a matrix of real numbers"
     wrong = D.numel() - int(torch.count_nonzero(D.isfinite()))
-    if wrong:
-        raise UserError(f"{name} has {wrong} of {D.numel()} entries that are not finite; give a matrix without any")
+    return f"has {wrong} of {D.numel()} entries that are not finite; give a matrix without any" if wrong else None

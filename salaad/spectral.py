@@ -1,114 +1,119 @@
-"""Singular-value thresholding as cheap as its tolerance allows: a ladder of methods, the cheapest that holds.
+"""Singular-value thresholding SVT_τ(Z) (the L-update, eq. 3) by the cheapest of four solvers that is accurate enough.
 
-    subspace     the leading eigenvectors of the Gram matrix, from those of the last update, by one Chebyshev filter
-    gram         all eigenvectors of the Gram matrix
+    subspace     the leading eigenvectors of the Gram matrix A = ZZᵀ, improved from those of the last update by one
+                 Chebyshev filter
+    gram         all eigenvectors of A
     exact        a full SVD
-    regularised  a full SVD in float64 of Z and a little noise, for a Z at which the others do not converge
+    regularised  a full SVD in float64 of Z plus a little noise, for a Z at which the others do not converge
 
-All of `subspace` but the Gram matrix A = ZZᵀ of the short side and L itself happens in n×q, q a little above the kept
-rank. A filter of degree d multiplies an error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b the first
-eigenvalue left out; d follows from the error that the old subspace has, which is known before anything is done.
+A is taken of the short side of Z. Apart from A and L, `subspace` computes with n×q matrices only, q a little above the
+kept rank. A filter of degree d multiplies the error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b the first
+eigenvalue left out. The error of the old subspace is measured first, and d is chosen from it.
 
-It knows how wrong it is. Let Û (n×k) be Ritz vectors of A with σ² = diag(ÛᵀAÛ) > τ², the V̂ = ZᵀÛ/σ, and
+`subspace` computes a bound of its own error. Let Û (n×k) be Ritz vectors of A with σ² = diag(ÛᵀAÛ) > τ², V̂ = ZᵀÛ/σ, and
 
     E = (I − ÛÛᵀ) Z V̂ = (AÛ − Ûσ²)/σ,        F = (I − ÛÛᵀ) Z (I − V̂V̂ᵀ).
 
-Z − E has the triplets (Û, σ, V̂) among its singular ones, and F is the rest of it. So if ‖F‖₂ ≤ τ,
-L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E), and as a proximal operator never pulls two matrices apart,
+Z − E has (Û, σ, V̂) among its singular triplets, and F is the remaining part of it. So if ‖F‖₂ ≤ τ,
+L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E). A proximal operator is non-expansive, hence
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
-To first order it is less. E leads out of the span of all Ritz vectors, kept or not. Where Z has no singular value above
-s there, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length: vectors near the threshold,
-which a filter leaves worst, hardly count. What is of second order stays below ‖E‖_F‖E‖₂ over the gap σₖ − s. The lesser
-of ‖E‖_F and of the two together is the bound; what ‖F‖₂ exceeds τ by is added.
+To first order the error is smaller. E maps out of the span of all Ritz vectors, kept or not. If Z has no singular value
+above s outside that span, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length, so vectors
+near the threshold, which a filter resolves worst, hardly count. The second-order part stays below ‖E‖_F‖E‖₂ over the
+gap σₖ − s. The bound is the smaller of ‖E‖_F and this sum, plus what ‖F‖₂ exceeds τ by.
 
-E is computed and s estimated in a small Krylov space. A vector that has just come up may lie half in the span, half
-outside, each half below τ; so ‖F‖₂² is bounded by the largest eigenvalue of all there is beside Û: the squares of the
-Ritz values that are not kept, the residuals that couple them to the outside, and s². Where the bound exceeds the
-tolerance another filter follows, then the next rung, which finds A already made. As a proximal operator never pulls two
-matrices apart, noise N added to Z moves L by at most ‖N‖_F.
+E is computed, and s is estimated in a small Krylov space. A singular vector that is new since the last update may lie
+half inside and half outside the span, each half below τ. Therefore ‖F‖₂² is bounded by the largest eigenvalue of
+everything beside Û: the Ritz values that are not kept, the residuals that couple them to the outside, and s². If the
+bound exceeds the tolerance, a second filter is applied, then the next solver takes over and reuses A. The noise N of
+`regularised` moves L by at most ‖N‖_F, again because a proximal operator is non-expansive.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-TOLERANCE = 5e-4  # of the error in L relative to ‖Z‖_F
-SMALLEST_SIDE = 256  # below, all eigenvectors cost less than the calls it takes to find some
-LARGEST_SHARE = 0.4  # of the short side that a subspace may span to be worth it
+TOLERANCE = 5e-4  # largest error in L relative to ‖Z‖_F
+SMALLEST_SIDE = 256  # of a short side for `subspace`: below, all eigenvectors cost less than its many small calls
+LARGEST_SHARE = 0.4  # of the short side that a subspace may span and still be cheaper than all eigenvectors
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
-METHODS = ("exact", "gram", "subspace", "regularised")
-_NOISE = 1e-6  # relative to ‖Z‖_F: what `regularised` adds
-_ROUNDING = 50  # units of it that a whole spectrum leaves in L, at the most seen
-_EASE = 0.25  # share of the error that a filter's degree is chosen for: what counts falls faster than its worst part
-_LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # over τ²: of what a filter damps
-_STRIPES = 4
-_WELL_CONDITIONED = 0.1  # least diagonal entry of R, of unit columns
+SOLVERS = ("exact", "gram", "subspace", "regularised")
+_NOISE = 1e-6  # of `regularised`, relative to ‖Z‖_F
+_ROUNDING = 50  # largest rounding error in L seen from a whole spectrum, in units of the machine epsilon
+_EASE = 0.25  # part of the error that a filter's degree is chosen for: the bound falls faster than its worst column
+_LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # limits of the interval that a filter damps, over τ²
+_STRIPES = 4  # of rows in which A is computed
+_WELL_CONDITIONED = 0.1  # least diagonal entry of R of unit columns for which one Cholesky-QR is enough
 _PROBES, _PROBE_STEPS, _PROBE_MARGIN = 4, 5, 1.05
-_LEAST_SIGMA = 1e-2  # relative to the largest: below, the square in A has lost too much of a singular value
+_LEAST_SIGMA = 1e-2  # over the largest: below, squaring in A has lost too many digits of a singular value
 
 
 @dataclass(frozen=True)
-class Thresholded:
-    """SVT_τ(Z), and what it took.
+class SvtResult:
+    """SVT_τ(Z) and how it was found.
 
     Args:
-        L: n×m.
-        sigma: its singular values, the largest first; min(n, m) of them, 0 those that are not kept.
-        basis: leading singular vectors of the short side (short × q) for the next update; None where that cannot pay.
-        method: the rung.
-        bound: of the error in L relative to ‖Z‖_F, as `subspace` computes it; of the others' rounding, as measured.
+        L: SVT_τ(Z), n×m.
+        sigma: its min(n, m) singular values, descending, 0 for those that are not kept.
+        basis: leading singular vectors of the short side (min(n, m) × q) from which the next update may start; None
+            where `subspace` would not be cheaper.
+        solver: one of `SOLVERS`.
+        bound: of the error in L relative to ‖Z‖_F: computed by `subspace`, the largest measured rounding of the others.
     """
 
     L: Tensor
     sigma: Tensor
     basis: Tensor | None
-    method: str
+    solver: str
     bound: float
 
 
 @torch.no_grad()
-def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, method: str = "auto") -> Thresholded:
+def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, solver: str = "auto") -> SvtResult:
     """Shrink the singular values of Z (n×m, float32 or float64) by `tau` ≥ 0.
 
     Args:
         Z: the matrix.
         tau: the threshold; 0 returns Z itself, to the bit.
-        basis: of the last update of the same block.
-        method: `exact`, `gram`, `subspace` or `auto`, the cheapest that holds its tolerance. `subspace` is tried at any
-            size. Where a rung fails the next one is tried.
+        basis: `SvtResult.basis` of the last update of the same block.
+        solver: `exact`, `gram`, `subspace`, or `auto`, the cheapest that keeps to `TOLERANCE`. `auto` uses `subspace`
+            from `SMALLEST_SIDE` on, `subspace` at any size. If a solver fails, the next more expensive one is tried.
 
     Raises:
-        torch.linalg.LinAlgError: no rung converges, or Z is not finite.
+        ValueError: the solver is unknown.
+        torch.linalg.LinAlgError: no solver converges, or Z is not finite.
     """
+    if solver not in ("auto", "exact", "gram", "subspace"):
+        raise ValueError(f"solver {solver!r} is unknown; give auto, exact, gram or subspace")
     if Z.shape[0] > Z.shape[1]:
-        found = threshold(Z.mT, tau, basis, method)
-        return Thresholded(found.L.mT.contiguous(), found.sigma, found.basis, found.method, found.bound)
-    for rung in _ladder(Z, tau, basis, method):
+        found = threshold(Z.mT, tau, basis, solver)
+        return replace(found, L=found.L.mT.contiguous())
+    for attempt in _attempts(Z, tau, basis, solver):
         with suppress(torch.linalg.LinAlgError):
-            found = rung()
+            found = attempt()
             if found is None:
                 continue
-            if math.isfinite(float(found.sigma.sum())):  # a decomposition can also fail without a word
+            if math.isfinite(float(found.sigma.sum())):  # a decomposition can fail without raising
                 return found
         if not bool(Z.isfinite().all()):
             break
     raise torch.linalg.LinAlgError(f"no singular values of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
 
 
-def _ladder(Z: Tensor, tau: float, basis: Tensor | None, method: str) -> Iterator[Callable[[], Thresholded | None]]:
-    """The rungs from the asked one upwards; each gives None, or raises, where it fails."""
-    if method != "exact":
+def _attempts(Z: Tensor, tau: float, basis: Tensor | None, solver: str) -> Iterator[Callable[[], SvtResult | None]]:
+    """The solvers from the asked one on, the cheapest first; each returns None or raises LinAlgError where it fails."""
+    if solver != "exact":
         squared = cache(lambda: _squared(Z))
-        least = SMALLEST_SIDE if method == "auto" else 0
-        if method != "gram" and basis is not None and tau > 0:
+        least = SMALLEST_SIDE if solver == "auto" else 0
+        if solver != "gram" and basis is not None and tau > 0:
             yield lambda: _subspace(Z, squared(), tau, basis, least)
         yield lambda: _gram(Z, squared(), tau, least)
     yield lambda: _exact(Z, tau)
@@ -116,7 +121,7 @@ def _ladder(Z: Tensor, tau: float, basis: Tensor | None, method: str) -> Iterato
 
 
 def _squared(Z: Tensor) -> Tensor:
-    """ZZᵀ, of which the blocks above the diagonal are computed once: five eighths of the work."""
+    """ZZᵀ, whose blocks beside the diagonal are computed once, by symmetry: five eighths of the work."""
     n = len(Z)
     if n < SMALLEST_SIDE:
         return Z @ Z.mT
@@ -128,17 +133,17 @@ def _squared(Z: Tensor) -> Tensor:
     return A
 
 
-def _exact(Z: Tensor, tau: float) -> Thresholded:
+def _exact(Z: Tensor, tau: float) -> SvtResult:
     U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
     shrunk = (sigma - tau).clamp_min(0)
     L = Z if tau == 0 else (U * shrunk) @ Vh
-    return Thresholded(L, shrunk, None, "exact", _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, shrunk, None, "exact", _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
-def _regularised(Z: Tensor, tau: float) -> Thresholded:
+def _regularised(Z: Tensor, tau: float) -> SvtResult:
     found = _exact(_noisy(Z), tau)
     L = Z if tau == 0 else found.L.to(Z)
-    return Thresholded(L, found.sigma.to(Z), None, "regularised", _NOISE + _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, found.sigma.to(Z), None, "regularised", _NOISE + _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _noisy(Z: Tensor) -> Tensor:
@@ -148,10 +153,10 @@ def _noisy(Z: Tensor) -> Tensor:
 
 
 def left_vectors(Z: Tensor) -> Tensor:
-    """All left singular vectors (n×n) of a Z (n×m, n ≤ m), in no order, up to what `threshold` tolerates.
+    """All left singular vectors (n×n) of Z (n×m, n ≤ m) in no particular order, as exact as those of `threshold`.
 
     Raises:
-        torch.linalg.LinAlgError: they cannot be found, or Z is not finite.
+        torch.linalg.LinAlgError: no decomposition converges, or Z is not finite.
     """
     for find in (
         lambda: torch.linalg.eigh(Z @ Z.mT)[1],
@@ -165,11 +170,11 @@ def left_vectors(Z: Tensor) -> Tensor:
     raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
 
 
-def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
+def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
     eigenvalues, U = torch.linalg.eigh(A)
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
     if tau < _LEAST_SIGMA * float(sigma[0]):
-        # The lengths of the rows of UᵀZ still have what A has lost of the small ones.
+        # The row lengths of UᵀZ keep the digits of small singular values that squaring in A has lost.
         projected = U.mT @ Z
         sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
         U, projected = U[:, order], projected[order]
@@ -182,33 +187,33 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> Thresholded:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = _product(U[:, :k] * (1 - tau / sigma[:k]), projected[:k], Z)
-    return Thresholded(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", _ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
-    """U diag(1 − τ/σ) UᵀZ in the order that takes fewer operations."""
+    """U diag(1 − τ/σ) UᵀZ (n×m) in the order of products that takes fewer operations."""
     (n, m), k = Z.shape, len(sigma)
     left = U * (1 - tau / sigma)
     return _product(left, U.mT @ Z, Z) if 2 * k * m <= n * (k + m) else _product(left @ U.mT, Z, Z)
 
 
 def _product(left: Tensor, right: Tensor, Z: Tensor) -> Tensor:
-    """Left times right, in memory as Z is: of a tall matrix Z is a view, and a copy takes as long as a product."""
+    """The product of left and right with the strides of Z: a tall matrix is a view here, and a copy costs a product."""
     return torch.mm(left, right, out=torch.empty_like(Z))
 
 
 def _basis(U: Tensor, k: int, least: int) -> Tensor | None:
-    """Room for k kept vectors, for as many more as the rank may grow by, and for what a filter converges by."""
+    """The k kept vectors and half as many more, for a rank that grows and for the convergence of a filter."""
     n = len(U)
     q = k + max(8, k // 2)
     return U[:, :q].clone() if n >= least and q <= LARGEST_SHARE * n else None
 
 
-def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Thresholded | None:
+def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> SvtResult | None:
     """None where the bound does not come below the tolerance, or the rank outgrows the basis."""
     size = float(torch.linalg.vector_norm(Z))
-    # A few random vectors beside the basis let the filter find what has come up from elsewhere. Ritz vectors, unlike
-    # those of the basis itself, do not mix: a filter would let the largest drown the others.
+    # A few random vectors beside the basis let the filter find singular vectors that are new. Ritz vectors are used, as
+    # the vectors of the basis itself are mixtures, in which a filter would let the largest term hide the others.
     fresh = _random(len(A), _PROBES, A, seed=1)
     fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh))[0]
     U, AU, squares = _ritz(A, torch.cat([basis, fresh], 1))
@@ -227,7 +232,7 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
                 shrunk[: len(sigma)] = (sigma - tau).clamp_min(0)
-                return Thresholded(L, shrunk, _basis(U, k, least), "subspace", bound)
+                return SvtResult(L, shrunk, _basis(U, k, least), "subspace", bound)
         if filters == MOST_FILTERS:
             return None
         edge = min(max(float(squares[-1 - _PROBES]), _LOWEST_EDGE * tau**2), _HIGHEST_EDGE * tau**2)
@@ -240,7 +245,7 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Th
 
 
 def _ritz(A: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ritz vectors of A in the span of V (n×q, orthonormal), A times them, and Ritz values, the largest first."""
+    """Ritz vectors of A in the span of V (n×q, orthonormal), A times them, and the Ritz values, descending."""
     AV = A @ V
     values, W = torch.linalg.eigh(V.mT @ AV)
     W = W.flip(1)
@@ -276,7 +281,7 @@ def _orthonormal(Y: Tensor) -> Tensor:
 
 
 def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
-    """Of ‖L̂ − SVT_τ(Z)‖_F for ‖F‖₂ ≤ τ, from E (n×k), σ (k) and s outside the span, or a guess of s."""
+    """The bound of ‖L̂ − SVT_τ(Z)‖_F for ‖F‖₂ ≤ τ from E (n×k), σ (k) and s, the spectral norm outside the span."""
     lengths = torch.linalg.vector_norm(E, dim=0)
     size, s = float(torch.linalg.vector_norm(lengths)), min(outside, tau)
     weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
@@ -286,7 +291,7 @@ def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
 
 
 def _beside(residuals: Tensor, squares: Tensor, outside: float) -> float:
-    """A bound of ‖F‖₂: from the Ritz vectors not kept, their residuals (n×p) and squares (p), and the outside."""
+    """A bound of ‖F‖₂ from the residuals (n×p) and Ritz values (p) that are not kept, and from s."""
     coupling = torch.linalg.qr(residuals, mode="r")[1]
     rest = torch.eye(len(coupling), dtype=squares.dtype, device=squares.device) * outside**2
     block = torch.cat([torch.cat([squares.diag(), coupling.mT], 1), torch.cat([coupling, rest], 1)])
@@ -294,8 +299,8 @@ def _beside(residuals: Tensor, squares: Tensor, outside: float) -> float:
 
 
 def _outside(A: Tensor, U: Tensor) -> float:
-    """The largest singular value of Z outside the span of U (n×q), with a margin: that of a small Krylov space."""
-    g = _random(len(A), _PROBES, A, seed=2).mT  # in rows: a product with few columns is several times slower
+    """S: the largest singular value of Z outside the span of U (n×q), estimated in a small Krylov space, plus 5 %."""
+    g = _random(len(A), _PROBES, A, seed=2).mT  # as rows: a product with few columns is several times slower
     space = []
     for _ in range(_PROBE_STEPS):
         g = g - (g @ U) @ U.mT
@@ -309,6 +314,6 @@ def _outside(A: Tensor, U: Tensor) -> float:
 
 
 def _random(n: int, q: int, like: Tensor, seed: int = 0) -> Tensor:
-    """A fixed random matrix n×q."""
+    """A fixed Gaussian matrix (n×q) with the dtype and device of `like`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, q, generator=generator, dtype=like.dtype).to(like.device)

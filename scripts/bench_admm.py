@@ -119,7 +119,7 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
 
     def by_rung(rung: str) -> tuple[Tensor, Tensor, str, float]:
         found = threshold(Z, tau, basis if rung == "auto" else None, rung)
-        return found.L, found.sigma, found.method, found.bound
+        return found.L, found.sigma, found.solver, found.bound
 
     rungs: dict[str, Callable[[], Any]] = {rung: partial(by_rung, rung) for rung in RUNGS}
     rungs["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)

@@ -19,7 +19,7 @@ from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.compression.refinement import refine
 from salaad.config.command_line import read_command_line
-from salaad.energy_allocation import Line
+from salaad.energy_allocation import UnitQueue
 from salaad.factored.slr import Slr
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
@@ -66,7 +66,7 @@ def main() -> None:
     seconds["HPA"] = time.perf_counter() - start
 
     start = time.perf_counter()
-    line = Line.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
     kept = line.keep(round(options.share * line.parameters))
     seconds["energy"] = time.perf_counter() - start
 

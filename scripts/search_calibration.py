@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import logging
 
-from salaad import hpa
+from salaad.common import budgets
 from salaad.common.errors import UserError, run_command
 from salaad.compression.calibration import CalibrationText, output_weights
 from salaad.compression.deployment import CheckpointDeployment, own_text
@@ -23,7 +23,7 @@ from salaad.compression.refinement import refine
 from salaad.compression.variants import parse_budgets
 from salaad.config.run import DataConfig
 from salaad.data.text import open_text, validation_batches
-from salaad.energy_allocation import Line
+from salaad.energy_allocation import UnitQueue
 from salaad.evaluation.tables import keep_rows
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
@@ -194,9 +194,9 @@ def main() -> None:
             W = {name: weights(idea, name, slr.shape, moments) for name, slr in parts.items()}
             whitened = idea == "whitened input"
             factors = {name: whitening(slr.shape, moments[name]) for name, slr in parts.items()} if whitened else W
-            line = Line.of(spectra(parts, factors, whitened))
+            line = UnitQueue.of(spectra(parts, factors, whitened))
             for budget in parse_budgets(options.budgets, deployment.dense):
-                kept = line.keep(line.parameters - hpa.to_remove(blocks, fixed=deployment.fixed, budget=budget))
+                kept = line.keep(line.parameters - budgets.to_remove(blocks, fixed=deployment.fixed, budget=budget))
                 fit = fit_whitened if whitened else fit_weighted
                 with torch.no_grad():
                     for name, slr in parts.items():

@@ -35,7 +35,7 @@ from salaad.common.files import CHECKSUMS, write_checksums, write_json
 from salaad.compression.deployment import open_deployment
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
-from salaad.energy_allocation import Line
+from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
@@ -94,7 +94,7 @@ def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
 def make_elastic(model: PreTrainedModel, folder: Path) -> None:
     """As compress.py --elastic does."""
     parts = parts_of(model)
-    line = Line.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
     blocks = sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
     save_elastic(model, parts, line, sum(p.numel() for p in model.parameters()) - blocks, folder)
 

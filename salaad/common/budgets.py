@@ -1,15 +1,16 @@
-"""Sizes as one types them: parameter counts, budgets as a count or as a fraction of the dense model."""
+"""Parameter counts and budgets as users type them, and what the blocks of a model have to lose for a budget."""
 
 from salaad.common.errors import UserError
+from salaad.hpa import Blocks, Kept, allocate, parameters
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def parse_count(text: str) -> int:
-    """A count such as `10M`, `1.2M` or `194000000`.
+    """The number that a text such as `10M`, `1.2M` or `194000000` stands for.
 
     Raises:
-        UserError: it is none, or not above 0.
+        UserError: it is no number, or below 1.
     """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     count = round(finite_number(number, f"count {text!r}", "a number such as 10M or 194000000", unit))
@@ -19,7 +20,11 @@ def parse_count(text: str) -> int:
 
 
 def parse_budget(text: str, dense: int) -> int:
-    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's."""
+    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's parameters.
+
+    Raises:
+        UserError: it is no number, or less than one parameter.
+    """
     if text[-1:].upper() in _UNITS:
         return parse_count(text)
     value = finite_number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
@@ -30,7 +35,11 @@ def parse_budget(text: str, dense: int) -> int:
 
 
 def finite_number(text: str, what: str, wanted: str, unit: int = 1) -> float:
-    """`text` times `unit`; a UserError says that `what` is no finite number and that `wanted` is to be given."""
+    """`text` as a number, times `unit`.
+
+    Raises:
+        UserError: it is no finite number; the sentence names `what` it is and what is `wanted`.
+    """
     try:
         value = float(text) * unit
     except ValueError:
@@ -41,9 +50,47 @@ def finite_number(text: str, what: str, wanted: str, unit: int = 1) -> float:
 
 
 def format_count(count: int, up: bool = True) -> str:
-    """A parameter count as one types it: in millions or thousands, to three decimals, rounded up or down."""
+    """A parameter count as a user would type it: with a unit, to three decimals, rounded up or down."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             thousandths = -(-count * 1000 // unit) if up else count * 1000 // unit
             return f"{thousandths / 1000:.3f}".rstrip("0").rstrip(".") + letter
     return str(count)
+
+
+def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
+    """What the blocks of a model keep by HPA so that the whole model has at most `budget` parameters.
+
+    Args:
+        blocks: name → (n, m, rank, nnz) of L + S as trained.
+        fixed: parameters that are never compressed, such as norms and the head.
+        budget: parameters of the whole model; at or above L + S as trained, L + S is kept as it is.
+        kappa: κ in [0, 1].
+
+    Returns:
+        Name → (rank kept, entries kept).
+
+    Raises:
+        UserError: the budget is below what is never compressed.
+        ValueError: κ is out of range.
+    """
+    return allocate(blocks, remove=to_remove(blocks, fixed=fixed, budget=budget), kappa=kappa)
+
+
+def to_remove(blocks: Blocks, *, fixed: int, budget: int) -> int:
+    """C of eq. 8: parameters that the blocks have to lose so that the whole model has at most `budget`.
+
+    Args:
+        blocks: name → (n, m, rank, nnz) of L + S as trained.
+        fixed: parameters that are never compressed.
+        budget: parameters of the whole model.
+
+    Raises:
+        UserError: the budget is below what is never compressed.
+    """
+    if budget < fixed:
+        raise UserError(
+            f"budget {format_count(budget, up=False)} is below the floor of {format_count(fixed)} (the parts that are "
+            f"never compressed); give {format_count(fixed)} or more"
+        )
+    return max(0, fixed + parameters(blocks) - budget)

@@ -12,10 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from salaad import hpa
+from salaad.common.budgets import fit, to_remove
 from salaad.compression.refinement import refine
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
-from salaad.energy_allocation import Line, Spectra, allocate_by_energy, implied_kappa
+from salaad.energy_allocation import Spectra, UnitQueue, allocate_by_energy, implied_kappa
 from salaad.factored.slr import Slr
 
 
@@ -80,7 +81,7 @@ def cut(whole: Whole, variant: Variant) -> Parts:
     return whole.unweighted(small)
 
 
-def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, Line]:
+def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, UnitQueue]:
     """All units in one order of value per parameter, of which every size keeps the first ones, and that order.
 
     Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the variant's
@@ -89,7 +90,7 @@ def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, Line]:
     """
     parts = whole.weighted()
     if not variant.refine or variant.budget >= whole.parameters:
-        return whole.unweighted(parts), Line.of(spectra(parts))
+        return whole.unweighted(parts), UnitQueue.of(spectra(parts))
     kept = _kept(parts, whole.fixed, variant)
     first, second = {}, {}
     for name, slr in _with_bar(parts):
@@ -102,8 +103,8 @@ def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, Line]:
             iterations=variant.refine,
             taken=(first[name].sparse() != 0).to(whole.device),
         ).to("cpu")
-    orders = [Line.of(spectra(some)) for some in (first, second)]
-    order = Line(orders[0].costs, torch.cat([one.counts for one in orders]))
+    orders = [UnitQueue.of(spectra(some)) for some in (first, second)]
+    order = UnitQueue(orders[0].costs, torch.cat([one.counts for one in orders]))
     return whole.unweighted({name: Slr.joined(first[name], second[name]) for name in parts}), order
 
 
@@ -126,8 +127,8 @@ def _kept(parts: Parts, fixed: int, variant: Variant) -> hpa.Kept:
     """Block → (rank, entries) that the variant keeps, by HPA if it has a κ, else by energy."""
     blocks = sizes(parts)
     if variant.kappa is not None:
-        return hpa.fit(blocks, fixed=fixed, budget=variant.budget, kappa=variant.kappa)
-    remove = hpa.to_remove(blocks, fixed=fixed, budget=variant.budget)
+        return fit(blocks, fixed=fixed, budget=variant.budget, kappa=variant.kappa)
+    remove = to_remove(blocks, fixed=fixed, budget=variant.budget)
     return allocate_by_energy(spectra(parts), remove=remove)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from salaad import hpa
+from salaad.common.budgets import to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, output_weights
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
@@ -23,8 +24,8 @@ from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_part
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.energy_allocation import Line, implied_kappa
-from salaad.factored.any_size import METHOD, ElasticConfig, ElasticFile
+from salaad.energy_allocation import UnitQueue, implied_kappa
+from salaad.factored.any_size import FORMAT_NAME, ElasticConfig, ElasticFile
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
@@ -95,7 +96,7 @@ class Deployment(Protocol):
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
         """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
 
 
@@ -151,7 +152,7 @@ class CheckpointDeployment:
                     "trained with method salaad, or make L + S with compress.py --rpca"
                 )
             if variant.budget is not None and variant.budget < self.fixed:
-                hpa.to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
+                to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
@@ -197,7 +198,7 @@ class CheckpointDeployment:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
         return {} if variant.name == "X" else cut(self._whole(variant.calibrated), variant)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
         """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
         return all_sizes(self._whole(variant.calibrated), variant)
 
@@ -263,10 +264,10 @@ class ElasticDeployment:
         self.dense, self.fixed = self.entry.dense, self.entry.fixed
 
     @cached_property
-    def line(self) -> Line:
-        """The order that the folder keeps."""
+    def queue(self) -> UnitQueue:
+        """The queue of all units in the folder."""
         with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
-            return self.entry.line(file.line())
+            return self.entry.queue(file.unit_counts())
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had, before anything is computed."""
@@ -282,7 +283,7 @@ class ElasticDeployment:
                     f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
                     "--refine and --calibrate out, or give the checkpoint it was made of"
                 )
-            self.entry.keep(self.line, variant.budget)
+            self.entry.keep(self.queue, variant.budget)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
@@ -306,7 +307,7 @@ class ElasticDeployment:
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
         """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
         model = self.source.folder.load(dtype, best_device(), variant.budget)
-        kept = self.entry.keep(self.line, variant.budget)
+        kept = self.entry.keep(self.queue, variant.budget)
         blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
         kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
         yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
@@ -316,7 +317,7 @@ class ElasticDeployment:
         with self.opened(variant, dtype) as (model, parameters, kappa):
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, Line]:
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
         """Refused: the folder is one of all sizes already."""
         raise self._as_it_is("--elastic")
 
@@ -330,7 +331,7 @@ class ElasticDeployment:
 def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
     """Whatever lies in a folder, ready to be cut."""
     entry = getattr(source.folder.config, "quantization_config", None) or {}
-    elastic = entry.get("quant_method") == METHOD and post_hoc is None
+    elastic = entry.get("quant_method") == FORMAT_NAME and post_hoc is None
     return ElasticDeployment(source) if elastic else CheckpointDeployment(source, post_hoc)
 
 

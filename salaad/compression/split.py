@@ -20,7 +20,7 @@ from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import stored_blocks
 from salaad.methods.salaad.surrogate import low_rank_of
 from salaad.prox import effective_rank, soft_threshold
-from salaad.rpca import rpca
+from salaad.rpca import not_a_finite_matrix, rpca
 
 Parts = dict[str, Slr]
 _ALTERNATIONS = 50  # of GoDec, which ends at a plateau
@@ -73,8 +73,14 @@ def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:
-    """The parts of finished weights, one after the other, computed on `device`."""
+    """The parts of finished weights, one after the other, computed on `device`.
+
+    Raises:
+        UserError: a weight is no finite matrix.
+    """
     for name, X in weights.items():
+        if reason := not_a_finite_matrix(X):
+            raise UserError(f"{name} {reason}")
         yield name, post_hoc.split(X.to(device))
 
 

@@ -29,14 +29,14 @@ class SalaadConfig(MethodConfig):
     Args:
         rank_ratio: target Γ̂ of the effective rank ratio, in (0, 1].
         density: target Υ̂ of the density of S, in [0, 1].
-        gamma: energy γ that the effective rank covers (Definition 1).
+        gamma: energy γ that the effective rank covers (Definition 4.1).
         energy: nuclear sums σ as the paper does; squared sums σ² as the authors' training code does.
         every: K, optimizer steps between two ADMM updates of a block.
         inner: J, inner iterations of one ADMM update.
         delta_alpha: step size Δα of the controller for the low-rank threshold.
         delta_beta: step size Δβ of the controller for the sparse threshold.
-        rho_constant: c in ρ = c / (N·sqrt(n·m)), eq. 5.
-        rho: an absolute ρ for every block, instead of eq. 5.
+        rho_constant: c in ρ = c / (N·sqrt(n·m)), eq. 7.
+        rho: an absolute ρ for every block, instead of eq. 7.
         roles: which weights become blocks: q k v o gate up down embedding lm_head, or re:PATTERN over module names;
             none given means all projections of a known model family.
         embedding: add the embedding to the blocks.

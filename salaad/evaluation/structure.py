@@ -1,4 +1,8 @@
-"""What robust PCA finds in every weight of a model, and beside it what it finds in Gaussian noise of the same shape."""
+"""What robust PCA finds in every weight of a model and in Gaussian noise of the same shape (paper, appendix A).
+
+Noise, too, splits into an L of half the full effective rank and an S that is mostly nonzero. So every weight has a
+Gaussian control beside it, and shows structure only as far as the two differ.
+"""
 
 import re
 import zlib
@@ -10,16 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from salaad.common.errors import UserError
 from salaad.common.formats import markdown_table
 from salaad.prox import effective_rank
-from salaad.rpca import check_matrix, rpca
+from salaad.rpca import not_a_finite_matrix, rpca
 
 
 @dataclass(frozen=True)
 class RpcaStatistics:
     """What the paper reports of one decomposition."""
 
-    rank_ratio: float  # effective rank Γ of L (Definition 1) over min(n, m)
+    rank_ratio: float  # Γ(L), Definition 4.1: the effective rank over min(n, m)
     density: float  # entries of S that are not zero, over n·m
 
     @property
@@ -29,13 +34,13 @@ class RpcaStatistics:
 
 
 def statistics(L: Tensor, S: Tensor, gamma: float = 0.999) -> RpcaStatistics:
-    """The statistics of L and S (n×m both); `gamma` is the share of Σσ that the effective rank covers."""
+    """The statistics of L and S (n×m); `gamma` is the share of Σσ that the effective rank covers."""
     rank = effective_rank(torch.linalg.svdvals(L.double()), gamma)
     return RpcaStatistics(rank / min(L.shape), int(torch.count_nonzero(S)) / S.numel())
 
 
 def gaussian_control(D: Tensor, seed: int = 0) -> Tensor:
-    """Gaussian noise of the shape, mean, variance, type and device of D; on every device the same."""
+    """Gaussian noise with the shape, mean, variance, dtype and device of D; the same numbers on every device."""
     deviation, mean = torch.std_mean(D.double(), correction=0)
     noise = torch.randn(D.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (mean + deviation * noise.to(D.device)).to(D.dtype)
@@ -47,7 +52,7 @@ class RpcaRow:
 
     name: str
     kind: str  # last part of the module name: q_proj
-    depth: int | None  # layer number in the name; an embedding has none
+    depth: int | None  # layer number in the name; None for an embedding
     rank_ratio: float
     density: float
     control_rank_ratio: float
@@ -59,17 +64,18 @@ class RpcaRow:
 def model_statistics(
     weights: Mapping[str, Tensor], *, gamma: float = 0.999, growth: float = 1.5, seed: int = 0
 ) -> Iterator[RpcaRow]:
-    """Yield the row of one weight (module or parameter name → n×m, any floating type) after the other.
+    """Yield the row of each weight (module or parameter name → n×m, any floating dtype) in turn.
 
-    The control of a weight depends on `seed` and on its name, so a part of a model gives the rows it has in the whole.
-    A weight that was rounded to bfloat16 has a dense S: the rounding alone, up to 0.2 % of an entry, takes density 0.05
-    to 0.6 and more. Give master weights where there are any.
+    The control of a weight depends only on `seed` and its name, so its row is the same in any selection of weights.
+    A weight that was rounded to bfloat16 has a dense S: the rounding, up to 0.2 % of an entry, raises a density of 0.05
+    to 0.6 and more. Give float32 master weights where there are any.
 
     Raises:
         UserError: a weight is no finite matrix; raised before the first is decomposed.
     """
     for name, weight in weights.items():
-        check_matrix(weight, name)
+        if reason := not_a_finite_matrix(weight):
+            raise UserError(f"{name} {reason}")
     for name, weight in weights.items():
         name = name.removesuffix(".weight")
         D = weight.double()
@@ -85,7 +91,7 @@ def model_statistics(
 
 
 class Spread(NamedTuple):
-    """Mean ± standard deviation over some matrices, dividing by their number: they are all there are."""
+    """Mean and population standard deviation over some matrices."""
 
     mean: float
     deviation: float
@@ -93,7 +99,7 @@ class Spread(NamedTuple):
 
 
 def summarise(rows: Iterable[RpcaRow], by: str | None = None) -> dict[str | int | None, dict[str, Spread]]:
-    """Group → the four ratios of its rows, by name; groups are `by` "kind" or "depth", or one, None, of all rows."""
+    """Group → ratio → its spread over the group's rows; groups are `by` "kind" or "depth", or one group None of all."""
     groups: dict[str | int | None, list[RpcaRow]] = {}
     for row in rows:
         groups.setdefault(getattr(row, by) if by else None, []).append(row)
@@ -108,7 +114,7 @@ def summarise(rows: Iterable[RpcaRow], by: str | None = None) -> dict[str | int 
 
 
 def structure_table(rows: Sequence[RpcaRow]) -> str:
-    """Mean ± deviation of what robust PCA found, by matrix type and by depth, each beside that of Gaussian noise."""
+    """A Markdown table of mean ± deviation by kind and by depth, each beside that of Gaussian noise."""
 
     def line(group: object, spread: Mapping[str, Spread]) -> tuple[str, ...]:
         cells = (spread[key] for key in ("rank_ratio", "control_rank_ratio", "density", "control_density"))

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from salaad import hpa
-from salaad.common.budgets import parse_budget
+from salaad.common.budgets import fit, parse_budget
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
 from salaad.config.commands import DEFAULT_TASKS
@@ -67,7 +66,7 @@ def hpa_blocks(scale: Scale) -> Measured:
     deployment = evaluation(trainings.SALAAD.folder(scale), scale).deployment
     before = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in deployment.parts.items()}
     budget = parse_budget(scale.table_budget, deployment.dense)
-    after = hpa.fit(before, fixed=deployment.fixed, budget=budget, kappa=row["kappa"])
+    after = fit(before, fixed=deployment.fixed, budget=budget, kappa=row["kappa"])
     pictures.hpa_blocks(before, after, scale.results / "hpa.png")
     rows = [
         dict(

@@ -90,7 +90,7 @@ def kappa_share(scale: Scale) -> list[Run]:
 def embedding_why(scale: Scale) -> dict[str, Run]:
     """What might give the embedding a structure where the settings of Table 1 do not.
 
-    One ρ for all blocks is what eq. 5 gives a square block of the model's width.
+    One ρ for all blocks is what eq. 7 gives a square block of the model's width.
     """
     config = scale.config
     blocks = len(find_blocks(outline(describe_model(config.model, config.data.sequence_length)), config.salaad))

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from salaad.common.errors import UserError
-from salaad.energy_allocation import Line
+from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
@@ -516,7 +516,7 @@ def test_a_gpt2_opens_at_every_size_as_its_cut_factored_in_memory(tmp_path, tied
     parts = parts_of(model)
     whole = sum(p.numel() for p in model.parameters())
     fixed = whole - sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
-    line = Line.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
     save_elastic(copy.deepcopy(model), parts, line, fixed, tmp_path)
     largest = fixed + sum(slr.rank * sum(slr.shape) + slr.nnz for slr in parts.values())
     forms = set()
@@ -549,7 +549,7 @@ def test_a_size_of_a_gpt2_is_saved_and_opens_again(tmp_path, tied):
     model = gpt2(tied)
     parts = parts_of(model)
     fixed = sum(p.numel() for p in model.parameters()) - sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
-    line = Line.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
     save_elastic(model.to(torch.bfloat16), parts, line, fixed, tmp_path / "elastic")
     found = open_folder(tmp_path / "elastic", budget=fixed + 4000)
     assert found.dtype == torch.bfloat16 and slr_modules(found)

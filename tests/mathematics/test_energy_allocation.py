@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from salaad.common.errors import UserError
-from salaad.energy_allocation import Line, allocate_by_energy, implied_kappa
+from salaad.energy_allocation import UnitQueue, allocate_by_energy, implied_kappa
 
 numbers = st.floats(0.0, 10.0, width=32)
 
@@ -87,7 +86,7 @@ def test_what_is_kept_is_worth_more_than_what_goes():
 
 
 def test_more_than_there_is_is_refused():
-    with pytest.raises(UserError, match="19 parameters cannot be removed from 18; give 0"):
+    with pytest.raises(ValueError, match="19 parameters cannot be removed from 18; give 0"):
         allocate_by_energy({"a": (3, 5, torch.ones(2), torch.ones(2))}, remove=19)
 
 
@@ -95,15 +94,15 @@ def test_more_than_there_is_is_refused():
 
 
 @st.composite
-def lines(draw, costs: tuple[int, ...] | None = None) -> Line:
+def lines(draw, costs: tuple[int, ...] | None = None) -> UnitQueue:
     """Up to six levels with up to three units of each kind, some with none, of blocks that may cost alike."""
     costs = draw(st.lists(st.integers(2, 12), min_size=1, max_size=4)) if costs is None else costs
     counts = draw(st.lists(st.lists(st.integers(0, 3), min_size=2 * len(costs), max_size=2 * len(costs)), max_size=6))
     named = {f"b{i}": cost for i, cost in enumerate(costs)}
-    return Line(named, torch.tensor(counts, dtype=torch.int64).view(-1, len(costs), 2))
+    return UnitQueue(named, torch.tensor(counts, dtype=torch.int64).view(-1, len(costs), 2))
 
 
-def units(line: Line) -> list[tuple[str, int, int]]:
+def units(line: UnitQueue) -> list[tuple[str, int, int]]:
     """Name, side and cost of every unit, the first of the line first."""
     return [
         (name, side, cost if side == 0 else 1)
@@ -114,12 +113,12 @@ def units(line: Line) -> list[tuple[str, int, int]]:
     ]
 
 
-def tally(line: Line, some: list[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
+def tally(line: UnitQueue, some: list[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
     found = Counter((name, side) for name, side, _ in some)
     return {name: (found[name, 0], found[name, 1]) for name in line.costs}
 
 
-def beginning(line: Line, most: int) -> list[tuple[str, int, int]]:
+def beginning(line: UnitQueue, most: int) -> list[tuple[str, int, int]]:
     """The units from the first on until one would exceed `most`."""
     kept, cost = [], 0
     for unit in units(line):
@@ -130,7 +129,7 @@ def beginning(line: Line, most: int) -> list[tuple[str, int, int]]:
     return kept
 
 
-def spent(line: Line, kept: dict[str, tuple[int, int]]) -> int:
+def spent(line: UnitQueue, kept: dict[str, tuple[int, int]]) -> int:
     return sum(rank * line.costs[name] + entries for name, (rank, entries) in kept.items())
 
 
@@ -161,7 +160,7 @@ def test_at_every_budget_the_beginning_is_kept_and_the_larger_budget_keeps_no_le
 @settings(deadline=None)
 @given(models, st.floats(0, 1), st.floats(0, 1))
 def test_the_line_of_a_model_has_its_units_and_keeps_its_largest_for_any_two_budgets(spectra, one, other):
-    line = Line.of(spectra)
+    line = UnitQueue.of(spectra)
     assert line.parameters == total(spectra)
     assert line.keep(line.parameters) == {name: (len(sigma), len(S)) for name, (_, _, sigma, S) in spectra.items()}
     small, large = sorted(int(share * line.parameters) for share in (one, other))
@@ -180,7 +179,7 @@ def test_parameters_are_what_all_units_cost(line):
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=3), st.data())
 def test_of_two_lines_behind_each_other_the_second_begins_after_all_of_the_first(costs, data):
     first, second = (data.draw(lines(tuple(costs))) for _ in range(2))
-    both = Line(first.costs, torch.cat([first.counts, second.counts]))
+    both = UnitQueue(first.costs, torch.cat([first.counts, second.counts]))
     assert both.parameters == first.parameters + second.parameters
     most = data.draw(st.integers(0, both.parameters + 3))
     if most < first.parameters:
@@ -193,7 +192,7 @@ def test_of_two_lines_behind_each_other_the_second_begins_after_all_of_the_first
 
 
 def test_a_line_by_hand():
-    line = Line({"a": 8, "b": 5}, torch.tensor([[[1, 2], [0, 1]], [[0, 0], [0, 0]], [[0, 3], [2, 0]]]))
+    line = UnitQueue({"a": 8, "b": 5}, torch.tensor([[[1, 2], [0, 1]], [[0, 0], [0, 0]], [[0, 3], [2, 0]]]))
     assert line.parameters == 24
     expected = {0: (0, 0, 0, 0), 7: (0, 0, 0, 0), 8: (1, 0, 0, 0), 10: (1, 2, 0, 0), 11: (1, 2, 0, 1)}
     expected |= {13: (1, 4, 0, 1), 18: (1, 5, 0, 1), 19: (1, 5, 1, 1), 23: (1, 5, 1, 1), 24: (1, 5, 2, 1)}
@@ -204,5 +203,5 @@ def test_a_line_by_hand():
 def test_a_line_of_nothing_keeps_nothing():
     nothing = torch.empty(0)
     for spectra in ({}, {"a": (3, 5, nothing, nothing)}):
-        assert Line.of(spectra).parameters == 0
-        assert Line.of(spectra).keep(10) == dict.fromkeys(spectra, (0, 0))
+        assert UnitQueue.of(spectra).parameters == 0
+        assert UnitQueue.of(spectra).keep(10) == dict.fromkeys(spectra, (0, 0))

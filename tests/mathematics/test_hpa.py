@@ -1,4 +1,4 @@
-"""HPA against section 3.3 written literally, against its rounding rule unit by unit, and the promises of its docs."""
+"""HPA against section 4.3 written literally, against its rounding rule unit by unit, and the promises of its docs."""
 
 import re
 from fractions import Fraction
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from salaad.common.budgets import format_count, parse_budget, parse_count
+from salaad.common.budgets import fit, format_count, parse_budget, parse_count
 from salaad.common.errors import UserError
-from salaad.hpa import allocate, fit, parameters
+from salaad.hpa import allocate, parameters
 
 properties = settings(deadline=None, max_examples=150)
 
@@ -202,11 +202,11 @@ def test_budgets_are_nested_at_every_single_step():
             assert all(more[name][side] <= less[name][side] for name, side in product(MIXED, (0, 1)))
 
 
-# ---- section 3.3, twice
+# ---- section 4.3, twice
 
 
 def literal(blocks: dict, remove: int, kappa: Fraction) -> dict | None:
-    """Section 3.3 word for word, or None where a fraction of some block is no whole number."""
+    """Section 4.3 word for word, or None where a fraction of some block is no whole number."""
     in_L, in_S = sides(blocks)
     phi_L = kappa * remove / in_L if in_L else Fraction(0)
     phi_S = (1 - kappa) * remove / in_S if in_S else Fraction(0)
@@ -331,21 +331,21 @@ def test_parameters_of_a_model_by_hand():
 
 @pytest.mark.parametrize("kappa", [-0.1, 1.0000001, 2, float("nan"), float("inf")])
 def test_a_kappa_out_of_range_is_one_sentence(kappa):
-    with pytest.raises(UserError, match=rf"^kappa is {re.escape(str(kappa))}, outside \[0, 1\]; give .*[^.]$"):
+    with pytest.raises(ValueError, match=rf"^kappa is {re.escape(str(kappa))}, outside \[0, 1\]; give .*[^.]$"):
         allocate(MIXED, remove=3, kappa=kappa)
-    with pytest.raises(UserError, match=r"^kappa is "):
+    with pytest.raises(ValueError, match=r"^kappa is "):
         fit(MIXED, fixed=10, budget=20, kappa=kappa)
 
 
 @pytest.mark.parametrize(("remove", "shown"), [(-1, "-1"), (411, "411"), (12_345_678, "12,345,678")])
 def test_a_removal_out_of_range_is_one_sentence_with_the_limit(remove, shown):
     assert sum(sides(MIXED)) == 410
-    with pytest.raises(UserError, match=f"^{shown} parameters cannot be removed from 410; give 0 to all of them$"):
+    with pytest.raises(ValueError, match=f"^{shown} parameters cannot be removed from 410; give 0 to all of them$"):
         allocate(MIXED, remove=remove, kappa=0.5)
 
 
 def test_nothing_can_be_removed_from_nothing():
-    with pytest.raises(UserError, match=r"^1 parameters cannot be removed from 0; "):
+    with pytest.raises(ValueError, match=r"^1 parameters cannot be removed from 0; "):
         allocate(EMPTY, remove=1, kappa=0.5)
 
 

@@ -1,4 +1,4 @@
-"""The proximal operators against NumPy in float64, their optimality conditions, and Definition 1 in exact fractions."""
+"""The proximal operators against NumPy in float64, their optimality, and Definition 4.1 in exact fractions."""
 
 from fractions import Fraction
 

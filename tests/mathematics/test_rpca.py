@@ -181,7 +181,7 @@ def test_a_parameter_is_decomposed_without_a_graph():
     ],
 )
 def test_what_cannot_be_decomposed_is_told_in_a_sentence(call, sentence):
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         call()
 
 

@@ -1,4 +1,4 @@
-"""Singular-value thresholding on every rung against a full SVD in float64, and the bound against the true error."""
+"""Singular-value thresholding on every solver against a full SVD in float64, and the bound against the true error."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def reference(Z: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     return (U * shrunk) @ Vh, shrunk
 
 
-def error(found: spectral.Thresholded, Z: Tensor, tau: float) -> float:
+def error(found: spectral.SvtResult, Z: Tensor, tau: float) -> float:
     """Of L, relative to ‖Z‖_F."""
     return float((found.L.double() - reference(Z, tau)[0]).norm() / Z.double().norm())
 
@@ -60,13 +60,13 @@ def no_eigenvectors(monkeypatch, failures: int) -> None:
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
 
 
-@pytest.mark.parametrize("method", ["exact", "gram"])
+@pytest.mark.parametrize("solver", ["exact", "gram"])
 @pytest.mark.parametrize("tau", [0.001, 0.3, 0.8, 2.0, 5.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_direct_rungs_are_the_full_svd(shape, tau, method):
+def test_the_direct_solvers_are_the_full_svd(shape, tau, solver):
     Z = matrix(*shape)
-    found = threshold(Z, tau, method=method)
-    assert found.method == method
+    found = threshold(Z, tau, solver=solver)
+    assert found.solver == solver
     assert error(found, Z, tau) < 5e-6
     np.testing.assert_allclose(found.sigma.numpy(), reference(Z, tau)[1].numpy(), atol=2e-5)
 
@@ -78,7 +78,7 @@ def test_the_subspace_follows_a_matrix_that_moves(shape, drift):
     basis = threshold(Z, 0.8).basis
     following = moved(Z, drift)
     found = threshold(following, 0.8, basis)
-    assert found.method == "subspace"
+    assert found.solver == "subspace"
     assert error(found, following, 0.8) <= found.bound + 1e-6
     assert found.bound <= TOLERANCE
     np.testing.assert_allclose(found.sigma.numpy(), reference(following, 0.8)[1].numpy(), atol=3e-3)
@@ -117,11 +117,11 @@ def test_a_basis_from_elsewhere_never_changes_a_result_silently():
     assert found.bound <= TOLERANCE
 
 
-def test_a_rank_that_outgrows_the_basis_falls_to_the_next_rung():
+def test_a_rank_that_outgrows_the_basis_falls_to_the_next_solver():
     basis = threshold(matrix(40, 60, kept=4), 0.8).basis
     Z = matrix(40, 60, kept=19)
     found = threshold(Z, 0.8, basis)
-    assert found.method == "gram"
+    assert found.solver == "gram"
     assert error(found, Z, 0.8) < 5e-6
 
 
@@ -147,44 +147,44 @@ def test_where_most_is_kept_there_is_no_basis():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_threshold_returns_the_matrix_to_the_bit(shape):
     Z = matrix(*shape)
-    for method in ("exact", "gram", "auto"):
-        assert torch.equal(threshold(Z, 0.0, threshold(Z, 0.8).basis, method).L, Z)
+    for solver in ("exact", "gram", "auto"):
+        assert torch.equal(threshold(Z, 0.0, threshold(Z, 0.8).basis, solver).L, Z)
 
 
 def test_eigenvectors_that_do_not_converge_leave_it_to_the_svd(monkeypatch):
     Z = matrix(40, 60)
     no_eigenvectors(monkeypatch, 1)
     found = threshold(Z, 0.8)
-    assert found.method == "exact"
+    assert found.solver == "exact"
     assert error(found, Z, 0.8) < 5e-6
 
 
 def test_ritz_vectors_that_do_not_converge_leave_it_to_the_gram_matrix(monkeypatch):
     Z = matrix(40, 60)
     basis = threshold(Z, 0.8).basis
-    for failures, rung in ((1, "gram"), (2, "exact")):
+    for failures, solver in ((1, "gram"), (2, "exact")):
         with monkeypatch.context() as patch:
             no_eigenvectors(patch, failures)
             found = threshold(Z, 0.8, basis)
-        assert found.method == rung
+        assert found.solver == solver
         assert error(found, Z, 0.8) < 5e-6
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_on_every_rung(value):
+def test_what_is_not_finite_shows_on_every_solver(value):
     Z = matrix(40, 60)
     basis = threshold(Z, 0.8).basis
     Z[3, 4] = value
-    for method in ("exact", "gram", "subspace", "auto"):
+    for solver in ("exact", "gram", "subspace", "auto"):
         try:
-            assert not threshold(Z, 0.8, basis, method).sigma.isfinite().all()
+            assert not threshold(Z, 0.8, basis, solver).sigma.isfinite().all()
         except torch.linalg.LinAlgError:
             continue
 
 
 def test_a_matrix_of_zeros_stays_one():
-    for method in ("exact", "gram", "auto"):
-        assert not threshold(torch.zeros(12, 20), 0.1, None, method).L.any()
+    for solver in ("exact", "gram", "auto"):
+        assert not threshold(torch.zeros(12, 20), 0.1, None, solver).L.any()
 
 
 def test_the_same_input_gives_the_same_bits():
@@ -199,11 +199,11 @@ def drift(X: Tensor, steps: int) -> list[Tensor]:
     return [moved(X, 0.005 * step, seed=step) for step in range(steps)]
 
 
-def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_rung():
+def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_solver():
     config = SalaadConfig(rank_ratio=0.2, delta_alpha=0.5, delta_beta=0.01)
     X = matrix(40, 60)
     block, weights = Surrogate(X, 1e-3, config), drift(X, 40)
-    used = [spectral.METHODS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
+    used = [spectral.SOLVERS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
     copy = Surrogate(X, 1e-3, config)
     copy.load_state_dict({key: value.clone() for key, value in block.state_dict().items()})
     assert used[-1] == "subspace"
@@ -215,11 +215,11 @@ def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_rung():
 
 def test_forty_updates_with_subspaces_end_where_full_svds_end():
     X, ends = matrix(40, 60), {}
-    for method in ("exact", "auto"):
-        block = Surrogate(X, 1e-3, SalaadConfig(rank_ratio=0.2, delta_alpha=0.3, delta_beta=0.005, method=method))
+    for solver in ("exact", "auto"):
+        block = Surrogate(X, 1e-3, SalaadConfig(rank_ratio=0.2, delta_alpha=0.3, delta_beta=0.005, method=solver))
         for wandered in drift(X, 40):
             block.update(wandered)
-        ends[method] = block
+        ends[solver] = block
     assert ends["auto"].rank == ends["exact"].rank
     assert abs(ends["auto"].density - ends["exact"].density) < 0.01
     gap = (ends["auto"].T - ends["exact"].T).norm() / ends["exact"].T.norm()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate, UpdateRecord
-from salaad.spectral import METHODS
+from salaad.spectral import SOLVERS
 
 SHAPES = ((20, 20), (12, 30), (30, 12))
 
@@ -71,7 +71,7 @@ def block_after(updates: int, X: Tensor, rho: float = 1e-3, **settings) -> tuple
 
 def updated(block: Surrogate, X: Tensor) -> UpdateRecord:
     *numbers, method = block.update(X).tolist()
-    return UpdateRecord(*numbers, METHODS[int(method)])
+    return UpdateRecord(*numbers, SOLVERS[int(method)])
 
 
 def with_thresholds(block: Surrogate, tau_L: float, tau_S: float) -> Surrogate:

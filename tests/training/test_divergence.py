@@ -14,7 +14,7 @@ from salaad.methods.optimizer import step_unless
 from salaad.methods.salaad import surrogate
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
-from salaad.methods.salaad.surrogate import KEPT, METHODS, Surrogate, UpdateRecord
+from salaad.methods.salaad.surrogate import KEPT, SOLVERS, Surrogate, UpdateRecord
 from salaad.training import gradients
 from tests.helpers.training import last_checkpoint, lines, run_training, weights
 
@@ -211,30 +211,30 @@ def matrix(n: int = 24, m: int = 40) -> torch.Tensor:
     return torch.randn(n, m, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("broken", "rung"), LADDER)
+@pytest.mark.parametrize(("broken", "solver"), LADDER)
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_where_a_rung_fails_the_next_one_gives_the_same(monkeypatch, broken, rung, shape):
+def test_where_a_rung_fails_the_next_one_gives_the_same(monkeypatch, broken, solver, shape):
     Z, tau = matrix(*shape), 6.0
     U, sigma, Vh = torch.linalg.svd(Z.double(), full_matrices=False)
     L = (U * (sigma - tau).clamp_min(0)) @ Vh
     failing(*broken)(monkeypatch)
     found = spectral.threshold(Z, tau)
-    assert found.method == rung
+    assert found.solver == solver
     error = float(torch.linalg.vector_norm(found.L - L) / torch.linalg.vector_norm(Z))
     assert error <= found.bound
     assert found.L.dtype == found.sigma.dtype == torch.float32
     torch.testing.assert_close(found.sigma.double(), (sigma - tau).clamp_min(0), rtol=0, atol=found.bound * 60)
 
 
-def test_a_failing_subspace_takes_the_next_rung(monkeypatch):
+def test_a_failing_subspace_takes_the_next_solver(monkeypatch):
     n = 400
     torch.manual_seed(0)
     Z = torch.randn(n, 20) @ torch.randn(20, 500) + 0.01 * torch.randn(n, 500)
     first = spectral.threshold(Z, 10.0)
-    assert spectral.threshold(Z, 10.0, first.basis).method == "subspace"
+    assert spectral.threshold(Z, 10.0, first.basis).solver == "subspace"
     failing("qr")(monkeypatch)
     again = spectral.threshold(Z, 10.0, first.basis)
-    assert again.method == "gram"
+    assert again.solver == "gram"
     torch.testing.assert_close(again.L, first.L)
 
 
@@ -246,7 +246,7 @@ def test_without_any_rung_the_block_stays_and_says_so(monkeypatch):
     state = {key: value.clone() for key, value in block.state_dict().items()}
     rank = block.rank
     failing("eigh", "svd")(monkeypatch)
-    record = UpdateRecord(*(row := block.update(1.1 * X).tolist())[:-1], METHODS[int(row[-1])])
+    record = UpdateRecord(*(row := block.update(1.1 * X).tolist())[:-1], SOLVERS[int(row[-1])])
     assert record.method == KEPT
     assert block.rank == rank
     for key, value in block.state_dict().items():
@@ -255,7 +255,7 @@ def test_without_any_rung_the_block_stays_and_says_so(monkeypatch):
     distance = torch.linalg.vector_norm(1.1 * X.double() - block.low_rank().double() - block.sparse().double())
     assert record.delta == pytest.approx(float(distance), rel=1e-4)
     monkeypatch.undo()
-    assert METHODS[int(block.update(X)[-1])] == "gram"
+    assert SOLVERS[int(block.update(X)[-1])] == "gram"
 
 
 def test_a_result_that_is_not_finite_never_becomes_the_surrogate(monkeypatch):
@@ -267,10 +267,10 @@ def test_a_result_that_is_not_finite_never_becomes_the_surrogate(monkeypatch):
 
     def poisoned(*args):
         found = original(*args)
-        return spectral.Thresholded(found.L * float("inf"), found.sigma, found.basis, found.method, found.bound)
+        return spectral.SvtResult(found.L * float("inf"), found.sigma, found.basis, found.solver, found.bound)
 
     monkeypatch.setattr(surrogate, "threshold", poisoned)
-    assert METHODS[int(block.update(X)[-1])] == KEPT
+    assert SOLVERS[int(block.update(X)[-1])] == KEPT
     assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
 
 

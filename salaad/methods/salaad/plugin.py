@@ -2,7 +2,7 @@
 
 loss.backward()     # ρ(X − T) joined the gradient of every block this rank owns
 optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
-salaad.step()       # every K steps: L, S, U and the controller
+salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import ownership
-from salaad.methods.salaad.surrogate import METHODS, Surrogate, UpdateRecord
+from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.model.build import restored
 from salaad.model.roles import find_blocks
 
@@ -127,10 +127,10 @@ class Salaad:
         for step, name, row in records:
             if not all(map(_is_finite, row)):
                 raise NotFiniteError(name, step)
-        return [(step, name, UpdateRecord(*row, METHODS[int(method)])) for step, name, (*row, method) in records]
+        return [(step, name, UpdateRecord(*row, SOLVERS[int(solver)])) for step, name, (*row, solver) in records]
 
     def penalty(self) -> Tensor:
-        """ℓ_ρ (eq. 3) summed over all blocks, at the weights as they are now; the same on every rank."""
+        """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank."""
         device = next(iter(self.weights.values())).device
         mine = [surrogate.penalty(self.weights[name]) for name, surrogate in self.surrogates.items()]
         return distributed.all_sum(torch.stack(mine).sum() if mine else torch.zeros((), device=device))
