@@ -1,7 +1,7 @@
-"""Text to batches: the same rows at any number of ranks and workers, and a place in them that can be saved.
+"""Text to batches: the same rows at any number of ranks and workers, and a position that can be saved.
 
-Global row g = 0, 1, 2, … of a run comes from stream g mod V; a step takes the next B of them, and rank r of W trains
-those whose place i in the batch has i ≡ r (mod W). A rank reads only the streams whose rows it trains on.
+Global row g = 0, 1, 2, … of a run comes from stream g mod V. A step takes the next B rows, and rank r of W trains on
+those at the places i in the batch with i ≡ r (mod W). A rank reads only the streams whose rows it trains on.
 """
 
 import itertools
@@ -26,22 +26,22 @@ from salaad.model.loss import IGNORED
 
 
 class TrainingStream:
-    """Endless batches of one rank; `state_dict` is the place after the last batch handed out.
+    """Endless batches of one rank; `state_dict` is the position after the last batch returned.
 
-    Behind that batch the next is already there, so that `error` is known while the run can still be saved.
+    The next batch is always prepared ahead, so that `error` is known while the run can still be saved.
 
     Args:
         text: from `open_text`.
-        config: how rows are cut and how many processes cut them.
+        config: how rows are made and by how many processes.
         batch: B, rows in a global batch.
         rank: r.
         world_size: W.
         seed: seeds the order of the text.
-        state: from `merge_states`, or of one rank that was alone.
-        stop: ends a wait for the next batch; the one before is still handed out.
+        state: from `merge_states`, or the state of the only rank.
+        stop: a request to stop ends a wait for the next batch; the one prepared before is still returned.
 
     Raises:
-        UserError: the state belongs to other files, another order, or to some ranks only.
+        UserError: the state belongs to other files or another order, or lacks ranks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainingStream:
         self._cursors = dict(self._share.cursors)
         self._count = min(config.workers, len(self._cursors))
         self._workers: Workers | None = None
-        self._ahead: tuple[list[_Item], dict[str, torch.Tensor]] | None = None
+        self._next: tuple[list[_Item], dict[str, torch.Tensor]] | None = None
         self._error: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -86,29 +86,29 @@ class TrainingStream:
         """The next batch: `input_ids` and `labels`, int64 [rows of this rank, length].
 
         Raises:
-            UserError: the text cannot be read on.
-            Stopped: a stop was asked for before there was a batch.
+            UserError: the text cannot be read any further.
+            Stopped: a stop was requested before there was a batch.
         """
-        self._look_ahead()
-        if self._ahead is None:
+        self._prepare_next()
+        if self._next is None:
             raise Stopped if self.error is None else self.error
-        items, batch = self._ahead
-        self._ahead = None
+        items, batch = self._next
+        self._next = None
         for item in items:
             for number, cursor in zip(item.numbers, item.cursors, strict=True):
                 self._cursors[number] = Cursor(*cursor)
         self._rows += self._share.batch
-        self._look_ahead()
+        self._prepare_next()
         return batch
 
     @property
     def error(self) -> UserError | None:
-        """Why the batch behind the last one handed out cannot be had, unless nobody waited; `__next__` raises it."""
+        """Why the next batch cannot be read, as `__next__` will raise it; None after a request to stop."""
         return None if self._error is None or (self._stop and self._stop.asked) else UserError(self._error)
 
-    def _look_ahead(self) -> None:
-        """Have the next batch, or the sentence that says why there is none."""
-        if self._ahead is not None or self._error is not None:
+    def _prepare_next(self) -> None:
+        """Prepare the next batch, or the sentence that says why there is none."""
+        if self._next is not None or self._error is not None:
             return
         share, text = self._share, self._text
         try:
@@ -123,28 +123,28 @@ class TrainingStream:
             for item in items:
                 for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
                     rows[place // share.world_size] = row
-            self._ahead = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)
+            self._next = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)
         except UserError as error:
-            self._error = str(error)  # the exception itself would hold on to the loader
+            self._error = str(error)  # the exception itself would keep the loader alive
         except Stopped:
-            self._error = "a stop was asked for while text was waited for"
+            self._error = "a stop was requested during the wait for text"
         if self._error is not None:
             self.close()
 
     def close(self) -> None:
-        """Let the workers go; the stream can be iterated again only from its state."""
-        self._ahead = None
+        """End the workers; a new stream can go on from the state."""
+        self._next = None
         if self._workers is not None:
             self._workers.close()
             self._workers = None
 
     @property
     def rows(self) -> int:
-        """Rows of the global batches handed out since the run began."""
+        """Rows of the global batches returned since the run began."""
         return self._rows
 
     def state_dict(self) -> dict:
-        """Where the run stands and the cursors of the streams this rank reads, ready for JSON."""
+        """The position of the run and the cursors of the streams that this rank reads, for JSON."""
         return {
             "rows": self._rows,
             "streams": self._share.plan.streams,
@@ -154,12 +154,16 @@ class TrainingStream:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of this rank's streams since the run began: bad and empty documents, long ones cut, parts of files lost."""
+        """Bad, empty and cut documents and lost parts of files in this rank's streams since the run began."""
         return {name: sum(getattr(cursor, name) for cursor in self._cursors.values()) for name in COUNTS}
 
 
 def merge_states(states: Iterable[dict]) -> dict:
-    """One state out of those of all ranks; any number of ranks can go on from it."""
+    """One state from those of all ranks, from which any number of ranks can go on.
+
+    Raises:
+        ValueError: they are states of different runs or steps.
+    """
     states = list(states)
     merged = {**states[0], "cursors": {}}
     for state in states:
@@ -171,7 +175,7 @@ def merge_states(states: Iterable[dict]) -> dict:
 
 
 def count_targets(labels: torch.Tensor) -> int:
-    """Tokens of these rows that are predicted: all but padding and each row's first."""
+    """The number of tokens predicted in `labels` (rows × length): all but padding and each row's first."""
     return int((labels[:, 1:] != IGNORED).sum())
 
 
@@ -191,7 +195,15 @@ def _require_same_order(state: dict, order: dict) -> None:
 
 @dataclass
 class _Item:
-    """What one worker adds to one batch: rows (places in the global batch, ids joined, their ends) and cursors."""
+    """The contribution of one worker to one batch.
+
+    Args:
+        places: places of its rows in the global batch.
+        ids: the ids of its rows, concatenated.
+        ends: where each row ends in `ids`.
+        numbers: numbers of its streams.
+        cursors: their cursors after this batch, as tuples.
+    """
 
     places: list[int]
     ids: np.ndarray
@@ -201,7 +213,7 @@ class _Item:
 
 
 class _Share(IterableDataset):
-    """The streams of a rank; each worker takes some of them and gives one `_Item` a step."""
+    """The streams of a rank; each worker takes some of them and yields one `_Item` per step."""
 
     def __init__(
         self,
@@ -215,13 +227,13 @@ class _Share(IterableDataset):
     ) -> None:
         self.plan, self.encoder = plan, encoder
         self.rows, self.batch, self.rank, self.world_size = rows, batch, rank, world_size
-        # Steps repeat their pattern of streams when the rows done are a multiple of V again.
+        # The pattern of streams repeats after so many steps, when a multiple of V rows has been taken.
         steps = plan.streams // gcd(plan.streams, batch)
         places = rows + np.add.outer(np.arange(steps) * batch, np.arange(rank, batch, world_size))
         self.cursors = {int(v): cursors.get(int(v), Cursor()) for v in np.unique(places % plan.streams)}
 
     def __iter__(self) -> Iterator[_Item | UserError]:
-        """Endless items; what goes wrong is handed over as one, since raising would bury its sentence in tracebacks."""
+        """Endless items; an error is yielded as an item, since torch would wrap a raised one in tracebacks."""
         worker = get_worker_info()
         numbers = list(self.cursors)[worker.id :: worker.num_workers] if worker else list(self.cursors)
         streams = {v: RowStream(self.plan, v, self.cursors[v], self.encoder) for v in numbers}
@@ -232,8 +244,8 @@ class _Share(IterableDataset):
             except UserError as error:
                 yield from itertools.repeat(UserError(str(error)))
             except Exception as error:
-                traceback.print_exc()  # a fault of this program, which its author will want to see
-                sentence = f"the training text cannot be read on ({type(error).__name__}: {error}); see the lines above"
+                traceback.print_exc()  # a fault of this program, to be reported
+                sentence = f"the training text cannot be read ({type(error).__name__}: {error}); see the lines above"
                 yield from itertools.repeat(UserError(" ".join(sentence.split())))
             rows += self.batch
 

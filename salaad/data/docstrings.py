@@ -1,4 +1,4 @@
-"""From a source file or a package's text to passages of plain English: docstrings by `ast`, markup taken away."""
+"""English paragraphs from source files and package texts: docstrings found by `ast`, with their markup removed."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ from pathlib import Path, PurePath
 from string import ascii_letters
 
 TEXTS = {".md", ".rst", ".txt"}
-# Licences repeat over packages, the others are lists for machines.
-NO_PROSE = re.compile(
+# File names without documentation: licences, which repeat over packages, and lists for machines.
+NO_DOCUMENTATION = re.compile(
     r"licen|copying|notice|authors|entry_points|top_level|requirements|sources|record|vendor|cmakelists|namespace"
     r"|dependency|installer|words|names|third.?party|constraints",
     re.IGNORECASE,
@@ -32,11 +32,11 @@ PARAMETER = re.compile(r"^(\**\w+(?:, \**\w+)*)(?: \([^)]*\):|:| : (\S.*))(?=\s|
 def is_source(name: str) -> bool:
     """Whether a file of this name may hold documentation."""
     suffix = PurePath(name).suffix
-    return name == "METADATA" or suffix == ".py" or (suffix in TEXTS and not NO_PROSE.search(name))
+    return name == "METADATA" or suffix == ".py" or (suffix in TEXTS and not NO_DOCUMENTATION.search(name))
 
 
 def passages(path: Path) -> list[str]:
-    """Passages of prose in a file, in its order; none if it cannot be read."""
+    """The English paragraphs of a file, in its order; none if it cannot be read."""
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -44,10 +44,10 @@ def passages(path: Path) -> list[str]:
     if path.suffix == ".py":
         texts = _docstrings(source)
     elif path.name == "METADATA":
-        texts = [source.partition("\n\n")[2]]  # the description stands behind the headers
+        texts = [source.partition("\n\n")[2]]  # the description follows the headers
     else:
         texts = [source]
-    return [passage for text in texts for passage in prose(text)]
+    return [passage for text in texts for passage in english_paragraphs(text)]
 
 
 def _docstrings(source: str) -> Iterator[str]:
@@ -71,8 +71,8 @@ def _docstrings_below(node: ast.AST) -> Iterator[str]:
             yield from _docstrings_below(child)
 
 
-def prose(text: str) -> Iterator[str]:
-    """The paragraphs of a text that are English, each on one line or one line per list item."""
+def english_paragraphs(text: str) -> Iterator[str]:
+    """The English paragraphs of a text, each on one line or with one line per list item."""
     for block in _blocks(cleandoc(text)):
         passage = _unmarked("\n".join(_joined(block)))
         if _is_english(passage):
@@ -80,7 +80,7 @@ def prose(text: str) -> Iterator[str]:
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
-    """Paragraphs as lists of lines, without code: fenced, introduced by `::`, or of a directive."""
+    """Paragraphs as lists of lines, without code that is fenced, introduced by `::`, or in a directive."""
     fenced, code_indent, block = False, None, []
     for line in [*text.splitlines(), ""]:
         words = line.strip()
@@ -105,14 +105,14 @@ def _blocks(text: str) -> Iterator[list[str]]:
 
 
 def _joined(block: list[str]) -> Iterator[str]:
-    """Lines of a paragraph with its hard breaks taken out, except before list items and parameters."""
+    """The lines of a paragraph without line breaks, except before list items and parameters."""
     line = ""
     for words in (raw.strip() for raw in block):
         if UNDERLINE.match(words) or CODE.match(words):
-            line = ""  # an underlined heading goes with its line, and so does what leads into code
+            line = ""  # drops a heading above its underline, and the text that introduces code
             continue
         if (typed := PARAMETER.match(words)) and typed[2]:
-            words = f"{typed[1]}:"  # the next line says what it is, which reads better than its type
+            words = f"{typed[1]}:"  # the type is dropped, as the next line describes the parameter
         if line and words and not (ITEM.match(words) or FIELD.match(words) or PARAMETER.match(words)):
             line += " " + words
         else:
@@ -124,7 +124,7 @@ def _joined(block: list[str]) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> str:
-    """Text without the markup of reStructuredText and Markdown."""
+    """The text without the markup of reStructuredText and Markdown."""
     text = HYPERLINK.sub(r"\1", LINK.sub(r"\1", ROLE.sub(r"\1", text)))
     text = re.sub(r"<[a-zA-Z/!][^>\n]*>", "", text)
     text = re.sub(r"^#+\s*", "", text, flags=re.MULTILINE)
@@ -134,7 +134,7 @@ def _unmarked(text: str) -> str:
 
 
 def _is_english(text: str) -> bool:
-    """Whether a passage reads like sentences: long enough, made of letters, and most of its words are words."""
+    """Whether a paragraph looks like English sentences, by its length, its letters and its words."""
     words = text.split()
     if len(text) < LEAST_PASSAGE or len(words) < LEAST_WORDS:
         return False

@@ -1,7 +1,7 @@
 """One file of text as a sequence of documents: JSON lines, plain text, parquet, compressed or not, local or on the hub.
 
-A document has an index, its place among the records of its file, good or bad. So a reader can begin anywhere and take
-every n-th record (a stripe) without parsing the others, and a place in a file means the same whatever was wrong before.
+The index of a document counts all records of its file, good or bad. So a reader can begin anywhere and take every n-th
+record (a stripe) without parsing the others, and an index does not depend on which records before it were bad.
 """
 
 import codecs
@@ -23,32 +23,32 @@ import pyarrow.parquet
 from huggingface_hub import HfFileSystem
 
 from salaad.common.errors import UserError
-from salaad.data.retries import read_patiently
+from salaad.data.retries import read_with_retries
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bz2"}
 C4 = "hf://datasets/allenai/c4/en/c4-{split}.{index:05d}-of-{count:05d}.json.gz"
 C4_SHARDS = {"train": 1024, "validation": 8}
-LARGEST_DOCUMENT = 64 << 20  # bytes of a record; a larger one is bad, and no reader ever holds it whole
+LARGEST_DOCUMENT = 64 << 20  # bytes of a record; a larger one is bad and never held in memory as a whole
 CHUNK = 1 << 20
 
 
 class Skipped(Enum):
-    """Why a record gives no document; never silent, the readers' callers count them."""
+    """Why a record gives no document; the readers' callers count both kinds."""
 
     BAD = "bad"
     EMPTY = "empty"
 
 
 class _BadRecord(Exception):
-    """What is wrong with one record."""
+    """One record is bad; the message says why."""
 
 
 def expand(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The files behind paths and globs, sorted, each once.
+    """The files that paths and globs match, sorted, each once.
 
     Raises:
-        UserError: a pattern that matches nothing, a folder, or a file of an unknown kind.
+        UserError: a pattern matches nothing or a folder, or a file is of an unknown kind.
     """
     found = set()
     for pattern in patterns:
@@ -73,7 +73,7 @@ def c4_files(split: str) -> tuple[str, ...]:
 
 
 def is_remote(file: str) -> bool:
-    """Whether a file lies on the hub."""
+    """Whether a file is on the hub."""
     return "://" in file
 
 
@@ -81,7 +81,7 @@ def size_of(file: str) -> int | None:
     """Bytes of a local file; None for one on the hub.
 
     Raises:
-        UserError: it is not there.
+        UserError: it does not exist.
     """
     try:
         return None if is_remote(file) else Path(file).stat().st_size
@@ -90,7 +90,7 @@ def size_of(file: str) -> int | None:
 
 
 def kind_of(file: str) -> tuple[str, str | None]:
-    """(`json`, `text` or `parquet`; compression or None) by the name of a file.
+    """(`json`, `text` or `parquet`; compression or None) from the name of a file.
 
     Raises:
         UserError: the extension is unknown.
@@ -117,23 +117,23 @@ def read_documents(
     start: int = 0,
     stride: int = 1,
 ) -> Iterator[tuple[int, str | Skipped]]:
-    """(index, text) of the records start, start + stride, start + 2·stride, … of a file; `Skipped` stands for no text.
+    """(index, text or `Skipped`) of the records start, start + stride, start + 2·stride, … of a file.
 
     Args:
         file: a local path or an `hf://` address.
         field: the column that holds the text in JSON lines and parquet.
-        max_bad: bad records this reader may meet.
-        retries: how often the file is tried again when it cannot be read.
+        max_bad: largest number of bad records that this reader tolerates.
+        retries: how often reading is tried again when it fails.
         size: bytes that a local file must have; another number means that it was changed or cut off.
         start: index of the first record.
-        stride: distance to the next one; what lies between is passed over unparsed.
+        stride: distance to the next record; those between are not parsed.
 
     Raises:
-        UnreadableFile: a damaged, changed or vanished file, no network.
-        UserError: more than `max_bad` bad records, no such column.
+        UnreadableFile: the file is damaged, changed or gone, or there is no network.
+        UserError: there are more than `max_bad` bad records, or no such column.
     """
     bad = 0
-    records = read_patiently(
+    records = read_with_retries(
         file,
         lambda index: _records(file, field, size, index, stride),
         start=start,
@@ -158,12 +158,12 @@ def read_documents(
 
 
 def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> None:
-    """Find out before training whether a file can be read and holds at least one document.
+    """Check before training that a file can be read and holds at least one document.
 
-    Only the hub is given `retries`: a local file that is missing now is a mistake, and somebody waits to hear of it.
+    `retries` apply to the hub only: a missing local file is a mistake that the user wants to hear of at once.
 
     Raises:
-        UserError: it cannot, or does not.
+        UserError: it cannot be read, or holds none.
     """
     if size_of(file) == 0:
         raise UserError(f"{file} is empty (0 bytes); take it out of the list or write it again")
@@ -179,9 +179,12 @@ def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> N
 
 
 def _text_of(record: object, field: str) -> str:
-    """The text of one raw record: bytes of a JSON line (`_JsonLine`) or of a paragraph, or a value out of parquet.
+    """The text of a raw record: bytes of a JSON line (`_JsonLine`) or a paragraph, or a value of a parquet file.
 
-    None stands for a record that is too large.
+    A record that is too large is None.
+
+    Raises:
+        _BadRecord: it holds no text.
     """
     if record is None:
         raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
@@ -197,7 +200,7 @@ def _text_of(record: object, field: str) -> str:
             record = record.as_py()
         if not isinstance(record, str):
             raise _BadRecord(f"the text is of type {type(record).__name__}")
-        record.encode("utf-8")  # JSON can spell half a surrogate pair, which no tokenizer takes
+        record.encode("utf-8")  # JSON can hold half a surrogate pair, which no tokenizer accepts
     except UnicodeError:
         raise _BadRecord("not UTF-8") from None
     except (ValueError, RecursionError):
@@ -208,7 +211,7 @@ def _text_of(record: object, field: str) -> str:
 def _records(file: str, field: str, size: int | None, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
     _require_size(file, size)
     yield from _READERS[kind_of(file)[0]](file, field, start, stride)
-    # A file that is cut off while it is read seems to end; one that is gone by now was open, so it was read whole.
+    # A file that is cut off while it is read seems to end. One that was deleted meanwhile was open and read completely.
     with contextlib.suppress(FileNotFoundError):
         _require_size(file, size)
 
@@ -219,13 +222,13 @@ def _require_size(file: str, size: int | None) -> None:
 
 
 class _Hub(HfFileSystem):
-    """The hub without its listings, which nothing limits in time: a file is opened by one request, in one long answer.
+    """The hub without folder listings, whose requests have no time limit: one request opens and reads a file.
 
-    `datasets` would be no help. Made for the HTTP library that the hub's client used before, it tries nothing again.
+    `datasets` does not retry: it expects the exceptions of the HTTP library that the hub's client used before.
     """
 
     def isdir(self, path: str) -> bool:
-        """Whether it is a folder; files are all that is asked for."""
+        """False: only files are opened, so no listing is needed."""
         return False
 
 
@@ -236,14 +239,14 @@ def _open(file: str) -> Iterator[BinaryIO]:
     storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
     own = None if compression == "zstd" else compression
     with fsspec.core.OpenFile(storage, file, "rb", compression=own) as stream:
-        # fsspec's zstd reader ends silently at the end of the first frame, and like zstandard's where a frame is cut.
+        # fsspec's zstd reader ends without an error after the first frame, and at a frame that is cut off.
         if compression == "zstd":
             stream = pyarrow.CompressedInputStream(stream, "zstd")
         yield io.BufferedReader(stream, CHUNK)
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) from 1 on; None stands for one that is too large."""
+    """(number from 1, line); a line that is too large is None."""
     lines = iter(partial(stream.readline, LARGEST_DOCUMENT + 1), b"")
     for number, line in enumerate(lines, 1):
         if len(line) > LARGEST_DOCUMENT:
@@ -272,7 +275,7 @@ def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tu
 
 
 def _paragraphs(stream: BinaryIO) -> Iterator[tuple[int, list[bytes] | None]]:
-    """(number of the first line, lines) of each block between blank lines; None stands for one that is too large."""
+    """(number of the first line, lines) of each block between blank lines; None for a block that is too large."""
     block: list[bytes] = []
     first, size = 1, 0
     for number, line in _lines(stream):
@@ -305,7 +308,7 @@ def _parquet_records(
             if end <= start:
                 continue
             position = begin
-            # Arrow decodes a batch of rows at once: fewer of them where they are large.
+            # Arrow decodes a batch of rows at once, so batches have fewer rows where these are large.
             rows = max(1, min(1024, LARGEST_DOCUMENT * metadata.num_rows // max(1, metadata.total_byte_size)))
             for batch in table.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False):
                 values = batch.column(0)
@@ -317,7 +320,7 @@ def _parquet_records(
 
 
 def _is_too_large(value: pyarrow.Scalar) -> bool:
-    # Arrow counts text of every kind among its binary scalars.
+    # Arrow's text types are binary scalars, too.
     return isinstance(value, pyarrow.BinaryScalar) and value.is_valid and value.as_buffer().size > LARGEST_DOCUMENT
 
 

@@ -1,8 +1,8 @@
-"""A corpus that every machine has: the documentation inside this project's dependencies and the standard library.
+"""A corpus that every machine has: the documentation of this project's dependencies and the standard library.
 
-Docstrings and package texts are read from the installed files, cleaned to prose, and kept once; a hash of each
-document's text decides whether it is for validation. What is installed decides what the corpus is, so `Corpus.hash`
-belongs beside every number measured on it.
+Docstrings and package texts are read from the installed files and reduced to English paragraphs without duplicates. A
+hash of each document's text decides whether it is used for validation. The corpus depends on the installed packages, so
+`Corpus.hash` has to be reported with every number measured on it.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from salaad.data.tokenizer import train_tokenizer
 TRAIN_FILES = 8
 VALIDATION_ONE_IN = 50
 LEAST_DOCUMENT = 200  # characters
-TOKENIZER_CHARACTERS = 12_000_000  # training text of a tokenizer; more changes little and takes minutes
+TOKENIZER_CHARACTERS = 12_000_000  # of training text for a tokenizer; more changes little and takes minutes
 REQUIREMENTS = CHECKOUT / "requirements.txt"
-# Tests explain little, and vendored packages are somebody else's documentation once more.
+# Folders left out: tests document little, and vendored packages repeat the documentation of others.
 LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendored", "site-packages", "__pycache__", "lib2to3", "idlelib"}
 
 
@@ -38,9 +38,9 @@ class Corpus:
     """The corpus on disk.
 
     Args:
-        folder: where its files and its tokenizers are.
-        train_files: JSON lines with `text` and `source`.
-        validation_files: the same.
+        folder: the folder of its files and tokenizers.
+        train_files: paths of JSON lines with `text` and `source`.
+        validation_files: paths of such files.
         hash: SHA-256 over all texts.
     """
 
@@ -51,10 +51,10 @@ class Corpus:
 
 
 def corpus(cache: Path | None = None) -> Corpus:
-    """The corpus of this machine, made in under a minute the first time and cached.
+    """The corpus of this machine; it is created in under a minute at the first call and cached.
 
     Args:
-        cache: folder of caches; `$SALAAD_CACHE` or `~/.cache/salaad` unless given.
+        cache: folder of caches; `$SALAAD_CACHE` or `~/.cache/salaad` if not given.
     """
     distributions = dict(sorted(_closure(_required_names())))
     library = Path(sysconfig.get_path("stdlib"))
@@ -68,10 +68,10 @@ def corpus(cache: Path | None = None) -> Corpus:
 
 
 def tokenizer(corpus: Corpus, vocab_size: int) -> Path:
-    """A sentencepiece model of `vocab_size` pieces, trained once and cached.
+    """The path of a sentencepiece model of `vocab_size` pieces, trained once and cached.
 
     Raises:
-        UserError: the corpus gives no such number of pieces.
+        UserError: the corpus is too small for so many pieces.
     """
     folder = corpus.folder / f"tokenizer-{vocab_size}"
     with made_once(folder) as make:
@@ -91,12 +91,12 @@ def _required_names() -> list[str]:
 
 
 def _name(requirement: str) -> str:
-    """Normalised name at the head of a requirement such as `lm-eval[x]==0.4; python_version < "4"`."""
+    """The normalised name in a requirement such as `lm-eval[x]==0.4; python_version < "4"`."""
     return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement).group()).lower()
 
 
 def _closure(names: Iterable[str]) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
-    """(name, distribution) of all installed ones that are required, directly or not."""
+    """(name, distribution) of all installed distributions that are required, directly or indirectly."""
     installed = {_name(d.metadata["Name"]): d for d in importlib.metadata.distributions() if d.metadata["Name"]}
     waiting, seen = list(names), set()
     while waiting:
@@ -109,20 +109,20 @@ def _closure(names: Iterable[str]) -> Iterator[tuple[str, importlib.metadata.Dis
 
 
 def _fingerprint(distributions: dict[str, importlib.metadata.Distribution]) -> str:
-    """Changes with Python, with what is installed and with the rules of extraction."""
+    """A digest of the Python version, the installed packages and the source of the extraction."""
     parts = [sys.version, *(f"{name}=={distribution.version}" for name, distribution in distributions.items())]
     rules = [Path(__file__).read_text(), Path(docstrings.__file__).read_text()]
     return hashlib.sha256("\n".join(parts + rules).encode()).hexdigest()[:16]
 
 
 def _standard_library(root: Path) -> list[tuple[str, Path]]:
-    """(label, path) of the sources of the standard library."""
+    """(label, path) of the source files of the standard library."""
     files = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
     return [(f"python/{path.relative_to(root)}", path) for path in files]
 
 
 def _package_files(distributions: dict[str, importlib.metadata.Distribution]) -> Iterator[tuple[str, Path]]:
-    """(label, path) of sources and texts of the distributions."""
+    """(label, path) of the source files and texts of the distributions."""
     for name, distribution in distributions.items():
         for file in sorted(distribution.files or [], key=str):
             if file.parts[0] != ".." and not LEFT_OUT & set(file.parts) and docstrings.is_source(file.name):
@@ -130,7 +130,7 @@ def _package_files(distributions: dict[str, importlib.metadata.Distribution]) ->
 
 
 def _documents(sources: list[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
-    """(label, text) per file with enough prose; a passage that came before is left out wherever it comes again."""
+    """(label, text) of every file with enough text; of equal paragraphs only the first is kept."""
     seen: set[bytes] = set()
     quiet = not sys.stdout.isatty()
     with ProcessPoolExecutor() as pool:
@@ -167,7 +167,7 @@ def _write(folder: Path, documents: Iterable[tuple[str, str]]) -> None:
 
 
 def _sentences(files: Iterable[str]) -> Iterator[str]:
-    """Lines of text to train a tokenizer on; the training files are shuffled by hash, so a beginning is a sample."""
+    """Lines of text to train a tokenizer on: the first ones of every file, a sample as files are ordered by hash."""
     room = TOKENIZER_CHARACTERS
     for file in files:
         share = room // len(files)

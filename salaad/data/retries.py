@@ -1,7 +1,7 @@
-"""Reading on after an interruption: a file that cannot be read for a moment is tried again, behind the last record.
+"""Retries: a file that cannot be read for a while is tried again, from the record after the last one read.
 
-Networks, mounts and hubs fail for minutes and come back; damage and refusals do not, so nobody waits for those. What
-huggingface_hub does by itself comes first: it gives a request of the hub six tries of at most 10 s of silence each.
+Networks, mounts and the hub may fail for minutes and recover, so waiting helps; damaged files and refused requests do
+not recover. Before these retries, huggingface_hub itself tries a request up to six times with a timeout of 10 s each.
 """
 
 import sys
@@ -15,16 +15,16 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from salaad.common.errors import UserError
 
-FIRST_PAUSE = 1.0  # seconds before the first new try; every further pause is twice as long
+FIRST_PAUSE = 1.0  # seconds before the first retry; every further pause is twice as long
 LONGEST_PAUSE = 30.0
 DAMAGE = (EOFError, zlib.error, LZMAError, pyarrow.ArrowInvalid)
 
 
 class UnreadableFile(UserError):
-    """A file that vanished, is damaged, or could not be read however often it was tried."""
+    """A file that is gone or damaged, or that could not be read in all tries."""
 
 
-def read_patiently(
+def read_with_retries(
     file: str,
     records_from: Callable[[int], Iterator[tuple[int, str, object]]],
     *,
@@ -33,18 +33,18 @@ def read_patiently(
     retries: int,
     remote: bool,
 ) -> Iterator[tuple[int, str, object]]:
-    """The records of a file, each once, however often reading breaks off in between.
+    """The records of a file, each once, even if reading is interrupted.
 
     Args:
         file: its path or address.
-        records_from: opens it at the record of an index; yields (index, place for a person, record).
+        records_from: opens it at the record of an index; yields (index, place as a text, record).
         start: index of the first record.
-        stride: distance to the next one.
+        stride: distance to the next record.
         retries: how often it is opened again without a new record, after 1, 2, 4, … seconds.
-        remote: whether the file lies on the hub, where a broken connection looks like a damaged file.
+        remote: whether the file is on the hub, where a broken connection looks like a damaged file.
 
     Raises:
-        UnreadableFile: it stays unreadable, or is so in a way that waiting does not mend.
+        UnreadableFile: all tries failed, or the error is one that waiting does not correct.
     """
     tries = 0
     while True:
@@ -62,7 +62,7 @@ def read_patiently(
                 raise UnreadableFile(_sentence(file, error, remote, tries)) from error
             pause = min(FIRST_PAUSE * 2**tries, LONGEST_PAUSE)
             tries += 1
-            # A worker has no other way to say it at once than the standard error that it shares with the trainer.
+            # The standard error is the only way in which a worker can report this at once.
             print(
                 f"{file}: cannot be read ({_one_line(error)}), trying again in {pause:g} s ({tries} of {retries})",
                 file=sys.stderr,
@@ -72,12 +72,12 @@ def read_patiently(
 
 
 def _may_pass(error: Exception, remote: bool) -> bool:
-    """Whether the same file may be readable a little later."""
+    """Whether the file may become readable a little later."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     if remote:
         return not isinstance(error, FileNotFoundError | PermissionError | OfflineModeIsEnabled)
-    # The system gives its errors a number; the decompressors' and Arrow's own OSErrors, which mean damage, have none.
+    # Errors of the system have a number; OSErrors of the decompressors and of Arrow, which mean damage, have none.
     refused = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
     return isinstance(error, OSError) and error.errno is not None and not refused
 

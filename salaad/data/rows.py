@@ -1,11 +1,11 @@
-"""Virtual streams: how files are dealt to them, where each one stands, and the rows of tokens it gives.
+"""Virtual streams: the files they read, their positions (cursors), and the rows of tokens they give.
 
-With F files and V streams every file is cut into V / gcd(F, V) stripes (document index modulo), and these units are
-dealt round-robin, so every stream has equally many. A stream walks its units in an order, and the records of each
-window in an order, that are functions of (seed, stream, epoch, unit, window) alone. So nine numbers are its whole
-state, and going on means reading one window again.
+With F files and V streams every file is divided into V / gcd(F, V) stripes (document index modulo), and these units are
+dealt round-robin, so every stream has equally many. The order of a stream's units, and of the records in each window,
+depends only on (seed, stream, epoch, unit, window). So nine numbers are its whole state, and a resume reads one window
+again.
 
-A unit that turns out unreadable is lost from the first window on that cannot be read whole: the next unit follows.
+If a unit becomes unreadable, the stream goes on with the next unit; the window being read and the rest are lost.
 """
 
 import dataclasses
@@ -22,26 +22,26 @@ from salaad.data.retries import UnreadableFile
 from salaad.data.tokenizer import Encoder
 
 AHEAD = 32  # documents tokenised at once
-PART = 1 << 20  # characters tokenised at once, since a tokenizer takes some hundred bytes for each
+PART = 1 << 20  # characters tokenised at once; a tokenizer takes about a hundred bytes for each
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all streams of a run share.
+    """The settings that all streams of a run share.
 
     Args:
-        files: the files, in an order that every process agrees on.
+        files: the files, in the same order in every process.
         streams: V.
-        seed: seeds every order; None keeps the files' own.
+        seed: seeds every order; None keeps the order of the files.
         window: documents that are shuffled together.
         epochs: passes over the text; None never ends.
         field: the column that holds the text.
         max_bad: bad documents one file may hold.
         length: tokens in a row.
-        packing: cut rows from joined documents instead of one document a row.
+        packing: cut rows from concatenated documents instead of one document per row.
         eos: id that ends every document.
-        retries: how often a file that cannot be read is tried again.
-        max_lost: units a stream may lose in a pass; None where no loss is ever allowed.
+        retries: how often reading a file is tried again when it fails.
+        max_lost: units that a stream may lose in a pass; None raises at the first.
         sizes: bytes of the local files, which must not change.
     """
 
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def stripes(self) -> int:
-        """Parts every file is cut into."""
+        """The number of stripes of every file."""
         return self.streams // math.gcd(len(self.files), self.streams)
 
     def units(self, stream: int, epoch: int) -> list[tuple[str, int]]:
@@ -71,9 +71,9 @@ class Plan:
         return [(self.files[units[k] // self.stripes], units[k] % self.stripes) for k in order]
 
     def order(self, count: int, *place: int) -> np.ndarray:
-        """A permutation of `count` things, [count], that depends on the seed and the place only.
+        """A permutation [count] that depends only on `count`, the seed and the `place`.
 
-        Sorting raw Philox words keeps it the same over numpy versions, which `Generator.permutation` does not promise.
+        Sorting raw Philox words gives the same in all numpy versions, which `Generator.permutation` does not promise.
         """
         if self.seed is None:
             return np.arange(count)
@@ -83,7 +83,7 @@ class Plan:
 
 @dataclass
 class Cursor:
-    """Where a stream stands, and what it met on the way there.
+    """The position of a stream, and counts of what it read up to there.
 
     Args:
         epoch: passes completed.
@@ -91,9 +91,9 @@ class Cursor:
         window: windows completed in this unit.
         position: records completed in this window, in its shuffled order.
         token: tokens of the record there that are already in rows (packing).
-        bad: broken records met.
-        empty: records without text met.
-        long: documents met that did not fit a row.
+        bad: broken records.
+        empty: records without text.
+        long: documents that were cut to a row.
         lost: units that could not be read to their end.
     """
 
@@ -109,7 +109,14 @@ class Cursor:
 
 
 class RowStream:
-    """The rows of one virtual stream, from a cursor on."""
+    """The rows of one virtual stream, from a cursor on.
+
+    Args:
+        plan: the settings of all streams.
+        number: the number of this stream, from 0.
+        cursor: where it begins; it is copied.
+        encoder: the tokenizer.
+    """
 
     def __init__(self, plan: Plan, number: int, cursor: Cursor, encoder: Encoder) -> None:
         self.plan = plan
@@ -123,13 +130,13 @@ class RowStream:
         self._records: list[str | Skipped] | None = None
         self._unit_ends = False
         self._ids: dict[int, np.ndarray] = {}
-        self._barren_epochs = 0
+        self._epochs_without_document = 0
 
     def next_row(self) -> np.ndarray | None:
         """int32 ids, [at most length], the end-of-document token included; None when the last epoch is over.
 
         Raises:
-            UserError: the text cannot be read, or none of it falls to this stream.
+            UserError: the text cannot be read, or this stream has none.
         """
         return self._packed() if self.plan.packing else self._truncated()
 
@@ -156,7 +163,7 @@ class RowStream:
         return np.concatenate(parts) if parts else None
 
     def _document(self) -> np.ndarray | None:
-        """The document under the cursor as ids ending in eos; records without text are passed and counted."""
+        """The document at the cursor as ids ending in eos; records without text are skipped and counted."""
         cursor = self.cursor
         while True:
             if cursor.epoch == self.plan.epochs:
@@ -170,7 +177,7 @@ class RowStream:
             if isinstance(record, str):
                 ids = self._tokenised(cursor.position)
                 if len(ids) > 1:
-                    self._barren_epochs = 0
+                    self._epochs_without_document = 0
                     return ids
             if record is Skipped.BAD:
                 cursor.bad += 1
@@ -179,7 +186,7 @@ class RowStream:
             cursor.position += 1
 
     def _read_window(self) -> bool:
-        """Read the window under the cursor, or go to the next unit and say False where it cannot be had whole."""
+        """Read the window at the cursor; if it cannot be read completely, go to the next unit and return False."""
         cursor, plan = self.cursor, self.plan
         if self._reader is None:
             file, stripe = self._units[cursor.unit]
@@ -195,7 +202,7 @@ class RowStream:
         try:
             records = [record for _, record in islice(self._reader, plan.window)]
         except UnreadableFile as error:
-            self._reader = None  # an ended reader would look like an ended unit
+            self._reader = None  # a reader that failed would look like a unit that ended
             self._lose_unit(error)
             return False
         self._unit_ends = len(records) < plan.window
@@ -205,11 +212,15 @@ class RowStream:
         return True
 
     def _lose_unit(self, error: UnreadableFile) -> None:
-        """Pass over the rest of a unit. A partly read window is lost too: no cursor could tell what was read of it."""
+        """Skip the rest of a unit, and with it a window read in part, whose records no cursor could describe.
+
+        Raises:
+            UserError: more units are lost than allowed.
+        """
         cursor, allowed = self.cursor, self.plan.max_lost
         if allowed is None:
             raise error
-        # A file that is broken for good is met once a pass.
+        # A file that stays broken is counted once per pass.
         if cursor.lost >= allowed * (cursor.epoch + 1):
             raise UserError(
                 f"{error}, or raise data.max_lost_files, which lets stream {self.number} pass over {allowed} such "
@@ -232,8 +243,8 @@ class RowStream:
         cursor.unit = 0
         cursor.epoch += 1
         self._units = self.plan.units(self.number, cursor.epoch)
-        self._barren_epochs += 1
-        if self._barren_epochs > 1:
+        self._epochs_without_document += 1
+        if self._epochs_without_document > 1:
             raise UserError(
                 f"stream {self.number} of {self.plan.streams} finds no document in {len(self.plan.files)} file(s), "
                 f"which hold too few for so many streams ({cursor.lost} parts could not be read); lower data.streams "
@@ -253,18 +264,18 @@ class RowStream:
         return self._ids[position]
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of whole texts, or of a beginning that is surely longer than a row where the rest would be cut off."""
+        """Ids of whole texts, or, without packing, of a beginning that is longer than a row."""
         if self.plan.packing:
             return [self._whole(text) for text in texts] if len(texts[-1]) > PART else self._encoder(texts)
         encoded = self._encoder([_beginning(text, 8 * self.plan.length) for text in texts])
         for k, text in enumerate(texts):
-            # Ids right before a cut may differ from those of the whole text, so the row must end well before it.
+            # Ids just before a cut may differ from those of the whole text, so the row has to end well before it.
             if len(encoded[k]) < self.plan.length + 8 and len(text) > 8 * self.plan.length:
                 encoded[k] = self._whole(text)
         return encoded
 
     def _whole(self, text: str) -> np.ndarray:
-        """Ids of a text, part by part where it is enormous; at the cuts they may differ from those of one piece."""
+        """Ids of a text, tokenised in parts of `PART` characters; at the cuts they may differ from the whole's."""
         parts = []
         while text:
             part = _beginning(text, PART)
@@ -274,7 +285,7 @@ class RowStream:
 
 
 def _beginning(text: str, length: int) -> str:
-    """The first characters of a text, cut at a space where there is one."""
+    """The first `length` characters of a text, cut at a space if there is one."""
     if len(text) <= length:
         return text
     cut = text.rfind(" ", 0, length)

@@ -1,4 +1,4 @@
-"""Where the text of a run is: files, tokenizer, validation rows, and rows sampled from all over it."""
+"""The text of a run: its files and tokenizer, its validation rows, and rows sampled from the training text."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,17 +23,17 @@ COUNTS = ("bad", "empty", "long", "lost")
 
 @dataclass
 class Text:
-    """Where the text of a run is, and its tokenizer.
+    """The files of a run's text, and its tokenizer.
 
     Args:
-        tokenizer: for the model folder.
+        tokenizer: the one that is saved with the model.
         train_files: paths or hub addresses.
-        validation_files: the same; no file is in both.
+        validation_files: paths or hub addresses; no file is in both.
         corpus_hash: hex digest of all python-docs texts; None for other sources.
-        vocab_size: ids stay below it.
-        sizes: bytes of the local files when they were found; a file that changes cannot be read on.
-        validation_rows: rows already tokenised, by what was asked for.
-        validation_counts: bad, empty and long documents met in them.
+        vocab_size: upper limit of the ids.
+        sizes: bytes of the local files when they were found; a changed file is an error.
+        validation_rows: cache of tokenised rows, by the settings they were made with.
+        validation_counts: bad, empty, long and lost documents in them.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -47,18 +47,18 @@ class Text:
 
     @property
     def pad_id(self) -> int:
-        """Id that fills rows up; its labels are ignored."""
+        """The id that pads rows; its labels are ignored."""
         pad = self.tokenizer.pad_token_id
         return 0 if pad is None else pad
 
 
 def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> Text:
-    """Find the files, open the tokenizer and check that both can serve a run, before anything is trained.
+    """Find the files, open the tokenizer, and check both before anything is trained.
 
-    Without `training` only the validation files are looked for.
+    Without `training` only the validation files are opened.
 
     Raises:
-        UserError: files that are missing, empty, unreadable or in both lists, no network, or a tokenizer that has
+        UserError: a file is missing, empty, unreadable or in both lists, there is no network, or the tokenizer has
             more ids than the model.
     """
     corpus_hash, tokenizer = None, config.tokenizer or DEFAULT_TOKENIZER
@@ -71,7 +71,7 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> 
     else:
         train, validation = expand(config.files) if training else (), expand(config.validation_files)
         _require_disjoint(train, validation)
-    # One shard stands for all of C4: asking for each would be a thousand requests.
+    # Of C4 only one shard is checked, since each check is a request to the hub.
     for file in validation[:1] if config.source == "c4" else (*train, *validation):
         require_document(file, _field(config), config.max_bad_documents, config.retries)
     sizes = {file: size for file in (*train, *validation) if (size := size_of(file)) is not None}
@@ -101,16 +101,16 @@ def validation_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The validation rows of a rank, in micro-batches of up to `rows`.
 
-    The rows are those read in order up to the one that brings all their non-padding tokens to `max_tokens`; row i is
-    rank i mod W's. Every rank reads them all, so they agree without a word, and keeps its own for the next time.
+    The rows are read in order until they hold `max_tokens` non-padding tokens or more; row i belongs to rank i mod W.
+    Every rank reads all of them, so no communication is needed, and caches its own.
 
     Raises:
         UserError: the text cannot be read.
     """
-    asked = (config.sequence_length, config.packing, max_tokens, rank, world_size)
-    if asked not in text.validation_rows:
-        text.validation_rows[asked] = _validation_rows(text, config, max_tokens)[rank::world_size]
-    mine = text.validation_rows[asked]
+    key = (config.sequence_length, config.packing, max_tokens, rank, world_size)
+    if key not in text.validation_rows:
+        text.validation_rows[key] = _validation_rows(text, config, max_tokens)[rank::world_size]
+    mine = text.validation_rows[key]
     for start in range(0, len(mine), rows):
         yield to_batch(mine[start : start + rows], config.sequence_length, text.pad_id, text.vocab_size)
 
@@ -127,10 +127,10 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
 
 
 def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> list[np.ndarray]:
-    """So many rows of the training text, from all over it, none twice; the same for the same seed.
+    """`count` rows of ids (at most `sequence_length` each) from all streams of the training text, none twice.
 
     Raises:
-        UserError: the text cannot be read or is shorter.
+        UserError: the text cannot be read or has fewer rows.
     """
     plan = replace(reading_plan(text, config, text.train_files, config.streams, seed), epochs=1)
     encoder = Encoder(text.tokenizer)
@@ -153,7 +153,7 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
     """Rows of ids as `input_ids` and `labels`, int64 [rows, length], padded on the right.
 
     Raises:
-        UserError: an id the model has no embedding for.
+        UserError: the model has no embedding for an id.
     """
     mask = np.arange(length) < np.array([[len(row)] for row in rows], int).reshape(-1, 1)
     ids = np.full(mask.shape, pad_id, np.int64)
@@ -167,9 +167,9 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
 
 
 def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
-    """Hex digest of a list of files by name and size, so that they may move to another folder.
+    """Hex digest of the names and sizes of files, so that they may be moved to another folder.
 
-    Sizes that are known already are taken for what they are, whatever has become of the files.
+    Sizes in `sizes` are used even if the files have changed since.
     """
     known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
     names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
@@ -177,7 +177,7 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
 
 
 def reading_plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, seed: int | None) -> Plan:
-    """How these files of the text are read: dealt to so many streams, in the order that the seed gives."""
+    """The plan by which so many streams read these files of the text, in an order given by the seed."""
     return Plan(
         files=files,
         streams=streams,

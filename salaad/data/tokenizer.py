@@ -1,4 +1,4 @@
-"""Tokenizers: a hub name, a folder or a sentencepiece model, always as a transformers fast tokenizer."""
+"""Tokenizers from a hub name, a folder or a sentencepiece model, as transformers' fast tokenizers."""
 
 import json
 import string
@@ -17,14 +17,14 @@ from salaad.common.files import is_file, read_object
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
-_LARGEST_CONFIG = 2**22  # bytes of what stands beside a vocabulary; reading it takes a hundred times as much memory
+_LARGEST_CONFIG = 2**22  # bytes of a file beside the vocabulary; reading it takes a hundred times as much memory
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
-    """Open a tokenizer; its end-of-sequence and padding tokens are defined, and `save_pretrained` keeps all of it.
+    """Open a tokenizer; its end-of-sequence and padding tokens are defined, and `save_pretrained` saves it completely.
 
     Args:
-        spec: a hub name, a folder with a tokenizer in it, or a sentencepiece `.model` file.
+        spec: a hub name, a folder with a tokenizer, or a sentencepiece `.model` file.
 
     Raises:
         UserError: there is none, it needs code of its own, or it has no end-of-sequence token.
@@ -49,14 +49,14 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
             if is_file(Path(spec) / name):
                 read_object(Path(spec) / name, _LARGEST_CONFIG)
     try:
-        try:  # the hub's cache first: without a network the hub's client retries for most of a minute
+        try:  # the cache first: without a network the hub's client retries for most of a minute
             tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
         except OSError:
             if local:
                 raise
             tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
-        # Anything may come out of here: no network, no such name, a damaged JSON file, missing code.
+        # Errors of any class: no network, no such name, a damaged JSON file, missing code.
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         cure = (
             "check the files in this folder"
@@ -73,12 +73,12 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """A sentencepiece model, unigram or BPE, as a fast tokenizer with the same ids.
 
     Raises:
-        UserError: not a sentencepiece file, or a model type that has no fast counterpart (word, char).
+        UserError: the file is no sentencepiece model, or of a type without a fast counterpart (word, char).
     """
     proto = spm.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's own DecodeError; the package is not ours to import
+    except Exception as error:  # protobuf's DecodeError; protobuf is no dependency of this project
         raise UserError(f"tokenizer {path} is no sentencepiece model ({error}); give another file") from error
     if proto.trainer_spec.model_type not in (spm.TrainerSpec.UNIGRAM, spm.TrainerSpec.BPE):
         raise UserError(f"tokenizer {path} is neither unigram nor BPE; give a sentencepiece model of these types")
@@ -102,14 +102,14 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
-    """A sentencepiece model of `vocab_size` unigram pieces; the bytes are among them, so no text is lost.
+    """The file of a sentencepiece model of `vocab_size` unigram pieces, with all bytes among them, so no text is lost.
 
     Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
 
     Raises:
-        UserError: the sentences give no such number of pieces.
+        UserError: the sentences are too few for so many pieces, or the number is too small.
     """
-    model = BytesIO()  # a file would carry its own name inside
+    model = BytesIO()  # the model would contain the name of a file
     try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -120,7 +120,7 @@ def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             character_coverage=0.9995,
-            # Else "<0x41>" in a text would be the byte A wherever "<" is no piece.
+            # Otherwise "<0x41>" in a text would become the byte A if "<" is no piece.
             required_chars=string.printable.strip(),
             pad_id=0,
             eos_id=1,
@@ -145,14 +145,14 @@ def _model(proto: spm.ModelProto) -> models.Model:
         return models.BPE(
             ids, _merges(proto), unk_token=trainer.unk_piece, fuse_unk=True, byte_fallback=trainer.byte_fallback
         )
-    # Spelt out in a text, </s> is not the control token and <0x41> not a byte: any other path must be cheaper.
-    dear = 10 * min(piece.score for piece in proto.pieces)
-    scores = [(piece.piece, dear if piece.type in (UNKNOWN, CONTROL, BYTE) else piece.score) for piece in proto.pieces]
+    # In a text, "</s>" must not become the control token nor "<0x41>" a byte, so any other split has to score better.
+    worst = 10 * min(piece.score for piece in proto.pieces)
+    scores = [(piece.piece, worst if piece.type in (UNKNOWN, CONTROL, BYTE) else piece.score) for piece in proto.pieces]
     return models.Unigram(scores, unk_id=trainer.unk_id, byte_fallback=trainer.byte_fallback)
 
 
 def _merges(proto: spm.ModelProto) -> list[tuple[str, str]]:
-    """BPE merges in the order of sentencepiece: the pair whose joined piece has the best score goes first."""
+    """BPE merges in the order of sentencepiece: the pair whose joined piece has the best score is merged first."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type not in (CONTROL, BYTE)}
     joined = sorted((piece for piece in scores if len(piece) > 1), key=lambda piece: -scores[piece])
     return [
@@ -171,12 +171,12 @@ def _normalizers(proto: spm.ModelProto) -> list[normalizers.Normalizer]:
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex("^ | $"), "")]
     if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(" "))  # Metaspace's own prefix is left out before a text's own space
+        steps.append(normalizers.Prepend(" "))  # Metaspace adds no prefix to a text that begins with a space
     return steps
 
 
 def _splits_at_spaces(proto: spm.ModelProto) -> bool:
-    """Whether no piece has a space after its first character, so that text may be cut there, which is much faster."""
+    """Whether no piece has a space after its first character, so that text can be split at spaces, much faster."""
     return not any(SPACE in piece.piece.lstrip(SPACE) or piece.piece.startswith(SPACE * 2) for piece in proto.pieces)
 
 
@@ -187,14 +187,14 @@ def _special_tokens(proto: spm.ModelProto) -> dict[str, str]:
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Ids that text, end and padding can take: the greatest one + 1, T5's sentinels and their like left out."""
+    """One more than the largest id of text, end and padding, without other special tokens such as T5's sentinels."""
     sentinels = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
     return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
 
 
 class Encoder:
-    """Texts to ids, many at once. A text that spells out a special token is text: it never becomes that token."""
+    """Texts to ids, many at once. The name of a special token in a text is tokenised as text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         parts = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -202,13 +202,13 @@ class Encoder:
         parts["added_tokens"] = [token for token in parts["added_tokens"] if not token["special"]]
         parts.update(post_processor=None, truncation=None, padding=None)
         if parts["model"]["type"] == "Unigram":
-            # A unigram model may list special tokens among its pieces (T5 lists all), where text would find them.
+            # A unigram model may list special tokens among its pieces (T5 lists all), so they would match text.
             parts["model"]["vocab"] = [
                 ["\0" + piece if piece in special else piece, score] for piece, score in parts["model"]["vocab"]
             ]
         self.backend = Tokenizer.from_str(json.dumps(parts))
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One int32 array of ids, [tokens], per text."""
+        """The ids of every text, int32 [tokens]."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]

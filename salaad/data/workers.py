@@ -1,4 +1,4 @@
-"""Processes that read ahead of the trainer, and how their end is noticed."""
+"""Processes that read text ahead of the trainer, and the error if one of them ends."""
 
 import contextlib
 import multiprocessing
@@ -14,18 +14,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from salaad.common.errors import UserError
 
-GRACE = 60  # seconds a worker outlives a request to end
+GRACE = 60  # seconds after which a worker obeys SIGTERM
 
 
 class Workers:
-    """Items of all workers in turn: worker 0's for the first step, worker 1's for it, …, then the second step's.
+    """The items of all workers in turn: for each step one of worker 0, one of worker 1, ….
 
-    A worker that ends by itself is told when the next item is asked for. torch would raise at that very moment,
-    wherever the trainer is then, be it in the middle of a checkpoint.
+    The unexpected end of a worker is raised when the next item is requested. torch's handler would raise at once,
+    wherever the trainer is, even in the middle of a checkpoint.
 
     Args:
-        dataset: gives the items of one worker.
-        count: how many there are; 0 gives the items of one in this process.
+        dataset: yields the items of one worker.
+        count: number of worker processes; with 0 the items are computed in this process.
 
     Raises:
         UserError: the system refuses more processes.
@@ -36,9 +36,9 @@ class Workers:
             dataset,
             batch_size=None,
             num_workers=count,
-            collate_fn=_as_it_is,
-            worker_init_fn=_leave_interrupts_to_the_trainer,
-            generator=torch.Generator(),  # a loader draws a seed, which must not come from the run's own generator
+            collate_fn=_identity,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # a loader draws a seed, which must not advance the run's generator
         )
         others = multiprocessing.active_children()
         try:
@@ -54,14 +54,14 @@ class Workers:
         """The next item.
 
         Raises:
-            UserError: a worker is gone.
+            UserError: a worker has ended.
         """
-        # A worker killed while it hands over an item leaves the trainer waiting for the rest, until the signal comes.
+        # If a worker is killed while it sends an item, the trainer waits for the rest until it gets this signal.
         with _on_child(self._require_all) if self._processes else contextlib.nullcontext():
             self._require_all()
             try:
                 return next(self._items)
-            except RuntimeError:  # torch's own, into which it turns whatever comes while it waits
+            except RuntimeError:  # torch turns an exception during its wait into this one
                 self._require_all()
                 raise
 
@@ -77,8 +77,8 @@ class Workers:
                 )
 
     def close(self) -> None:
-        """End them; one that is stuck, such as in a long wait for the hub, within seconds."""
-        self._items = iter(())  # the loader's own end: it asks, and waits for a while
+        """End the workers; one that is stuck, such as in a wait for the hub, is killed after some seconds."""
+        self._items = iter(())  # deletes the loader's iterator, which asks the workers to end and waits for a while
         for process in self._processes:
             process.kill()
             process.join()
@@ -87,8 +87,8 @@ class Workers:
 
 @contextlib.contextmanager
 def _on_child(handler: Any) -> Iterator[None]:
-    """Another handler for the end of a child, or whoever sets one inside, for as long as this lasts."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+    """Within this context SIGCHLD has another handler; one that is set inside is removed at the end, too."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.signal(signal.SIGCHLD, handler)
@@ -98,13 +98,13 @@ def _on_child(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
-def _as_it_is(item: object) -> object:
+def _identity(item: object) -> object:
     return item
 
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Workers inherit that they tokenise in one thread; otherwise the tokenizers library warns at every fork."""
+    """Let forked workers tokenise in one thread; otherwise the tokenizers library warns at every fork."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -117,11 +117,10 @@ def _quiet_fork() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    """A signal to the whole process group must not take the workers before the trainer has saved.
+def _ignore_interrupts(worker: int) -> None:
+    """Keep a worker alive after a signal to the whole process group, until the trainer has saved.
 
-    Ctrl-C is none of a worker's business. SIGTERM may also be the trainer's own way to end a worker that is stuck, so
-    it is obeyed, but late.
+    Ctrl-C is ignored. SIGTERM is obeyed after `GRACE` seconds, since torch also uses it to end a worker that is stuck.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -381,7 +381,7 @@ def test_a_fault_of_the_program_is_a_sentence_with_its_traceback_above(config, m
     config = replace(config, workers=workers)
     stream = TrainingStream(text, config, batch=4)
     monkeypatch.setattr(RowStream, "next_row", lambda self: {}["nothing"])
-    with pytest.raises(UserError, match=r"cannot be read on \(KeyError: 'nothing'\)"):
+    with pytest.raises(UserError, match=r"cannot be read \(KeyError: 'nothing'\)"):
         next(stream)
     stream.close()
     assert "Traceback" in capfd.readouterr().err

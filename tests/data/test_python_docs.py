@@ -201,5 +201,5 @@ def test_a_vocabulary_that_cannot_be_is_refused(machine):
     ],
 )
 def test_prose_is_taken_out_of_markup(text, expected):
-    found = list(docstrings.prose(text))
+    found = list(docstrings.english_paragraphs(text))
     assert found == expected if expected is not None else ">>>" not in "".join(found)

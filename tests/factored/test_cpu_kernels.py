@@ -56,7 +56,7 @@ def test_a_product_is_that_of_the_dense_matrix(n, m, rank, percent, rows, bias):
     b = torch.randn(n) if bias else None
     layer, x = SlrLinear.from_slr(slr, b), torch.randn(rows, m)
     exact = x.double() @ dense(slr).T + (0 if b is None else b.double())
-    assert layer._compiled(x) is not None
+    assert layer._native(x) is not None
     for _ in range(2):  # the first call leaves the weights as they were
         assert error(layer(x), exact) < 1e-5
 
@@ -96,7 +96,7 @@ def test_threads_change_nothing(shape, rows):
     found = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        found.append(layer._compiled(x).linear(x, None))
+        found.append(layer._native(x).linear(x, None))
     exact = x.double() @ dense(parts(*shape)).T
     assert all(error(y, exact) < 1e-5 for y in found)
     if rows * shape[2] * sum(shape[:2]) < cpu_kernels._FEW:  # else torch multiplies by U and V, as it likes
@@ -157,7 +157,7 @@ def test_autocast_and_the_default_dtype_change_nothing(n, m, rank, rows):
 def test_rows_of_an_embedding_are_those_of_the_table(count):
     slr = parts(90, 24, 5, 300)
     layer, ids = SlrEmbedding.from_slr(slr), torch.randint(0, 90, (1, count))
-    assert layer._compiled(ids) is not None
+    assert layer._native(ids) is not None
     found = layer(ids)
     assert found.shape == (1, count, 24)
     assert error(found, dense(slr)[ids]) < 1e-5
@@ -282,21 +282,21 @@ def test_an_empty_table_has_no_rows_to_give():
     ("environment", "said"),
     [
         ({"SALAAD_NATIVE": "0"}, ""),
-        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile cpu_kernels.cpp"),
+        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile native.cpp"),
         ({"CXX": "false"}, "torch's products are used"),
     ],
 )
 def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     script = (
         "import torch\n"
-        "from salaad.factored import cpu_kernels\n"
+        "from salaad import native\n"
         "from salaad.factored.layers import SlrLinear\n"
-        "from test_cpu_kernels import dense, error, parts\n"
+        "from test_native import dense, error, parts\n"
         "layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)\n"
-        "assert cpu_kernels.library() is None and layer._compiled(x) is None\n"
+        "assert native.library() is None and layer._native(x) is None\n"
         "assert error(layer(x), x.double() @ dense(parts(40, 30, 3, 200)).T) < 1e-5\n"
     )
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "factored")))
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     env = os.environ | {"PYTHONPATH": paths, "SALAAD_CACHE": str(tmp_path)} | environment
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
