@@ -1,4 +1,4 @@
-"""Where what can be made again is kept, and how several processes make it once."""
+"""The folder of caches, and folders in it that several processes create once."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def made_once(folder: Path) -> Iterator[Path | None]:
-    """Give an empty folder to fill if `folder` does not exist, and put it there when filled; else None.
+    """Yield an empty folder to fill, which becomes `folder` at the end, or None if `folder` exists.
 
-    Processes that start together wait for the first one; one that dies leaves nothing that looks complete.
+    Processes that start together wait for the first one; a process that dies leaves no incomplete `folder`.
     """
     if folder.exists():
         yield None

@@ -1,6 +1,6 @@
-"""Who owns which block, and the few exchanges between ranks. The only user of torch.distributed.
+"""The collective operations between ranks; the only module that uses torch.distributed.
 
-Every function takes the same path at world size 1, where an exchange is the identity.
+At world size 1, every operation is the identity.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ def rank() -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if world_size() > 1:
         dist.barrier()
 
@@ -55,7 +55,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def first_decides(action: Callable[[], T]) -> T:
-    """What rank 0's `action` returned, on every rank; the others do nothing. Its UserError is raised on every rank."""
+    """The result of `action`, which rank 0 alone runs, on every rank; its UserError is raised on every rank."""
     result, problem = None, None
     if rank() == 0:
         try:
@@ -67,7 +67,7 @@ def first_decides(action: Callable[[], T]) -> T:
 
 
 def raise_first(problem: UserError | None) -> None:
-    """Raise on every rank what the first rank that has a problem has."""
+    """Raise on every rank the problem of the first rank that has one."""
     problems = [found for found in gather(problem) if found is not None]
     if problems:
         raise problems[0]
@@ -82,7 +82,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def exclude_from_averaging(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Tell DistributedDataParallel, before it wraps `module`, that these are averaged by `average_gradients`."""
+    """Exclude parameters from the averaging of a DistributedDataParallel that will wrap `module`."""
     chosen = {id(parameter) for parameter in parameters}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in chosen]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

@@ -1,4 +1,4 @@
-"""The one exception that is meant for a person: a sentence, exit code 2, no traceback."""
+"""Errors that a user can correct, as one sentence, and the end of a command: its exit code and what it prints."""
 
 import errno
 import os
@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 _LONGEST = 1000  # characters of a sentence
 
-# What a disk can have, of which no line of ours is the cause.
+# Errors of a disk or of its permissions, which are no faults of this program.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
 
 
 class UserError(Exception):
-    """Something the user can mend. Its text is one sentence: the value, the limit and the cure.
+    """An error that the user can correct. Its text is one sentence with the value, the limit and the cure.
 
-    Values come from files that anybody may have written: line breaks and the commands of a terminal become spaces, and
-    of a value without end the middle is left out.
+    Values may come from files of unknown origin: line breaks and control characters become spaces, and the middle of a
+    very long sentence is left out.
     """
 
     def __init__(self, sentence: str) -> None:
@@ -37,14 +37,14 @@ class NotFiniteError(UserError):
 
 
 class Stopped(BaseException):
-    """A stop was asked for; no error, so that nothing on the way takes it for one."""
+    """A stop was requested; a BaseException, so that no `except Exception` catches it."""
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point; a `UserError` becomes its sentence on standard error and exit code 2.
 
-    The process leaves through `os._exit`: with several ranks the others may be waiting in a collective, and the
-    launcher stops them as soon as one rank is gone, whereas an orderly shutdown would wait for them.
+    After an error the process ends by `os._exit`: other ranks may wait in a collective operation, and the launcher
+    stops them as soon as one rank has ended, whereas an orderly shutdown would wait for them.
     """
     try:
         main()
@@ -72,7 +72,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process here and now, with everything printed."""
+    """End the process at once with this exit code, after flushing the output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

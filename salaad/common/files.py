@@ -1,4 +1,4 @@
-"""JSON files, folders that appear whole or not at all, and the checksums by which they stay so."""
+"""JSON files, folders that appear complete or not at all, and checksums of their files."""
 
 import hashlib
 import json
@@ -13,19 +13,19 @@ from typing import Any
 
 from salaad.common.errors import UserError
 
-CHECKOUT = Path(__file__).resolve().parents[2]  # of the project, where it was not installed from a wheel
+CHECKOUT = Path(__file__).resolve().parents[2]  # the project's root, unless it was installed from a wheel
 CHECKSUMS = "checksums.json"
-PARTIAL = ".partial"  # how the name of a file ends that is not whole yet
-_LARGEST_JSON = 2**26  # bytes; ours are a thousandth of it, and a parsed one takes some ten times as much memory
+PARTIAL = ".partial"  # suffix of a file that is not complete yet
+_LARGEST_JSON = 2**26  # bytes, a thousand times those of our files; parsed it takes about ten times as much memory
 
 
 @contextmanager
 def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
-    """A file to write that takes the place of `path` at the end of the context; after an error nothing of it is left.
+    """A temporary file to write, which replaces `path` at the end and is deleted after an error.
 
     Args:
-        path: the file; whoever reads it sees the old content or the new, never a part.
-        to_disk: the new content is on the disk before it takes that place, and its name soon after.
+        path: the file; a reader sees the old content or the new, never a part.
+        to_disk: flush the new content before it replaces the old, and then the folder.
 
     Raises:
         OSError: it cannot be written; the error names `path`.
@@ -70,9 +70,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
-    """Read a JSON file; a missing or broken one, or one of more than `most` bytes, is a UserError."""
+    """The content of a JSON file.
+
+    Raises:
+        UserError: it is missing, broken, or larger than `most` bytes.
+    """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+        if path.exists() and not path.is_file():  # reading a pipe would block, and a device has no end
             raise OSError("it is no file")
         if path.stat().st_size > most:
             raise OSError(f"it has {path.stat().st_size:,} bytes, and {most:,} are the most")
@@ -82,7 +86,11 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
 
 
 def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
-    """Read a JSON file of at most `most` bytes that holds an object; anything else is a UserError."""
+    """The object in a JSON file of at most `most` bytes.
+
+    Raises:
+        UserError: the file is missing, broken, too large or holds no object.
+    """
     value = read_json(path, most)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
@@ -90,7 +98,7 @@ def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; no, too, where no file can have this name."""
+    """Whether the file exists; False, too, for a name that no file can have."""
     try:
         return path.is_file()
     except OSError:
@@ -98,11 +106,12 @@ def is_file(path: Path) -> bool:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """The path of what a file of `folder` names, which lies in `folder` itself.
+    """The path of a file that is named by another file of `folder`.
+
+    The hub's cache keeps REPOSITORY/snapshots/REVISION/NAME as links into REPOSITORY/blobs, which are allowed.
 
     Raises:
-        UserError: the name is no plain relative one, or a link leads out of the folder. The hub's cache keeps
-            REPOSITORY/snapshots/REVISION/NAME as links into REPOSITORY/blobs, and those are followed.
+        UserError: the name is not a plain relative one, or a link leads out of the folder.
     """
     plain = isinstance(name, str) and name.isprintable() and name == str(PurePosixPath(name))
     if not plain or name == "." or name[0] == "/" or "\\" in name or name[1:2] == ":" or ".." in name.split("/"):
@@ -119,16 +128,16 @@ def inside(folder: Path, name: Any) -> Path:
 
 
 def require_new(folder: Path) -> None:
-    """Raise a UserError if `folder` is there already."""
+    """Raise a UserError if `folder` exists."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
 
 
 def json_file(name: str) -> Path:
-    """The JSON file that an `--output` names, whose folder is made before any work that it is to keep.
+    """The path of the JSON file that an `--output` names; its folder is created, before the work whose result it holds.
 
     Raises:
-        UserError: the folder cannot be made, or the name does not end in .json, so that it may be another file's.
+        UserError: the folder cannot be created, or the name does not end in .json.
     """
     path = Path(name)
     if path.suffix != ".json":
@@ -141,7 +150,11 @@ def json_file(name: str) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of the JSON file `path`, and raise a UserError if it or what is in the file cannot be used."""
+    """Create the folder of the JSON file `path`.
+
+    Raises:
+        UserError: the folder cannot be created, or the file exists and is no table of ours.
+    """
     json_file(str(path))
     if path.exists() and "rows" not in (read_json(path) or ()):
         raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
@@ -149,10 +162,10 @@ def require_writable(path: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which gets the name `folder` at the end; after an error nothing of it is left.
+    """A hidden folder to write into, which is renamed to `folder` at the end and deleted after an error.
 
     Raises:
-        UserError: `folder` exists or cannot be made.
+        UserError: `folder` exists or cannot be created.
     """
     require_new(folder)
     partial = folder.with_name(f".partial-{folder.name}")
@@ -171,7 +184,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_checksums(folder: Path) -> None:
     """List the SHA-256 of every file below `folder` in its checksums.json."""
     files = sorted(_files_below(folder))
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
         digests = pool.map(_digest, files)
         write_json(
             {str(path.relative_to(folder)): digest for path, digest in zip(files, digests, strict=True)},
@@ -182,13 +195,13 @@ def write_checksums(folder: Path) -> None:
 def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
-    With `alone` no other file may lie there: whoever reads what is there, such as a trainer, would read it unchecked.
+    With `alone` the folder may hold no other file, since a reader of all files would use it unchecked.
 
     Returns:
-        One digest for all of them, the key of whatever is derived from them.
+        One digest of all these files, a key for results derived from them.
 
     Raises:
-        UserError: the list is missing, a file is missing or not what was written, or was not written at all.
+        UserError: the list or a file is missing, or a file is not listed or not what was written.
     """
     if not (folder / CHECKSUMS).is_file():
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")

@@ -1,8 +1,8 @@
-"""Who uses a folder: one run writes into it, and what an evaluation reads is not deleted beneath it.
+"""Locks on folders: one process writes into a run, and a checkpoint that is being read is not deleted.
 
-The locks are the operating system's and end with the process, however it ends. They are taken here and not by a library
-of locks for two reasons: the one that a trainer holds must not be inherited by its data workers, which may outlive it,
-and any number of readers share the one of a checkpoint's folder.
+They are the operating system's locks and end with the process, however it ends. No library of locks is used: the lock of
+a trainer must not be inherited by its data workers, which may outlive it, and any number of readers share the lock of a
+checkpoint.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ from pathlib import Path
 from salaad.common.errors import UserError
 
 _claimed: dict[Path, int] = {}  # descriptors by lock file
-_kept: list[int] = []  # and those of checkpoints that are read
+_kept: list[int] = []  # descriptors of checkpoints that are being read
 
 
 def claim(folder: Path) -> None:
-    """Make this process the one that writes into the run's `folder`, which exists.
+    """Lock the existing `folder` of a run for writing by this process.
 
     Raises:
-        UserError: another process does.
+        UserError: another process holds the lock.
     """
     path = folder / ".lock"
     if path in _claimed:
@@ -30,9 +30,9 @@ def claim(folder: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError:
-        return  # whoever cannot write here disturbs nobody
+        return  # a process that cannot write here needs no lock
     try:
-        # Unlike flock's, this kind of lock is not inherited by data workers, which may outlive a killed trainer.
+        # Unlike those of flock, locks of lockf are not inherited by data workers, which may outlive a killed trainer.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
@@ -46,13 +46,13 @@ def claim(folder: Path) -> None:
 
 
 def release() -> None:
-    """Give back what this process has claimed."""
+    """Release the locks of `claim`."""
     while _claimed:
         os.close(_claimed.popitem()[1])
 
 
 def keep_from_deletion(folder: Path) -> bool:
-    """Let no training delete the checkpoint `folder` as long as this process lives; False if it is gone."""
+    """Protect the checkpoint `folder` from deletion until this process ends; False if it does not exist."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         _kept.append(descriptor)
@@ -61,7 +61,7 @@ def keep_from_deletion(folder: Path) -> bool:
 
 
 def delete_unless_kept(folder: Path) -> None:
-    """Delete a checkpoint, unless a process asked for it to be kept. What cannot be deleted stays, and does no harm."""
+    """Delete a checkpoint unless a process protects it; files that cannot be deleted stay, without an error."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

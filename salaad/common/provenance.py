@@ -1,4 +1,4 @@
-"""Versions, commit and machine that produced a result."""
+"""The provenance of a result."""
 
 import platform
 import subprocess
@@ -30,7 +30,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, and whether the code has changed since; results/ is no code, and runs write their records there."""
+    """The commit, with `-dirty` if files outside results/, where runs write their records, have changed since."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(CHECKOUT), *words]

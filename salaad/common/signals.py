@@ -1,4 +1,4 @@
-"""What the ranks tell each other at every step without waiting: tokens, a request to stop, numbers gone wrong."""
+"""Requests to stop, by SIGTERM or Ctrl-C, and the end of the launcher as such a request."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def follow_launcher() -> None:
-    """Let the launcher's end be a SIGTERM: with one process it passes none on, and would leave a training behind."""
+    """Get a SIGTERM when the launcher ends: with one process it passes no signal on, and the training would go on."""
     if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         launcher = os.getppid()
         ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
@@ -24,9 +24,9 @@ def follow_launcher() -> None:
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C asks for a stop after the step; another one two seconds later ends the process at once.
+    """SIGTERM or Ctrl-C requests a stop after the step; another one two seconds later or more ends the process at once.
 
-    Not sooner, because a scheduler may signal the whole group and the launcher pass its own signal on.
+    One within two seconds does not, as a scheduler may signal the whole group and the launcher pass its signal on.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StopRequest:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        # A data worker inherits this handler when it is forked, but has nothing to finish.
+        # A data worker inherits this handler when it is forked, but has no step to finish.
         again = self.asked and time.monotonic() - self._when > 2
         if again or os.getpid() != self._process:
             os._exit(128 + number)
@@ -49,7 +49,7 @@ class StopRequest:
 
     @contextmanager
     def ends_waiting(self) -> Iterator[None]:
-        """Within this context a request raises `Stopped` at once: for a wait whose end nobody needs then."""
+        """Within this context a request raises `Stopped` at once, since the result of the wait is not needed then."""
         if self.asked:
             raise Stopped
         self._waiting = True

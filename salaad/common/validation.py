@@ -1,4 +1,4 @@
-"""What every section of a configuration and every command's options check about themselves."""
+"""Checks of the values of configuration sections and command options."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from salaad.common.errors import UserError
 
 T = TypeVar("T")
-_MOST = 2**53  # beyond it not every whole number is a float, and soon none is an index
+_MOST = 2**53  # beyond it a float does not hold every whole number
 
 
 def check(condition: bool, sentence: str) -> None:
@@ -20,27 +20,27 @@ def check(condition: bool, sentence: str) -> None:
 
 
 def at_least(section: object, low: float, *names: str) -> None:
-    """Refuse any of the named numbers that is infinite or lies below `low` (NaN lies nowhere)."""
+    """Raise a UserError if one of the named numbers is infinite, NaN or below `low`."""
     for name in names:
         value, key = getattr(section, name), _key(section, name)
         check(value != math.inf, f"{key} is {value}, but has to be finite; give a number of {low} or more")
-        if isinstance(value, int) and abs(value) > _MOST:  # and perhaps of more digits than Python writes out
+        if isinstance(value, int) and abs(value) > _MOST:  # Python may refuse to print its digits
             raise UserError(f"{key} is beyond {_MOST:,}, either way; give {low} or more")
         check(value >= low, f"{key} is {value}, but the least is {low}; give {low} or more")
 
 
 def one_or_more(section: object, *names: str) -> None:
-    """Let a single text stand for a tuple of one, and a list, as YAML has it, for a tuple."""
+    """Turn a single text and a list, as YAML gives them, into a tuple."""
     for name in names:
         value = getattr(section, name)
         object.__setattr__(section, name, (value,) if isinstance(value, str) else tuple(value))
 
 
 def section(kind: type[T], values: Any, place: Path) -> T:
-    """The dataclass `kind` of what a file says of it; JSON has lists where it has tuples.
+    """The dataclass `kind` with the `values` in a file; lists are accepted for tuples, which JSON does not have.
 
     Raises:
-        UserError: something is unknown, of a wrong type or out of range.
+        UserError: a key is unknown, or a value is of a wrong type or out of range.
     """
     types = _types(kind)
     check(isinstance(values, dict), f"{place} holds no {kind.__name__}; give a whole checkpoint")
@@ -51,15 +51,15 @@ def section(kind: type[T], values: Any, place: Path) -> T:
 
 
 def require_types(kind: type, values: Any, place: str = "") -> None:
-    """Compare the values of a dataclass to be made, those of the dataclasses in it too, with the types it declares.
+    """Compare the values for a dataclass, and for the dataclasses in it, with the declared types.
 
     Args:
         kind: the dataclass.
         values: name → value.
-        place: its own key.
+        place: key of the dataclass in the configuration.
 
     Raises:
-        UserError: one is of another type.
+        UserError: a value is of another type.
     """
     for name, wanted in _types(kind).items():
         if name not in values:  # the sections of methods, which are compared one by one
@@ -82,7 +82,7 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a sentence; Python refuses to write out a whole number of thousands of digits."""
+    """A value as text; Python refuses to print a whole number of thousands of digits."""
     try:
         return repr(value)
     except (ValueError, RecursionError):
@@ -104,7 +104,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _key(section: object, name: str) -> str:
-    """The name a user knows: `train.steps` of TrainConfig, `full_rank.x` of FullRankConfig, `--batch` of an option."""
+    """The name of an option as users type it: `train.steps`, `full_rank.x` for FullRankConfig, `--batch` of a command."""
     kind = type(section).__name__
     words = re.findall("[A-Z][a-z]*", kind.removesuffix("Config"))
     return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name}"
