@@ -1,8 +1,8 @@
 """Locks on folders: one process writes into a run, and a checkpoint that is being read is not deleted.
 
-They are the operating system's locks and end with the process, however it ends. No library of locks is used: the lock of
-a trainer must not be inherited by its data workers, which may outlive it, and any number of readers share the lock of a
-checkpoint.
+They are the operating system's locks and end with the process, however it ends. No library of locks is used: the
+lock of a trainer must not be inherited by its data workers, which may outlive it, and any number of readers share the
+lock of a checkpoint.
 """
 
 import fcntl

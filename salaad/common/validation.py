@@ -104,7 +104,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _key(section: object, name: str) -> str:
-    """The name of an option as users type it: `train.steps`, `full_rank.x` for FullRankConfig, `--batch` of a command."""
+    """The name of an option as users type it: `train.steps`, `full_rank.x` of FullRankConfig, `--batch` alone."""
     kind = type(section).__name__
     words = re.findall("[A-Z][a-z]*", kind.removesuffix("Config"))
     return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name}"

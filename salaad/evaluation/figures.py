@@ -1,4 +1,4 @@
-"""Pictures of runs, drawn from their own records."""
+"""Figures of runs and of sweeps, as PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 from salaad.common.files import read_json_lines
 from salaad.common.formats import millions
-from salaad.evaluation.sweep import best, stable_band, ways
+from salaad.evaluation.sweep import best, hpa_cells, stable_band, ways
 
 
 def training_figure(runs: Mapping[str, Path], path: Path) -> None:
-    """Four panels: training loss, rank ratio, density and reconstruction error over the steps.
+    """Four panels over the steps: training loss, rank ratio, density and reconstruction error.
 
-    Structure is drawn as the mean over the blocks with the band from the lowest to the highest block.
+    The last three show the mean over the blocks and the band from the lowest to the highest block.
 
     Args:
         runs: label → run folder.
@@ -43,7 +43,7 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
 
 
 def loss_curve(run: Path) -> tuple[list[int], list[float]]:
-    """Steps and the smoothed training loss of a run; where no step was taken since the last line, there is none."""
+    """Steps and the smoothed training loss (nats per token) of a run; lines without a loss are left out."""
     rows = [row for row in read_json_lines(run / "metrics.jsonl") if row["loss"] is not None]
     return [row["step"] for row in rows], _smooth([row["loss"] for row in rows])
 
@@ -61,18 +61,17 @@ def _band(panel: Axes, blocks: list[dict[str, Any]], key: str, label: str) -> No
     for row in blocks:
         by_step.setdefault(row["step"], []).append(row[key])
     steps = sorted(by_step)
-    color = "C1"
     means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
-    panel.plot(steps, means, color=color, label=f"{label}: mean over blocks", linewidth=1.4)
+    panel.plot(steps, means, color="C1", label=f"{label}: mean over blocks", linewidth=1.4)
     lows, highs = ([pick(by_step[step]) for step in steps] for pick in (min, max))
-    panel.fill_between(steps, lows, highs, color=color, alpha=0.18, linewidth=0, label="lowest to highest block")
+    panel.fill_between(steps, lows, highs, color="C1", alpha=0.18, linewidth=0, label="lowest to highest block")
 
 
 def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Perplexity over the share of the blocks' parameters that L + S keeps, a color per learning rate.
+    """Perplexity over the parameters of L + S relative to the dense blocks, one color per learning rate.
 
     Args:
-        points: rows with `size`, `X`, `L+S`, `lr`, `vanilla` (the vanilla run of that learning rate), `shipped`.
+        points: rows with `size`, `X`, `L+S`, `lr`, `vanilla` (of the vanilla run with that learning rate), `shipped`.
         path: the PNG to write.
     """
     figure, panel = plt.subplots(figsize=(8, 4.6), layout="constrained")
@@ -95,15 +94,15 @@ def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Perplexity over κ, one curve per budget, κ* marked, and the gray band from the least to the greatest κ*.
+    """Perplexity over κ, one curve per budget, with κ* marked and a gray band from the least to the greatest κ*.
 
     Args:
-        rows: cells of one model, with `budget`, `kappa`, `perplexity`; X and L + S among them have no budget.
+        rows: results of one model with `budget`, `kappa`, `perplexity`; those of X and L + S have no budget.
         path: the PNG to write.
     """
     figure, panel = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     for i, winner in enumerate(best(rows)):
-        cells = sorted((row["kappa"], row["perplexity"]) for row in _hpa(rows, winner["budget"]))
+        cells = sorted((row["kappa"], row["perplexity"]) for row in hpa_cells(rows, winner["budget"]))
         panel.plot(
             *zip(*cells, strict=True), marker="o", markersize=3.5, color=f"C{i}", label=millions(winner["budget"])
         )
@@ -119,10 +118,10 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Perplexity over parameters, a panel per model: a color per way to cut, and X as a dashed line.
+    """Perplexity over parameters, one panel per model and one color per way to cut, with X as a dashed line.
 
     Args:
-        rows: label → cells of one model.
+        rows: label → results of one model.
         path: the PNG to write.
     """
     names = list(dict.fromkeys(way for mine in rows.values() for way in ways(mine)))
@@ -145,12 +144,8 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
     _finish(figure, panels[0], path)
 
 
-def _hpa(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row["budget"] == budget and row["kappa"] is not None]
-
-
 def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
-    """Leave out what is far beyond use, where one bad cell would flatten all others."""
+    """A logarithmic axis up to four times the lowest value, since one very bad value would flatten all others."""
     low = min(values)
     panel.set_yscale("log")
     panel.set_ylim(0.97 * low, min(4 * low, 1.05 * max(values)))
@@ -167,7 +162,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], path: Path) -> None:
 
 
 def dress(panel: Axes, *, legend: bool = False, which: str = "major") -> None:
-    """What all panels share: a faint grid, no box, and a legend where one is wanted."""
+    """Give a panel a faint grid and no box, and a legend if wanted."""
     panel.grid(alpha=0.25, which=which)
     panel.spines[["top", "right"]].set_visible(False)
     if legend:
@@ -175,6 +170,6 @@ def dress(panel: Axes, *, legend: bool = False, which: str = "major") -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the PNG and forget the figure."""
+    """Write the figure as PNG and close it."""
     figure.savefig(path, dpi=130)
     plt.close(figure)

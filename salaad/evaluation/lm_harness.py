@@ -1,7 +1,7 @@
-"""Zero-shot accuracies of a model object, by the installed lm-evaluation-harness itself.
+"""Zero-shot accuracies of a model in memory, computed by the installed lm-evaluation-harness.
 
 Prompts, metrics and versions are the harness's own. Its data comes from the hub, or from a folder (`--task-data DIR`)
-with one JSON-lines file for each split that the harness scores, filled as on the hub:
+with one JSON-lines file for each split that the harness scores, with the hub's columns:
 
     arc_challenge.test.jsonl    question, choices {text: [...], label: [...]}, answerKey (one of the labels)
     boolq.validation.jsonl      passage, question, label (0 no, 1 yes)
@@ -10,8 +10,8 @@ with one JSON-lines file for each split that the harness scores, filled as on th
     mmlu.test.jsonl             question, choices [...], subject, answer (from 0); all 57 subjects for the group
     piqa.validation.jsonl       goal, sol1, sol2, label (from 0)
 
-More columns and more files do no harm; nothing is ever written there. A prompt longer than the model's rows
-(`max_position_embeddings`) loses its beginning: that is the harness's way.
+Further columns and files are ignored, and nothing is written there. The harness cuts off the beginning of a prompt that
+is longer than the model's rows (`max_position_embeddings`).
 """
 
 import difflib
@@ -33,11 +33,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from salaad.common.errors import UserError
 
-# The harness is imported inside functions: that takes seconds, and not every machine has it.
+# The harness is imported inside functions, as the import takes seconds and not every machine has it.
 
-# Where the harness defines these: reading all its 14,000 definitions would take ten seconds.
+# Folders in which the harness defines these tasks: reading all its 14,000 definitions would take ten seconds.
 _FOLDERS = ("mmlu/default", "arc", "super_glue/copa", "hellaswag", "super_glue/boolq", "piqa")
-# Columns of the local files; the last is the answer, of this type.
+# Columns of the local files, and the type of the last one, the answer.
 _COLUMNS = {
     "arc_challenge": ("question choices answerKey", pyarrow.string()),
     "boolq": ("passage question label", pyarrow.int64()),
@@ -62,7 +62,11 @@ class TaskScore:
 
 
 def harness_version() -> str:
-    """The version of the installed harness; a `UserError` if there is none."""
+    """The version of the installed harness.
+
+    Raises:
+        UserError: it is not installed.
+    """
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
@@ -70,16 +74,16 @@ def harness_version() -> str:
 
 
 def check_tasks(tasks: Sequence[str], task_data: Path | None) -> None:
-    """Find what is wrong with the names of tasks and with their local data, before any model is loaded.
+    """Check the names of the tasks and their local data before any model is loaded.
 
     Raises:
-        UserError: no harness; a name that it does not know, or that has no accuracy of its own; a folder, file, subject
-            or column of `task_data` that is missing; local data for a task whose layout is not known.
+        UserError: the harness is not installed; it does not know a name, or the task has no accuracy of its own; a
+            folder, file, subject or column of `task_data` is missing; the layout of a task's local data is not known.
     """
     with _quiet():
         index = _manager(tasks).task_index
         for name in tasks:
-            config = index[name].cfg or {}  # a tag, which stands for several tasks, has none
+            config = index[name].cfg or {}  # a tag, which stands for several tasks, has no configuration
             metrics = config.get("metric_list") or config.get("aggregate_metric_list") or ()
             metrics = [metrics] if isinstance(metrics, dict) else metrics
             if "acc" not in [metric["metric"] for metric in metrics]:
@@ -101,16 +105,16 @@ def evaluate_tasks(
     """Zero-shot scores of a causal LM, computed on its device: a row for each task or group asked for.
 
     Args:
-        model: its call gives `.logits`; its training mode is left as it was.
-        tokenizer: the one that it was trained with.
-        tasks: names that `check_tasks` lets pass.
-        task_data: folder with local copies of their data, laid out as above; None for the hub.
-        limit: the first so many rows of each task, and of each subject of a group; None for all.
-        batch_size: rows at once; "auto" is as many as fit on a GPU, and 8 on a CPU.
-        max_length: tokens of a row, of which a longer prompt loses its beginning; None for those of the model's config.
+        model: a causal LM; its training mode is restored.
+        tokenizer: the tokenizer it was trained with.
+        tasks: names that `check_tasks` accepts.
+        task_data: folder with local copies of their data in the layout above; None for the hub.
+        limit: number of rows of each task, and of each subject of a group; None for all.
+        batch_size: rows per forward pass; "auto" is as many as fit on a GPU, and 8 on a CPU.
+        max_length: tokens of a row, to which longer prompts are cut; None for the model's `max_position_embeddings`.
 
     Raises:
-        UserError: as `check_tasks`; `limit` below 1; no data from the hub; a choice too long for the model.
+        UserError: as `check_tasks`; `limit` is below 1; the hub gives no data; a choice is too long for the model.
     """
     if limit is not None and limit < 1:  # the harness reads 0 as all
         raise UserError(f"limit is {limit}, but a score needs 1 row or more; give --limit 1, or leave it out for all")
@@ -133,7 +137,11 @@ def _score(name: str, result: dict[str, Any], version: object) -> TaskScore:
 
 
 def _manager(tasks: Sequence[str]) -> Any:
-    """The harness's `TaskManager`; it knows all of `tasks`."""
+    """The harness's `TaskManager` that knows all of `tasks`.
+
+    Raises:
+        UserError: the harness is not installed or does not know a task.
+    """
     harness_version()
     manager = _index(_FOLDERS)
     if not set(tasks) <= set(manager.all_tasks):
@@ -154,7 +162,7 @@ def _index(folders: tuple[str, ...]) -> Any:
 
 
 def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, Any]]:
-    """The harness's `tasks` and `groups` by name, with their data."""
+    """The harness's `tasks` and `groups` by name, with their data loaded."""
     if task_data is not None and not task_data.is_dir():
         raise UserError(f"--task-data {task_data} is no folder (here is {Path.cwd()}); give the one with the files")
     manager, override = _manager(tasks), {"class": _task_class(task_data)}
@@ -162,13 +170,13 @@ def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, A
     chosen: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
     try:
         for name in tasks:
-            # The manager's own `load` lets no class be chosen for the tasks in a group.
+            # The manager's own `load` takes no class for the tasks in a group.
             loaded = manager.load([manager._factory.build(index[name], overrides=override, registry=index)])
             chosen = {part: held | loaded[part] for part, held in chosen.items()}
         return chosen
     except UserError:
         raise
-    except Exception as error:  # anything: no network, no such data set, rows unlike those of the hub
+    except Exception as error:  # of any class: no network, no such data set, rows in another layout
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         cure = "write its rows as the hub has them" if task_data else "give --task-data a folder with local copies"
         where = task_data or "the hub"
@@ -176,11 +184,11 @@ def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, A
 
 
 def _task_class(task_data: Path | None) -> type:
-    """The harness's own task class, but it reads no examples, and its data from `task_data` unless that is None."""
+    """The harness's task class without few-shot examples, with data from `task_data` unless that is None."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    read = functools.cache(_read)  # one file for all subjects
+    read = functools.cache(_read)  # all subjects share one file
 
     class ZeroShot(ConfigurableTask):
         def __init__(self, config: dict[str, Any]) -> None:
@@ -188,7 +196,7 @@ def _task_class(task_data: Path | None) -> type:
             super().__init__(config=config | {"num_fewshot": 0})
 
         def fewshot_docs(self) -> None:
-            """None: the harness would read the training split even if it shows no examples."""
+            """No examples: the harness would read the training split even for zero-shot prompts."""
 
         def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
             if task_data is None:
@@ -204,21 +212,25 @@ def _task_class(task_data: Path | None) -> type:
             self.dataset = {split: Dataset.from_list(rows.to_pylist())}
 
         def build_all_requests(self, **options: Any) -> None:
-            with redirect_stderr(io.StringIO()):  # a bar of milliseconds for each of 57 subjects
+            with redirect_stderr(io.StringIO()):  # a progress bar of milliseconds for each of 57 subjects
                 super().build_all_requests(**options)
 
     return ZeroShot
 
 
 def _read(folder: Path, name: str, split: str) -> pyarrow.Table:
-    """The columns that the harness needs of a local file."""
+    """The columns of a local file that the harness needs.
+
+    Raises:
+        UserError: the file is missing or broken, or has other columns.
+    """
     if name not in _COLUMNS:
         raise UserError(f"--task-data knows {', '.join(_COLUMNS)} but not {name}; leave {name} out, or use the hub")
     path = folder / f"{name}.{split}.jsonl"
     if not path.is_file():
         raise UserError(f"--task-data {folder} lacks {path.name}; put it there, or leave {name} out")
     try:
-        # In one block, for no row may reach into another.
+        # In one block, as a row must not cross the border of two.
         table = pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=path.stat().st_size + 1))
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is no file of JSON lines ({error}); download or write it again") from error
@@ -249,18 +261,18 @@ def _language_model(
                     raise UserError(f"{what}; give --max-length {len(tokens)}, or leave its task out")
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
-    # The harness takes for a choice what follows as many tokens as its prompt alone has: no end token may count (T5).
+    # The harness finds the choice by counting the tokens of the prompt alone, so no end token may be added (T5).
     ends = tokenizer("a").input_ids[-1] == tokenizer.eos_token_id
-    # Its search for the largest batch ends with an error on a GPU; a CPU without memory ends the process.
+    # Its search for the largest batch catches a GPU's lack of memory; on a CPU the process would be killed.
     batch_size = 8 if batch_size == "auto" and model.device.type == "cpu" else batch_size
-    # Given here, for the harness ignores a batch size given with a model.
+    # Given here, as the harness's `evaluate` ignores a batch size given together with a model.
     options = {"batch_size": batch_size, "max_length": max_length, "add_bos_token": False if ends else None}
     return Model(pretrained=model, tokenizer=tokenizer, **options)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings and prints of the harness and its libraries are not heard; bars appear on a terminal only."""
+    """Suppress warnings and prints of the harness and its libraries, and progress bars unless on a terminal."""
     from datasets.utils import disable_progress_bars
 
     if not sys.stderr.isatty():

@@ -1,6 +1,6 @@
-"""The κ sweep and the elastic curve: which split is best at a budget, and what a size costs (paper, section 5).
+"""The κ sweep and the elastic curve: the best κ of HPA at every budget, and perplexity over size (paper, section 5).
 
-Beside HPA stand the other ways to cut: by energy, then refined, then refined and calibrated.
+The other ways to cut are compared with HPA: by energy, by energy and refined, and also calibrated.
 """
 
 import math
@@ -15,23 +15,23 @@ from salaad.compression.variants import Variant
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 
 Row = Mapping[str, Any]
-REMOVED = 0.05  # of L + S at the least, for one κ to be better than another
+REMOVED = 0.05  # least part of L + S removed for which the choice of κ matters
 
 
 def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
-    """X, L + S and every cell."""
+    """X, L + S and HPA at every budget with every κ."""
     cells = [Variant(f"{format_count(budget)}@{kappa:g}", budget, kappa) for budget in budgets for kappa in kappas]
     return [Variant("X"), Variant("L+S"), *cells]
 
 
 def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False) -> list[Variant]:
-    """Every budget cut by energy, and again with so many alternations, and again calibrated, as far as asked for."""
+    """Every budget cut by energy; again with `refine` alternations if above 0; and again calibrated if asked for."""
     fits = [(0, False), *([(refine, False)] if refine else []), *([(refine, True)] if calibrated else [])]
     return [Variant(f"{format_count(budget)}@energy", budget).fitted(*fit) for fit in fits for budget in budgets]
 
 
 def measure(evaluations: Mapping[str, VariantEvaluation], variants: Sequence[Variant]) -> dict[str, list[dict]]:
-    """Perplexity of every variant for each of the named models; known cells cost nothing."""
+    """Label → results of every variant for each model; results that are cached cost nothing."""
     with tqdm(total=len(evaluations) * len(variants), desc="sweep", unit="cell", leave=False, disable=None) as bar:
         rows: dict[str, list[dict[str, Any]]] = {label: [] for label in evaluations}
         for label, evaluation in evaluations.items():
@@ -43,14 +43,21 @@ def measure(evaluations: Mapping[str, VariantEvaluation], variants: Sequence[Var
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """The cell of κ* for every budget of one model's rows, the largest budget first."""
-    cells = [row for row in rows if row["kappa"] is not None]
-    budgets = sorted({row["budget"] for row in cells}, reverse=True)
-    return [min((row for row in cells if row["budget"] == budget), key=_loss) for budget in budgets]
+    """The result at κ* for every budget of one model's rows, the largest budget first."""
+    budgets = sorted({row["budget"] for row in rows if row["kappa"] is not None}, reverse=True)
+    return [
+        min(hpa_cells(rows, budget), key=lambda row: (math.isnan(row["perplexity"]), row["perplexity"]))
+        for budget in budgets
+    ]
+
+
+def hpa_cells(rows: Sequence[Row], budget: int) -> list[Row]:
+    """The results of HPA at a budget, one per κ."""
+    return [row for row in rows if row["budget"] == budget and row["kappa"] is not None]
 
 
 def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The cells of one model by the way they were cut, the largest budget first: HPA at κ*, and those by energy."""
+    """Way to cut → the results of one model, the largest budget first: HPA at κ*, and those by energy."""
     found: dict[str, list[Row]] = {"HPA at κ*": best(rows)} if best(rows) else {}
     cells = [row for row in rows if row["budget"] is not None and row["kappa"] is None]
     for row in sorted(cells, key=lambda row: (bool(row["calibrate"]), row["refine"], -row["budget"])):
@@ -65,9 +72,9 @@ def _cell(row: Row, X: Row, whole: Row) -> str:
 
 
 def ways_table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """One line per model and budget, one column per way to cut; in brackets the perplexity relative to that of X.
+    """A Markdown table, one line per model and budget, one column per way to cut.
 
-    `all` stands where the budget is at or above L + S, so that nothing is cut.
+    In brackets stands the perplexity relative to X, and `all` where the budget is at or above L + S, so nothing is cut.
     """
     cut = {label: ways(mine) for label, mine in rows.items()}
     names = list(dict.fromkeys(name for mine in cut.values() for name in mine))
@@ -81,34 +88,28 @@ def ways_table(rows: Mapping[str, Sequence[Row]]) -> str:
     return markdown_table(("model", "X", "budget", *names), lines)
 
 
-def _loss(row: Row) -> tuple[bool, float]:
-    return math.isnan(row["perplexity"]), row["perplexity"]
-
-
 def stable_band(rows: Sequence[Row]) -> tuple[float, float]:
-    """The least and the greatest κ* over the budgets that remove something (`REMOVED`), the paper's gray band."""
+    """The least and the greatest κ* over the budgets that remove at least `REMOVED`, the gray band of the paper."""
     whole = next((row["parameters"] for row in rows if row["variant"] == "L+S"), math.inf)
     winners = best(rows)
-    telling = [row for row in winners if row["parameters"] <= (1 - REMOVED) * whole] or winners
-    kappas = [row["kappa"] for row in telling]
+    clear = [row for row in winners if row["parameters"] <= (1 - REMOVED) * whole] or winners
+    kappas = [row["kappa"] for row in clear]
     return min(kappas), max(kappas)
 
 
 def grid_table(rows: Sequence[Row]) -> str:
-    """One line per budget, one column per κ, the best in bold."""
+    """A Markdown table of perplexity, one line per budget, one column per κ, the best in bold."""
     kappas = sorted({row["kappa"] for row in rows if row["kappa"] is not None})
     lines = []
     for winner in best(rows):
-        cells = {
-            r["kappa"]: r["perplexity"] for r in rows if r["budget"] == winner["budget"] and r["kappa"] is not None
-        }
+        cells = {row["kappa"]: row["perplexity"] for row in hpa_cells(rows, winner["budget"])}
         shown = [f"**{cells[k]:.2f}**" if k == winner["kappa"] else f"{cells[k]:.2f}" for k in kappas]
         lines.append((millions(winner["budget"]), *shown, f"{winner['kappa']:g}"))
     return markdown_table(("budget", *(f"κ = {kappa:g}" for kappa in kappas), "κ*"), lines)
 
 
 def elastic_table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """X, L + S and every budget at its κ*, one line per size; per model perplexity, and parameters or κ*."""
+    """A Markdown table, one line for X, L + S and every budget; per model its perplexity, and its size or κ*."""
     columns = []
     for mine in rows.values():
         whole = {row["variant"]: row for row in mine if row["budget"] is None}

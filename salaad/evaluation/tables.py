@@ -1,4 +1,4 @@
-"""The tables of the evaluations, as Markdown and as JSON rows."""
+"""The tables of perplexity and accuracy, as Markdown and as JSON rows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,25 +26,25 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
     table = markdown_table(("variant", "PPL", "PRM", "κ", "tokens", "dtype"), lines)
     trained = next((row["parameters"] for row in rows if row["variant"] == "L+S"), None)
     whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
-    said = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
-    return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{said}"
+    note = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
+    return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{note}"
 
 
 def _fit(row: Mapping[str, Any]) -> str:
-    """What followed a cut."""
+    """How a cut was fitted, as the end of its name."""
     refined = f", refined {row['refine']}" if row["refine"] else ""
     return refined + (f", calibrated {row['calibrate']}" if row["calibrate"] else "")
 
 
 def _kappa(row: Mapping[str, Any]) -> str:
-    """κ as it was asked for, or as an allocation by energy implies it."""
+    """The κ asked for, or in brackets the κ that an allocation by energy amounts to."""
     if row["kappa"] is not None or row["budget"] is None or row["implied_kappa"] is None:
         return "–" if row["kappa"] is None else f"{row['kappa']:g}"
     return f"({row['implied_kappa']:.2f})"
 
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracies in percent with their standard errors, as the harness gives them."""
+    """A Markdown table of accuracies in percent with the harness's standard errors."""
 
     def percent(value: float | None, error: float | None) -> str:
         return "–" if value is None else f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
@@ -66,7 +66,10 @@ def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Write rows of a table into a JSON file with where they come from; other rows that are there already stay."""
+    """Write the rows of a table and their provenance into a JSON file, and return its path.
+
+    Rows that the file holds already stay, except those that a new row with the same settings replaces.
+    """
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
     measured = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
 
@@ -81,7 +84,7 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What a run deploys, a line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
+    """A Markdown table, one line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
     lines = [
         (
             row["label"],

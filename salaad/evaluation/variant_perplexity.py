@@ -1,4 +1,4 @@
-"""Perplexity of everything one checkpoint can be cut to."""
+"""Perplexity of every variant that one checkpoint can be cut to, cached beside the checkpoint's run."""
 
 import json
 from collections.abc import Iterable
@@ -22,21 +22,21 @@ from salaad.model.perplexity import evaluate
 
 
 class VariantEvaluation:
-    """Perplexities of what one model can be cut to, over one text; what was measured once is kept in its cache.
+    """The perplexity of any variant of one model on one text; results are cached in the run's folder `cache`.
 
     Args:
         deployment: the model and its L + S.
         data: where the validation text is.
         tokens: validation tokens after which to stop reading.
         dtype: name of the dtype of weights and activations.
-        batch: rows taken through the model at once.
+        batch: rows per forward pass.
     """
 
     def __init__(self, deployment: Deployment, data: DataConfig, *, tokens: int, dtype: str, batch: int) -> None:
         self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
         self.data = own_text(deployment.source, data)
         self.path = deployment.source.cache / "perplexity.jsonl"
-        self.kept = {json.dumps(row["of"]): row for row in read_json_lines(self.path)}
+        self.cached = {json.dumps(row["of"]): row for row in read_json_lines(self.path)}
 
     @cached_property
     def text(self) -> Text:
@@ -45,12 +45,15 @@ class VariantEvaluation:
 
     @cached_property
     def text_digest(self) -> str:
-        """Changes with the text: of local files a digest of their contents, of the hub's their names."""
+        """A digest of the text: of the contents of local files, or of the names of files on the hub."""
         files = self.text.validation_files
         return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
     def __call__(self, variant: Variant) -> dict[str, Any]:
-        """Perplexity, parameters and what they are of; one pass over the text unless it is known already."""
+        """The row of results of a variant: perplexity, parameters and the settings they belong to.
+
+        It takes one pass over the text unless the result is cached.
+        """
         deployment = self.deployment
         of = {
             "parts": deployment.kind if variant.name != "X" else None,
@@ -62,7 +65,7 @@ class VariantEvaluation:
             "dtype": self.dtype,
         }
         key = json.dumps(of)
-        if key not in self.kept:
+        if key not in self.cached:
             with deployment.opened(variant, getattr(torch, self.dtype)) as (model, parameters, kappa):
                 result = evaluate(SummedLoss(model), self._batches(variant.name), model.device)
             row = {
@@ -73,12 +76,12 @@ class VariantEvaluation:
                 "parameters": parameters,
                 "implied_kappa": kappa,
             }
-            self.kept[key] = {"of": of, **row}
-            with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
+            self.cached[key] = {"of": of, **row}
+            with suppress(OSError):  # without a writable cache the next call only takes longer
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a") as file:
-                    file.write("\n" + json.dumps(self.kept[key]))
-        measured = {name: value for name, value in self.kept[key].items() if name != "of"}
+                    file.write("\n" + json.dumps(self.cached[key]))
+        measured = {name: value for name, value in self.cached[key].items() if name != "of"}
         return {
             "model": deployment.source.name,
             "digest": deployment.source.digest[:16],

@@ -92,7 +92,7 @@ class SlrWeight(nn.Module):
         self._cached_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
         return S
 
-    def _compiled(self, x: Tensor) -> cpu_kernels.Products | None:
+    def _native(self, x: Tensor) -> cpu_kernels.Products | None:
         """The compiled products where they can be used: float32 on a CPU, and no parameter needs a gradient.
 
         Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
@@ -157,7 +157,7 @@ class SlrLinear(SlrWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
-        products = self._compiled(x) if self.nnz and x.dtype == torch.float32 else None
+        products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
         if products is not None:
             return _CompiledLinear.apply(x, self, products) if x.requires_grad else products.linear(x, self.bias)
         if torch.is_autocast_enabled(x.device.type):
@@ -235,7 +235,7 @@ class SlrEmbedding(SlrWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
-        products = self._compiled(ids)
+        products = self._native(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
         flat = ids.reshape(-1)

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head, summed in float32, without ever holding the logits of all tokens.
+"""Cross-entropy of a linear head, summed in float32, without holding the logits of all tokens at once.
 
-The logits of a large vocabulary, not the activations, would otherwise decide the largest micro-batch. A chunk of tokens
-is taken through the head, and its gradient is computed on the spot, so nothing is computed twice. torch's own
+The logits of a large vocabulary would otherwise limit the micro-batch, not the activations. The tokens go through the
+head in chunks, and the gradient of a chunk is computed with its loss, so nothing is computed twice. torch's own
 `linear_cross_entropy` does the same, but sums in the dtype of its input: in bfloat16 its loss is off by up to 2 %.
 """
 
@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 from salaad.common.errors import UserError
 
 IGNORED = -100
-# Logits held at once: what stays in a processor's cache, and what keeps a GPU busy.
+# Logits held at once: as many as fit into a processor's cache, or as keep a GPU busy.
 _CHUNK = {"cpu": 2**19, "cuda": 2**27}
 _FEWEST_TOKENS = 128
 
 
 def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Σ over tokens of the cross-entropy of hidden·headᵀ at `targets`, in nats, float32, without dimensions.
+    """The sum over tokens of the cross-entropy of hidden·headᵀ at `targets`, in nats (0-d, float32).
 
     Args:
         hidden: tokens × width.
         head: vocabulary × width.
         targets: token ids (tokens); −100 is ignored.
 
-    Under autocast the products are taken in autocast's dtype, the sums in float32.
+    Under autocast the products are computed in its dtype, the sums in float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -40,18 +40,18 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, needed: bool) -> Tensor:
-        """The summed loss; with `needed` also both gradients, kept for `backward`."""
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+        """The summed loss; with `with_gradients` also both gradients, saved for `backward`."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needed else None
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if needed else None
+        grad_hidden = torch.empty_like(hidden) if with_gradients else None
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
         size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             h, t = hidden[chunk], targets[chunk]
             log_p = F.log_softmax(h @ head.mT, dim=-1, dtype=torch.float32)
             total += F.nll_loss(log_p, t, reduction="sum", ignore_index=IGNORED)
-            if needed:
+            if with_gradients:
                 grad = log_p.exp_()
                 grad.scatter_add_(1, t.clamp_min(0)[:, None], grad.new_full((len(t), 1), -1.0))
                 grad = grad.masked_fill_((t == IGNORED)[:, None], 0).to(head.dtype)
@@ -60,7 +60,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                     grad_head.addmm_(grad.mT, h)
                 else:
                     grad_head += grad.mT @ h
-        if needed:
+        if with_gradients:
             ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
         return total
 
@@ -70,15 +70,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad_total, grad_head * grad_total, None, None
 
 
-# Settings by which some architectures change their logits after the head.
+# Settings by which some architectures change the logits after the head.
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class SummedLoss(nn.Module):
     """Next-token negative log-likelihood of a causal LM, summed over the labelled tokens.
 
-    The sum, not the mean: whoever knows the number of tokens of the whole batch divides by it, so the loss does not
-    depend on how rows are spread over micro-batches and ranks.
+    It is a sum, so that the caller can divide by the number of tokens of the whole batch, and the loss does not depend
+    on how rows are spread over micro-batches and ranks.
+
+    Raises:
+        UserError: the model computes its logits by more than a linear head without bias.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -91,7 +94,7 @@ class SummedLoss(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Loss in nats (no dimensions) of `input_ids` (rows × length); `labels` are equal, −100 where ignored."""
+        """The loss in nats (0-d) of `input_ids` and `labels` (rows × length), labels equal to ids or −100 (ignored)."""
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

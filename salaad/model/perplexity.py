@@ -16,10 +16,10 @@ class Perplexity:
     """A model's loss on a text.
 
     Args:
-        loss: mean negative log-likelihood in nats.
-        tokens: predicted tokens it is the mean of.
-        legacy_loss: what the field's older tables call the loss: the sum of the batches' means over one more than
-            their number, which reads low, and lower the fewer batches there are.
+        loss: mean negative log-likelihood per token, in nats.
+        tokens: number of predicted tokens.
+        legacy_loss: the loss of older tables in the field: the sum of the batches' means over one more than their
+            number, which is too low, the more so the fewer batches there are.
     """
 
     loss: float
@@ -44,11 +44,15 @@ def evaluate(
     device: torch.device,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Perplexity | None:
-    """Perplexity of a `SummedLoss` over every rank's `batches` together; the same figure on every rank.
+    """The perplexity of a `SummedLoss` over the `batches` of all ranks together, equal on every rank.
 
-    None, on every rank, if any was `stopped` before its last batch.
+    Args:
+        loss: gives the summed loss in nats of `input_ids` and `labels` (rows × length).
+        batches: this rank's batches.
+        device: where the model is.
+        stopped: asked before every batch; if it returns True on any rank, the result is None on every rank.
     """
-    # Loss, tokens, sum of means, batches, ranks that left something out.
+    # Loss, tokens, sum of means, batches, ranks that stopped.
     total = torch.zeros(5, dtype=torch.float64, device=device)
     training = loss.training
     loss.eval()
@@ -61,8 +65,8 @@ def evaluate(
         tokens = (labels[:, 1:] != IGNORED).sum()
         total[:4] += torch.stack([summed, tokens, summed / tokens.clamp_min(1), torch.ones_like(summed)])
     loss.train(training)
-    summed, tokens, means, batches, left_out = distributed.all_sum(total).tolist()
-    if left_out:
+    summed, tokens, means, batches, stopped_ranks = distributed.all_sum(total).tolist()
+    if stopped_ranks:
         return None
-    # Every rank counted one batch too many.
+    # The legacy loss counts one batch too many per rank.
     return Perplexity(summed / max(1.0, tokens), int(tokens), means / (batches + distributed.world_size()))

@@ -1,4 +1,4 @@
-"""Roles: which weights of a model become blocks, named by what they do instead of by layer.
+"""Roles: which weights of a model become blocks, chosen by their function instead of by layer.
 
 A role is one of the names below, known for LLaMA-like models and for GPT-2, or `re:PATTERN`, a regular expression that
 is searched in the module names of any other model.
@@ -11,7 +11,7 @@ from torch import nn
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 
-# role -> the last parts of a module's name. GPT-2 computes q, k and v in one weight and has no gate.
+# role → ends of module names. GPT-2 computes q, k and v with one weight and has no gate.
 _LLAMA = {
     "q": ("q_proj",),
     "k": ("k_proj",),
@@ -34,14 +34,14 @@ _GPT2 = {
     "lm_head": ("lm_head",),
 }
 _FAMILIES = (_LLAMA, _GPT2)
-_ENDS = ("embedding", "lm_head")
+_OUTER = ("embedding", "lm_head")  # blocks only if asked for
 ROLES = tuple(_LLAMA)
 
 
 def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Parameter]:
     """Module name → 2-D weight of every block that `config` selects, in the model's own order.
 
-    A tied weight appears once, under the name that was asked for; it is a block only if a role names it.
+    A tied weight appears once, under the name asked for, and only if a role names it.
 
     Raises:
         UserError: a role is unknown or matches no 2-D weight of this model.
@@ -52,8 +52,8 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Paramete
         if isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.ndim == 2
     }
     family = next((family for family in _FAMILIES if _matches(weights, family["o"])), None)
-    roles = list(config.roles) or [role for role in family or () if role not in _ENDS]
-    roles += [role for role in _ENDS if getattr(config, role) and role not in roles]
+    roles = list(config.roles) or [role for role in family or () if role not in _OUTER]
+    roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
     if not roles:
         raise UserError(
             "salaad.roles is empty and this model is of no known family; name its weights with "

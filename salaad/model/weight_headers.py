@@ -1,8 +1,8 @@
-"""What the weight files of a folder say they hold, compared with its config.json before any memory is taken.
+"""The headers of a folder's weight files, compared with its config.json before any memory is allocated.
 
-Only names, shapes and types of the tensors are read. Whatever a model is made of has to lie in the files, so opening a
-folder takes no more memory than its files have numbers, and no more time than they have tensors, whatever a config.json
-says of layers, widths, ranks and entries.
+Only names, shapes and dtypes of the tensors are read. The files must contain all of the model that config.json
+describes, so opening a folder takes no more memory than its files have numbers, and no more time than they have
+tensors, whatever its config.json says about layers, widths, ranks and entries.
 """
 
 import re
@@ -33,11 +33,11 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WHOLE = "give a whole copy of the folder"
 _LAYERS = re.compile(r"^(num|n)_(\w+_)?layers?$|coder_layers$")
 _MOST_LABELS = 100_000
-_WIDEST = 2**20  # of a block without rank and entries, of whose width the files hold nothing
+_WIDEST = 2**20  # of a block with rank 0 and no entries, whose width no tensor in the files confirms
 
 
 class Header(NamedTuple):
-    """Shape and type of a tensor in a file; safetensors' names of types, such as BF16."""
+    """Shape and dtype of a tensor in a file; the dtype by its name in safetensors, such as BF16."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,7 +50,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder.
 
     Raises:
-        UserError: there are none, one is missing or lies elsewhere, or the weights are not those of one plain model.
+        UserError: there are none, one is missing or outside the folder, or they are not those of one plain model.
     """
     for name in sorted(path.name for path in folder.iterdir()):
         if name == "adapter_config.json" or re.match(r"shard-\d+-model-", name):
@@ -74,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
-    """Name → shape and type of every tensor in the files, of which nothing else is read.
+    """Name → shape and dtype of every tensor in the files, of which only the headers are read.
 
     Raises:
         UserError: one is no safetensors file, or is cut off.
@@ -92,23 +92,31 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
 
 
 def headers_for(model: nn.Module, files: Iterable[str] | None) -> dict[str, Header]:
-    """Headers of the files that transformers is about to read for `model`, which have to lie in the model's folder."""
+    """Headers of the files that transformers is about to read for `model`.
+
+    Raises:
+        UserError: a file is outside the model's folder, or broken.
+    """
     folder, files = Path(model.config.name_or_path), list(files or ())
-    if folder.is_dir():  # and not a name on the hub, whose files lie in its cache
+    if folder.is_dir():  # not a name on the hub, whose files are in its cache
         for path in map(Path, files):
             inside(folder, str(path.relative_to(folder) if path.is_relative_to(folder) else path))
     return read_headers(files)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """`check_counts` of the folder that plain from_pretrained is about to open."""
+    """`check_counts` for the folder that plain `from_pretrained` is about to open."""
     folder = Path(config.name_or_path)
     if any(is_file(folder / name) for name in (_SINGLE, _INDEX)):
         check_counts(config.to_dict(), len(read_headers(weight_files(folder))), folder / "config.json")
 
 
 def check_counts(config: Mapping[str, Any], tensors: int, place: Path) -> None:
-    """Refuse a config.json with more layers than the files have tensors, before transformers counts up to them."""
+    """Refuse a config.json with more layers than the files have tensors, before transformers builds any of them.
+
+    Raises:
+        UserError: a number of layers or labels is too large.
+    """
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_counts(value, tensors, place)
@@ -121,8 +129,8 @@ def check_counts(config: Mapping[str, Any], tensors: int, place: Path) -> None:
 
 @contextmanager
 def few_parameters(tensors: int) -> Iterator[None]:
-    """Within this context a model is given up that grows more parameters than `tensors` tensors could fill."""
-    most = 8 * tensors + 64  # one tensor may be three weights in one, tied weights are made before they are one
+    """Within this context a model with more parameters than `tensors` tensors could fill raises a ValueError."""
+    most = 8 * tensors + 64  # one tensor may hold three weights, and tied weights are created before they are tied
     count = 0
 
     def counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -139,18 +147,21 @@ def few_parameters(tensors: int) -> Iterator[None]:
 
 
 def check_room(model: nn.Module, headers: Headers, per_element: int = 1, beside: int = 0) -> None:
-    """Refuse a model of more numbers than the files hold.
+    """Refuse a model with more numbers than the files hold.
 
     Args:
-        model: its outline, on no device.
-        headers: of the files.
-        per_element: numbers that one element of a file may hold, where a quantization packs them.
-        beside: numbers that are made of others when the folder is opened.
+        model: the model on the meta device.
+        headers: those of the files.
+        per_element: numbers that one element of a file may hold, if a quantization packs them.
+        beside: numbers that are computed from others when the folder is opened.
+
+    Raises:
+        UserError: the model has more.
     """
     stored = numbers(headers)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
     weights = sum(p.numel() for name, p in model.named_parameters() if name not in tied)
-    # What is computed from sizes alone, such as causal masks and tables of sines, is in no file.
+    # Buffers computed from sizes alone, such as causal masks and tables of sines, are in no file.
     tables = sum(buffer.numel() for buffer in model.buffers())
     for what, count, most in (
         ("weights", weights, stored * per_element + beside),
@@ -161,15 +172,15 @@ def check_room(model: nn.Module, headers: Headers, per_element: int = 1, beside:
 
 
 def numbers(headers: Headers) -> int:
-    """Numbers in all tensors together."""
+    """The number of elements of all tensors together."""
     return sum(prod(header.shape) for header in headers.values())
 
 
 def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Headers | None = None) -> tuple[int, int]:
-    """Shape (n, m) of the named module's weight.
+    """The shape (n, m) of the named module's weight.
 
     Raises:
-        UserError: there is no such matrix, it cannot have this rank and so many entries, or it is absurdly wide.
+        UserError: there is no such matrix, it cannot have this rank or so many entries, or the files cannot fill it.
     """
     try:
         module = model.get_submodule(name)
@@ -189,7 +200,11 @@ def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Heade
 
 
 def check_tensors(expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], headers: Headers) -> None:
-    """Refuse files without one of the expected tensors: name → shape and types."""
+    """Compare the headers with the expected tensors, name → shape and possible dtypes.
+
+    Raises:
+        UserError: one is missing or another.
+    """
     for name, (shape, dtypes) in expected.items():
         if name not in headers:
             raise UserError(f"the files lack {name}, which config.json speaks of; {_WHOLE}")
@@ -202,12 +217,16 @@ def check_tensors(expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def shape_and_types(tensor: Tensor) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What a file has to hold to fill `tensor`."""
+    """The shape and the possible dtypes of a tensor in a file that fills `tensor`."""
     return tuple(tensor.shape), TYPES[tensor.dtype]
 
 
 def check_entry(blocks: Any, count: int) -> dict[str, list[int]]:
-    """The blocks that config.json lists: name → `count` whole numbers from 0."""
+    """The blocks that config.json lists: name → `count` whole numbers from 0.
+
+    Raises:
+        UserError: `blocks` is something else.
+    """
     sound = isinstance(blocks, dict) and all(
         isinstance(sizes, list | tuple) and len(sizes) == count and all(is_count(size) for size in sizes)
         for sizes in blocks.values()
@@ -218,7 +237,7 @@ def check_entry(blocks: Any, count: int) -> dict[str, list[int]]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a whole number from 0, in the range of what can be counted at all."""
+    """Whether this is a whole number from 0 below 2^53."""
     return type(value) is int and 0 <= value < 2**53
 
 
