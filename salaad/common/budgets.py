@@ -20,11 +20,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_budget(text: str, dense: int) -> int:
-    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's parameters.
-
-    Raises:
-        UserError: it is no number, or less than one parameter.
-    """
+    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's; a UserError if below 1."""
     if text[-1:].upper() in _UNITS:
         return parse_count(text)
     value = finite_number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
@@ -35,11 +31,7 @@ def parse_budget(text: str, dense: int) -> int:
 
 
 def finite_number(text: str, what: str, wanted: str, unit: int = 1) -> float:
-    """`text` as a number, times `unit`.
-
-    Raises:
-        UserError: it is no finite number; the sentence names `what` it is and what is `wanted`.
-    """
+    """`text` as a number, times `unit`; if it is not finite, a UserError names `what` it is and what is `wanted`."""
     try:
         value = float(text) * unit
     except ValueError:
@@ -80,13 +72,10 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
 def to_remove(blocks: Blocks, *, fixed: int, budget: int) -> int:
     """C of eq. 8: parameters that the blocks have to lose so that the whole model has at most `budget`.
 
-    Args:
-        blocks: name → (n, m, rank, nnz) of L + S as trained.
-        fixed: parameters that are never compressed.
-        budget: parameters of the whole model.
+    `fixed` parameters are never compressed.
 
     Raises:
-        UserError: the budget is below what is never compressed.
+        UserError: the budget is below `fixed`.
     """
     if budget < fixed:
         raise UserError(

@@ -70,11 +70,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        UserError: it is missing, broken, or larger than `most` bytes.
-    """
+    """The content of a JSON file; a UserError if it is missing, broken, or larger than `most` bytes."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe would block, and a device has no end
             raise OSError("it is no file")
@@ -86,11 +82,7 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
 
 
 def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
-    """The object in a JSON file of at most `most` bytes.
-
-    Raises:
-        UserError: the file is missing, broken, too large or holds no object.
-    """
+    """The object in a JSON file; a UserError as in `read_json`, or if it holds something else."""
     value = read_json(path, most)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
@@ -150,11 +142,7 @@ def json_file(name: str) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Create the folder of the JSON file `path`.
-
-    Raises:
-        UserError: the folder cannot be created, or the file exists and is no table of ours.
-    """
+    """Create the folder of the JSON file `path`; a UserError if that fails or the file holds no table of ours."""
     json_file(str(path))
     if path.exists() and "rows" not in (read_json(path) or ()):
         raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")

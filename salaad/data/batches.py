@@ -195,21 +195,13 @@ def _require_same_order(state: dict, order: dict) -> None:
 
 @dataclass
 class _Item:
-    """The contribution of one worker to one batch.
+    """The contribution of one worker to one batch."""
 
-    Args:
-        places: places of its rows in the global batch.
-        ids: the ids of its rows, concatenated.
-        ends: where each row ends in `ids`.
-        numbers: numbers of its streams.
-        cursors: their cursors after this batch, as tuples.
-    """
-
-    places: list[int]
-    ids: np.ndarray
-    ends: np.ndarray
-    numbers: list[int]
-    cursors: list[tuple[int, ...]]
+    places: list[int]  # of its rows in the global batch
+    ids: np.ndarray  # of its rows, concatenated
+    ends: np.ndarray  # of each row in `ids`
+    numbers: list[int]  # of its streams
+    cursors: list[tuple[int, ...]]  # of its streams, after this batch
 
 
 class _Share(IterableDataset):

@@ -179,13 +179,7 @@ def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> N
 
 
 def _text_of(record: object, field: str) -> str:
-    """The text of a raw record: bytes of a JSON line (`_JsonLine`) or a paragraph, or a value of a parquet file.
-
-    A record that is too large is None.
-
-    Raises:
-        _BadRecord: it holds no text.
-    """
+    """The text of a record: bytes of a JSON line or a paragraph, a parquet value, or None if it was too large."""
     if record is None:
         raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
     try:
@@ -315,13 +309,11 @@ def _parquet_records(
                 first = max(start, position + (start - position) % stride)
                 for index in range(first, position + batch.num_rows, stride):
                     value = values[index - position]
-                    yield index, f"row {index + 1}", None if _is_too_large(value) else value
+                    # Arrow's text types are binary scalars, too.
+                    binary = isinstance(value, pyarrow.BinaryScalar) and value.is_valid
+                    too_large = binary and value.as_buffer().size > LARGEST_DOCUMENT
+                    yield index, f"row {index + 1}", None if too_large else value
                 position += batch.num_rows
-
-
-def _is_too_large(value: pyarrow.Scalar) -> bool:
-    # Arrow's text types are binary scalars, too.
-    return isinstance(value, pyarrow.BinaryScalar) and value.is_valid and value.as_buffer().size > LARGEST_DOCUMENT
 
 
 _READERS = {"json": _json_records, "text": _text_records, "parquet": _parquet_records}

@@ -138,9 +138,8 @@ class RowStream:
         Raises:
             UserError: the text cannot be read, or this stream has none.
         """
-        return self._packed() if self.plan.packing else self._truncated()
-
-    def _truncated(self) -> np.ndarray | None:
+        if self.plan.packing:
+            return self._packed()
         document = self._document()
         if document is None:
             return None
@@ -212,11 +211,7 @@ class RowStream:
         return True
 
     def _lose_unit(self, error: UnreadableFile) -> None:
-        """Skip the rest of a unit, and with it a window read in part, whose records no cursor could describe.
-
-        Raises:
-            UserError: more units are lost than allowed.
-        """
+        """Skip the rest of a unit, and with it a window read in part, whose records no cursor could describe."""
         cursor, allowed = self.cursor, self.plan.max_lost
         if allowed is None:
             raise error

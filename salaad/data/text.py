@@ -70,7 +70,10 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> 
         train, validation = c4_files("train") if training else (), c4_files("validation")
     else:
         train, validation = expand(config.files) if training else (), expand(config.validation_files)
-        _require_disjoint(train, validation)
+        resolved = {Path(file).resolve() for file in train}
+        for file in validation:
+            if Path(file).resolve() in resolved:
+                raise UserError(f"{file} is in data.files and in data.validation_files; leave it in one of them")
     # Of C4 only one shard is checked, since each check is a request to the hub.
     for file in validation[:1] if config.source == "c4" else (*train, *validation):
         require_document(file, _field(config), config.max_bad_documents, config.retries)
@@ -87,13 +90,6 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> 
 
 def _field(config: DataConfig) -> str:
     return config.text_field if config.source == "files" else "text"
-
-
-def _require_disjoint(train: tuple[str, ...], validation: tuple[str, ...]) -> None:
-    resolved = {Path(file).resolve() for file in train}
-    for file in validation:
-        if Path(file).resolve() in resolved:
-            raise UserError(f"{file} is in data.files and in data.validation_files; leave it in one of them")
 
 
 def validation_batches(

@@ -96,9 +96,10 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
             if piece.type in (CONTROL, USER_DEFINED)
         ]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **_special_tokens(proto)
-    )
+    trainer = proto.trainer_spec
+    ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "unk": trainer.unk_id, "pad": trainer.pad_id}
+    special = {f"{name}_token": proto.pieces[index].piece for name, index in ids.items() if index >= 0}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
 
 
 def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
@@ -178,12 +179,6 @@ def _normalizers(proto: spm.ModelProto) -> list[normalizers.Normalizer]:
 def _splits_at_spaces(proto: spm.ModelProto) -> bool:
     """Whether no piece has a space after its first character, so that text can be split at spaces, much faster."""
     return not any(SPACE in piece.piece.lstrip(SPACE) or piece.piece.startswith(SPACE * 2) for piece in proto.pieces)
-
-
-def _special_tokens(proto: spm.ModelProto) -> dict[str, str]:
-    trainer = proto.trainer_spec
-    names = {"bos": trainer.bos_id, "eos": trainer.eos_id, "unk": trainer.unk_id, "pad": trainer.pad_id}
-    return {f"{name}_token": proto.pieces[index].piece for name, index in names.items() if index >= 0}
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:

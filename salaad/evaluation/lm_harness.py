@@ -62,11 +62,7 @@ class TaskScore:
 
 
 def harness_version() -> str:
-    """The version of the installed harness.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The version of the installed harness; a UserError if there is none."""
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
@@ -137,11 +133,7 @@ def _score(name: str, result: dict[str, Any], version: object) -> TaskScore:
 
 
 def _manager(tasks: Sequence[str]) -> Any:
-    """The harness's `TaskManager` that knows all of `tasks`.
-
-    Raises:
-        UserError: the harness is not installed or does not know a task.
-    """
+    """The harness's `TaskManager` that knows all of `tasks`."""
     harness_version()
     manager = _index(_FOLDERS)
     if not set(tasks) <= set(manager.all_tasks):
@@ -219,11 +211,7 @@ def _task_class(task_data: Path | None) -> type:
 
 
 def _read(folder: Path, name: str, split: str) -> pyarrow.Table:
-    """The columns of a local file that the harness needs.
-
-    Raises:
-        UserError: the file is missing or broken, or has other columns.
-    """
+    """The columns of a local file that the harness needs."""
     if name not in _COLUMNS:
         raise UserError(f"--task-data knows {', '.join(_COLUMNS)} but not {name}; leave {name} out, or use the hub")
     path = folder / f"{name}.{split}.jsonl"

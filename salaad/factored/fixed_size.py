@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 @register_quantization_config(FORMAT_NAME)
 class SlrConfig(QuantizationConfigMixin):
-    """The entry `quantization_config` in config.json: name → [rank, nnz] of the blocks stored as U·V + S.
-
-    Raises:
-        UserError: `blocks` is no such mapping.
-    """
+    """The entry `quantization_config` in config.json: name → [rank, nnz] of the blocks stored as U·V + S."""
 
     def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT_VERSION, **_: Any) -> None:
         self.quant_method = FORMAT_NAME
@@ -150,7 +146,11 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
         if name in tied or is_smaller_dense(slr, X.element_size()):
             X.data.copy_(slr.dense())
         else:
-            model.set_submodule(name, _layer(module, slr).train(module.training))
+            if isinstance(module, nn.Embedding):
+                layer = SlrEmbedding.from_slr(slr)
+            else:  # GPT-2's Conv1D keeps its weight as in×out
+                layer = SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
+            model.set_submodule(name, layer.train(module.training))
     mark_factored(model)
     return model
 
@@ -176,14 +176,6 @@ def outline_of(module: nn.Module, rank: int, nnz: int) -> SlrWeight:
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     return SlrLinear(m, n, rank, nnz, bias=module.bias is not None)
-
-
-def _layer(module: nn.Module, slr: Slr) -> SlrWeight:
-    """The layer that computes like `module`, with `slr` in place of its weight."""
-    if isinstance(module, nn.Embedding):
-        return SlrEmbedding.from_slr(slr)
-    # GPT-2's Conv1D keeps its weight as in×out.
-    return SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
 
 
 def _resident_bytes(slr: Slr, element: int) -> int:

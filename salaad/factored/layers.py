@@ -49,11 +49,7 @@ class SlrWeight(nn.Module):
         self._set_positions(positions)
 
     def unpack(self) -> None:
-        """Turn packed positions, if there are any, into row starts and columns.
-
-        Raises:
-            ValueError: the packed bytes are broken.
-        """
+        """Turn packed positions, if there are any, into row starts and columns; a ValueError if they are broken."""
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
             positions = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))

@@ -92,11 +92,7 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
 
 
 def headers_for(model: nn.Module, files: Iterable[str] | None) -> dict[str, Header]:
-    """Headers of the files that transformers is about to read for `model`.
-
-    Raises:
-        UserError: a file is outside the model's folder, or broken.
-    """
+    """Headers of the files that transformers is about to read for `model`; a UserError if one is outside its folder."""
     folder, files = Path(model.config.name_or_path), list(files or ())
     if folder.is_dir():  # not a name on the hub, whose files are in its cache
         for path in map(Path, files):
@@ -112,11 +108,7 @@ def check_layers(config: PreTrainedConfig) -> None:
 
 
 def check_counts(config: Mapping[str, Any], tensors: int, place: Path) -> None:
-    """Refuse a config.json with more layers than the files have tensors, before transformers builds any of them.
-
-    Raises:
-        UserError: a number of layers or labels is too large.
-    """
+    """Raise a UserError for more layers than the files have tensors, before transformers builds any of them."""
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_counts(value, tensors, place)
@@ -147,16 +139,13 @@ def few_parameters(tensors: int) -> Iterator[None]:
 
 
 def check_room(model: nn.Module, headers: Headers, per_element: int = 1, beside: int = 0) -> None:
-    """Refuse a model with more numbers than the files hold.
+    """Raise a UserError if the model has more numbers than the files hold.
 
     Args:
         model: the model on the meta device.
         headers: those of the files.
         per_element: numbers that one element of a file may hold, if a quantization packs them.
         beside: numbers that are computed from others when the folder is opened.
-
-    Raises:
-        UserError: the model has more.
     """
     stored = numbers(headers)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
@@ -200,11 +189,7 @@ def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Heade
 
 
 def check_tensors(expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], headers: Headers) -> None:
-    """Compare the headers with the expected tensors, name → shape and possible dtypes.
-
-    Raises:
-        UserError: one is missing or another.
-    """
+    """Raise a UserError if an expected tensor, name → shape and possible dtypes, is missing or another."""
     for name, (shape, dtypes) in expected.items():
         if name not in headers:
             raise UserError(f"the files lack {name}, which config.json speaks of; {_WHOLE}")
@@ -222,11 +207,7 @@ def shape_and_types(tensor: Tensor) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def check_entry(blocks: Any, count: int) -> dict[str, list[int]]:
-    """The blocks that config.json lists: name → `count` whole numbers from 0.
-
-    Raises:
-        UserError: `blocks` is something else.
-    """
+    """The blocks that config.json lists, name → `count` whole numbers from 0; a UserError if it is something else."""
     sound = isinstance(blocks, dict) and all(
         isinstance(sizes, list | tuple) and len(sizes) == count and all(is_count(size) for size in sizes)
         for sizes in blocks.values()

@@ -115,11 +115,7 @@ class Surrogate:
         return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
 
     def _iterate(self, X: Tensor) -> tuple[SvtResult, Tensor, Tensor]:
-        """J inner iterations (eqs. 3 to 5); returns the last SVT, the dual (n×m) and ‖X − L − S‖_F.
-
-        Raises:
-            torch.linalg.LinAlgError: no solver converges.
-        """
+        """J inner iterations (eqs. 3 to 5); returns the last SVT, the dual (n×m) and ‖X − L − S‖_F."""
         tau_L, dual = float(self.tau_L), self._dual()
         for _ in range(self.config.inner):
             before = dual
