@@ -48,7 +48,7 @@ class ModelFolder:
     """A Hugging Face causal-LM folder whose config.json has been compared with the headers of its weight files.
 
     Args:
-        path: the folder. It is opened and checked here, once; whoever works on it is handed this object.
+        path: the folder, which is opened and checked once, here.
 
     Attributes:
         config: the architecture as transformers describes it.
@@ -108,22 +108,22 @@ class ModelFolder:
 
 
 def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The architecture in `folder` and its outline, once the headers of its weight files have been found to fit."""
+    """The architecture of `folder` and its model on the meta device, compared with the headers of its weight files."""
     place = folder / "config.json"
-    said = read_object(place, _LARGEST_CONFIG)
+    content = read_object(place, _LARGEST_CONFIG)
     headers = read_headers(weight_files(folder))
-    check_counts(said, len(headers), place)
+    check_counts(content, len(headers), place)
     for key in ("transformers_weights", "fusion_config"):
-        if said.get(key) is not None:
+        if content.get(key) is not None:
             raise UserError(f"{place} has {key}, which names other files or code; take it out, or give another folder")
-    if "/" in str(said.get("attn_implementation") or said.get("_attn_implementation")):
+    if "/" in str(content.get("attn_implementation") or content.get("_attn_implementation")):
         raise UserError(f"{place} asks for attention from the hub; take attn_implementation out of it")
     with _in_a_sentence(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with few_parameters(len(headers)):
             model = outline(config)
     entry = getattr(config, "quantization_config", None)
-    # Our own quantizers see to what is stored in parts. Those of others pack up to eight numbers into a byte.
+    # Our own quantizers check the blocks stored as U·V + S. Others pack up to eight numbers into a byte.
     if entry is None:
         check_room(model, headers)
     elif not (isinstance(entry, dict) and str(entry.get("quant_method")).startswith("salaad")):
@@ -133,14 +133,14 @@ def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
 
 @contextmanager
 def _in_a_sentence(folder: Path) -> Iterator[None]:
-    """Turn whatever transformers makes of a folder into one sentence.
+    """Turn any error that transformers raises about a folder into one sentence.
 
-    It promises no classes: the files of a folder reach the code of hundreds of architectures, where a wrong value ends
-    in whatever the first line that meets it raises. What the machine or the user has to say passes.
+    The class of the error cannot be predicted, as a wrong value in a file may fail anywhere in the code of hundreds of
+    architectures. A UserError and a MemoryError pass.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a folder that is refused, the sentence says enough
+            warnings.simplefilter("ignore")  # an error is reported by its sentence alone
             yield
     except (UserError, MemoryError):
         raise
@@ -150,7 +150,7 @@ def _in_a_sentence(folder: Path) -> Iterator[None]:
 
 
 def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | ModelFolder":
-    """Where the model of a run begins: at its sizes, or at the folder `model.path`.
+    """The model that a run starts from: a new one of the configured sizes, or the folder `model.path`.
 
     Raises:
         UserError: that is no Hugging Face causal-LM folder.
@@ -168,12 +168,12 @@ def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfi
 
 
 def without_weights(description: PretrainedConfig) -> PreTrainedModel:
-    """A model of this architecture in float32 on the CPU, whose weights are random and of no meaning yet."""
+    """A model of this architecture in float32 on the CPU, with random weights."""
     return AutoModelForCausalLM.from_config(description, dtype=torch.float32)
 
 
 def outline(description: PretrainedConfig) -> PreTrainedModel:
-    """The model without its numbers: names and shapes, on no device."""
+    """The model on the meta device: names and shapes without numbers."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(description)
 
@@ -186,7 +186,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = N
 @contextmanager
 @torch.no_grad()
 def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context the weights may be overwritten; behind it they are what they were before."""
+    """Within this context the weights may be overwritten; at its end they are restored."""
     originals = {name: X.detach().clone() for name, X in weights.items()}
     try:
         yield
@@ -196,12 +196,12 @@ def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters of a model, a tied weight once."""
+    """The number of parameters of a model; a tied weight counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def training_flops(model: PreTrainedModel, sequence_length: int) -> float:
-    """Floating-point operations to train on one token: 6·N for the weights, plus attention's products."""
+    """Floating-point operations per trained token: 6 per parameter, plus the products of attention."""
     config = model.config
     attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
     return 6 * count_parameters(model) + attention
