@@ -3,7 +3,7 @@
     python scripts/bench_admm.py --config 350m.yaml --output results/admm/350m.json
     python scripts/bench_admm.py --config 350m.yaml --device cuda
 
-Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/record_spectra.py): same
+Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/research/record_spectra.py): same
 spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
 rung gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves, and
 so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
@@ -40,7 +40,7 @@ RUNGS = ("exact", "gram", "auto")
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """A matrix n×m (n ≤ m), the next one, and the threshold, as `record_spectra.py` describes them."""
+    """A matrix n×m (n ≤ m), the next one, and the threshold, as `research/record_spectra.py` describes them."""
 
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)

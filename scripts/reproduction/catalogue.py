@@ -83,11 +83,7 @@ ITEMS = (
         folders=trainings.none,
     ),
     Item(
-        "rpca_limit",
-        "Where robust PCA finds L + S",
-        "beyond the paper",
-        trainings.salaad_alone,
-        experiments.rpca_limit,
+        "rpca_limit", "Where robust PCA finds L + S", "beyond the paper", trainings.salaad_alone, experiments.rpca_limit
     ),
     Item("kappa_share", "Why κ* is where it is", "beyond the paper", trainings.kappa_share, experiments.kappa_share),
 )

@@ -164,10 +164,7 @@ def kappa(results: Results) -> Verdict:
         )
     low, high = min(winners), max(winners)
     one = min(costs, key=lambda kappa: max(map(finite, costs[kappa])))
-    parts = {
-        "a band of at most 0.3": high - low <= 0.3 + 1e-9,
-        "all of it above 0.5": low > 0.5 + 1e-9,
-    }
+    parts = {"a band of at most 0.3": high - low <= 0.3 + 1e-9, "all of it above 0.5": low > 0.5 + 1e-9}
     value = f"κ* from {low:g} to {high:g}, {fmean(winners):.2f} on average of {len(winners)} budgets × seeds"
     return verdict(value, parts, f"κ = {one:g} everywhere costs at most {percent(max(map(finite, costs[one])))}")
 

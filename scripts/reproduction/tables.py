@@ -10,14 +10,7 @@ from salaad.common.formats import markdown_table, millions
 from scripts.reproduction import trainings
 from scripts.reproduction.grid import ROOT, Run, Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import (
-    at_budget,
-    on_other_text,
-    perplexity,
-    shown,
-    spread,
-    summary,
-)
+from scripts.reproduction.records import at_budget, on_other_text, perplexity, shown, spread, summary
 
 VARIANTS = ("X", "L+S", "L̃+S̃")
 KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}

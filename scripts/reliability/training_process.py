@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from salaad.common.files import read_json
-from scripts.toy import ROOT, launch_command
+from scripts.reliability.toy_run import ROOT, launch_command
 
 PATIENCE = 180  # seconds until a process that does nothing counts as hanging
 TIMES = ("seconds", "tokens_per_second")

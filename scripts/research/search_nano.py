@@ -1,6 +1,6 @@
 """Search SALAAD's settings at a small scale: train every point of a list, one core each, and keep one JSON per run.
 
-    python scripts/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
+    python scripts/research/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
 
 A point is a list of `key=value` of the `salaad` section (or `section.key=value` of any other, or `seed=value`), laid
 over the config. Finished points are kept, so the search can be interrupted and extended.
@@ -16,7 +16,7 @@ from pathlib import Path
 from salaad.common.errors import UserError, run_command
 from salaad.runs.summary import save_result
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def overrides(point: str) -> list[str]:

@@ -1,6 +1,6 @@
 """What to weigh an error by: every idea for --calibrate, cut and refined alike, on held-out text.
 
-    python scripts/search_calibration.py --checkpoints runs/demo/salaad runs/stronger --budgets 1183488,918656,787968
+    python scripts/research/search_calibration.py --checkpoints runs/demo/salaad --budgets 1183488,918656
 
 A weight is a matrix W beside every block X: worth and error are those of W∘X, or of X·C where inputs are whitened.
 """
@@ -35,7 +35,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 ITERATIONS = 20
 LIBRARY = "output, half uniform"
 DAMPING = 0.1  # of second moments, relative to their mean
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
