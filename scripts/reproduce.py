@@ -29,7 +29,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.formats import markdown_table
 from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
-from scripts.reproduction.claims import claims_table
+from scripts.reproduction.claims import claims_tables
 from scripts.reproduction.cost import MACHINES, hours
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
@@ -128,8 +128,8 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
         print(f"\n## {result['title']}\n")
         for caption, table in result["tables"].items():
             print(f"{caption}\n\n{table}\n")
-        pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
-        print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+        report = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+        print(f"kept: {item.result(scale).relative_to(ROOT)}; {report.relative_to(ROOT)}")
     return problems
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
-    print(f"\n{claims_table(scale)}")
+    print(f"\n{claims_tables(scale)}")
     if failed or problems:
         told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
         raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")
