@@ -26,6 +26,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
@@ -163,9 +164,7 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
-    for name in ("rounds", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "rounds", "threads")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
     known = read_json(SPECTRA)["blocks"]

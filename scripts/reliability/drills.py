@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -94,11 +93,15 @@ class Drills:
                 training.kill()
                 row.tries += 1
                 saves += training.saving()
-            training = Training(arguments, run, processes)
-            row.recovery.append(training.recovered())
-            training.finish()
-            row.lost, row.note = differences(whole, run), f"{saves} of them during a save"
+            self._go_on(row, Training(arguments, run, processes), whole)
+            row.note = f"{saves} of them during a save"
             yield row
+
+    def _go_on(self, row: Row, training: Training, whole: Path) -> None:
+        """Finish a run that was broken off, and compare it with the one that was left alone."""
+        row.recovery.append(training.recovered())
+        training.finish()
+        row.lost += differences(whole, training.output)
 
     def _moment(self, number: int) -> str:
         """When the kill of this number comes: each in turn if there are few, otherwise mostly in mid-run."""
@@ -128,10 +131,7 @@ class Drills:
                 row.tries += 1
                 if left or "--resume auto" not in training.said():
                     row.lost.append("the checkpoint within the grace time")
-            training = Training(arguments, run, processes)
-            row.recovery.append(training.recovered())
-            training.finish()
-            row.lost += differences(whole, run)
+            self._go_on(row, Training(arguments, run, processes), whole)
             row.note = f"saved and gone {longest:.1f} s after the signal at the latest"
             yield row
 
@@ -353,17 +353,3 @@ def train_poisoned() -> None:
 
 
 DRILLS = ("kill", "preempt", "world", "disk", "files", "shards", "hub", "numbers", "hostile", "second", "endurance")
-
-
-def run_drills(drills: Drills, names: list[str]) -> Iterator[Row]:
-    """The rows of these drills; after one that breaks off comes a row without tries, and no other drill."""
-    for name in names:
-        try:
-            yield from getattr(drills, name)()
-        except Exception:
-            traceback.print_exc()
-            for training in Training.started:
-                if training.alive:
-                    training.kill()
-            yield Row(name, lost=["the drill"], note="broke off")
-            return

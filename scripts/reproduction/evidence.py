@@ -107,6 +107,11 @@ def percents(changes: Iterable[float]) -> str:
     return ", ".join(map(percent, changes))
 
 
+def shares(parts: Iterable[float], digits: int = 1) -> str:
+    """Parts of a whole in percent, one per seed or case."""
+    return ", ".join(f"{100 * part:.{digits}f} %" for part in parts)
+
+
 def percent_span(changes: Sequence[float]) -> str:
     """The least and the largest change."""
     return f"{percent(min(changes))} to {percent(max(changes))}"

@@ -32,6 +32,7 @@ from scripts.reproduction.evidence import (
     percent_span,
     percents,
     ratios,
+    shares,
     span,
     spread_text,
     structure_text,
@@ -59,11 +60,7 @@ def central(results: Results) -> list[Number]:
         Number("PPL of X", spread_text(X["perplexity"])),
         Number("PPL of L + S", spread_text(whole["perplexity"])),
         Number("PPL of L + S over X, at most +2 % in every seed", percents(worse), all(one <= 0.02 for one in worse)),
-        Number(
-            "parameters of L + S over X, at most 95 % in every seed",
-            ", ".join(f"{100 * one:.1f} %" for one in sizes),
-            all(one <= 0.95 for one in sizes),
-        ),
+        Number("parameters of L + S over X, at most 95 % in every seed", shares(sizes), all(s <= 0.95 for s in sizes)),
         Number("PPL of X over full-rank training", percents(cost)),
     ]
 
@@ -243,18 +240,15 @@ def knobs(results: Results) -> list[Number]:
     finer = [_one_apart(results[name]["rows"]) for name in ("ablation350m", "ablation350m_rho", "ablation130m")]
     numbers, beside = [], []
     for name in KNOBS.values():
+        pairs = judged[name]
         numbers += [
-            Number(f"larger {name}: {what}, in at least 75 % of {len(judged[name])} pairs", _share(part), part >= 0.75)
-            for what, part in _trades(judged[name]).items()
+            Number(f"larger {name}: {what}, in at least 75 % of {len(pairs)} pairs", shares([part], 0), part >= 0.75)
+            for what, part in _trades(pairs).items()
         ]
         others = [pair for grid in finer for pair in grid[name]]
         what = f"larger {name}, other ablations ({len(others)} pairs): {', '.join(_trades([]))}"
-        beside.append(Number(what, ", ".join(map(_share, _trades(others).values()))))
+        beside.append(Number(what, shares(_trades(others).values(), 0)))
     return numbers + beside
-
-
-def _share(part: float) -> str:
-    return f"{100 * part:.0f} %"
 
 
 def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
@@ -283,21 +277,16 @@ def frequency(results: Results) -> list[Number]:
     seeds, Ks = each_seed(rows), distinct(rows, "K")
     means = [mean_row(row for row in rows if row["K"] == K) for K in Ks]
     limits = {
-        "rank_ratio": ("rank ratio, rises with K in every seed", "{:.2f}".format, is_rising),
-        "parameters": ("parameters of L + S, rise with K in every seed", millions, is_rising),
-        "delta": ("mean δ, falls with K in every seed", "{:.2f}".format, lambda course: is_rising(course[::-1])),
-        "loss": (
-            "final loss, within 3 % in every seed",
-            "{:.3f}".format,
-            lambda losses: max(losses) <= 1.03 * min(losses),
-        ),
+        "rank_ratio": ("rank ratio, rises with K", "{:.2f}".format, is_rising),
+        "parameters": ("parameters of L + S, rise with K", millions, is_rising),
+        "delta": ("mean δ, falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
+        "loss": ("final loss, within 3 %", "{:.3f}".format, lambda losses: max(losses) <= 1.03 * min(losses)),
     }
-    return [Number("K/J", ", ".join(map(str, Ks)))] + [
-        Number(
-            what, ", ".join(shown(row[key]) for row in means), all(holds([row[key] for row in mine]) for mine in seeds)
-        )
-        for key, (what, shown, holds) in limits.items()
-    ]
+    numbers = [Number("K/J", ", ".join(map(str, Ks)))]
+    for key, (what, shown, holds) in limits.items():
+        kept = all(holds([row[key] for row in mine]) for mine in seeds)
+        numbers.append(Number(f"{what} in every seed", ", ".join(shown(row[key]) for row in means), kept))
+    return numbers
 
 
 def bounded(results: Results) -> list[Number]:
@@ -329,21 +318,13 @@ def bf16(results: Results) -> list[Number]:
         half, full = (the_row(rows, method=method, variant=name, precision=precision) for precision in ("bf16", "fp32"))
         worse = changes(half["perplexity"], full["perplexity"])
         label = name.replace("+", " + ") if method == "salaad" else "full-rank training"
-        numbers.append(
-            Number(
-                f"PPL of {label}, bfloat16 and float32",
-                f"{spread_text(half['perplexity'])}, {spread_text(full['perplexity'])}",
-            )
-        )
-        judged = method == "salaad"
-        limit = ", mean at most +10 %" if judged else ""
-        numbers.append(
-            Number(
-                f"PPL of {label}, bfloat16 over float32{limit}",
-                changes_text(worse),
-                mean_of(worse) <= 0.1 if judged else None,
-            )
-        )
+        both = ", ".join(spread_text(row["perplexity"]) for row in (half, full))
+        numbers.append(Number(f"PPL of {label}, bfloat16 and float32", both))
+        what = f"PPL of {label}, bfloat16 over float32"
+        if method == "salaad":
+            numbers.append(Number(f"{what}, mean at most +10 %", changes_text(worse), mean_of(worse) <= 0.1))
+        else:
+            numbers.append(Number(what, changes_text(worse)))
     return numbers
 
 
@@ -356,11 +337,7 @@ def rpca(results: Results) -> list[Number]:
         for rows in each_seed(split)
     ]
     numbers = [
-        Number(
-            "parameters of vanilla's L + S over X, at least 100 % in every seed",
-            ", ".join(f"{100 * size:.0f} %" for size in sizes),
-            min(sizes) >= 1,
-        ),
+        Number("parameters of vanilla's L + S over X, at least 100 % in every seed", shares(sizes, 0), min(sizes) >= 1),
         Number("vanilla: rank ratio and density found", found_text(vanilla)),
         Number("Gaussian noise: rank ratio and density found", found_text(vanilla, "control_")),
         Number("SALAAD: rank ratio and density found", found_text(salaad)),

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from transformers import logging
 
 from salaad import hpa
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
+from salaad.common.validation import at_least
 from salaad.compression.calibration import CalibrationText, output_weights
 from salaad.compression.deployment import CheckpointDeployment, own_text
 from salaad.compression.refinement import refine
@@ -151,17 +152,8 @@ def fit_whitened(slr: Slr, C: Tensor, rank: int, nnz: int) -> Tensor:
     return best
 
 
-IDEAS = (
-    "none",
-    "input",
-    "input, frequency",
-    "output",
-    LIBRARY,
-    "input, output",
-    "Fisher per block",
-    "fourth root of Fisher per block",
-    "whitened input",
-)
+IDEAS = ("none", "input", "input, frequency", "output", LIBRARY, "input, output")
+IDEAS += ("Fisher per block", "fourth root of Fisher per block", "whitened input")
 
 
 def main() -> None:
@@ -172,8 +164,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128, help="sequences of calibration text")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "nano" / "calibration", help="folder")
     options = parser.parse_args()
-    if options.sequences < 1:
-        raise UserError(f"--sequences is {options.sequences}, but the least is 1; give 1 or more")
+    at_least(options, 1, "sequences")
     parse_budgets(options.budgets, 1)  # refuses what is no list of numbers before anything is read
     logging.set_verbosity_error()
     logging.disable_progress_bar()

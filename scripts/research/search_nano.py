@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from salaad.common.errors import UserError, run_command
+from salaad.common.validation import at_least
 from salaad.runs.summary import save_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +62,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
     options = parser.parse_args()
-    if options.jobs < 1:
-        raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
+    at_least(options, 1, "jobs")
     for point in options.points:
         overrides(point)
     options.results.mkdir(parents=True, exist_ok=True)

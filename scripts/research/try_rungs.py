@@ -23,6 +23,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.spectral import threshold
 from scripts.bench_admm import SPECTRA, draw, seconds_of
 
@@ -161,9 +162,7 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=json_file, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
-    for name in ("rounds", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "rounds", "threads")
     known = read_json(SPECTRA)["blocks"]
     if options.block not in known:
         raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
