@@ -1,14 +1,13 @@
 """The ten claims of the paper: what each says, by what it is judged, the paper's numbers, and ours."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from salaad.common.files import read_json
 from scripts.reproduction import judges
 from scripts.reproduction.evidence import Number
-from scripts.reproduction.experiments import embedding_numbers, kappa_numbers, limit_numbers
+from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
 
 
@@ -43,7 +42,7 @@ class Claim:
         paper: the paper's value.
         items: names of those it is judged from.
         judge: from their results to numbers.
-        beside: experiments that say why, where they are measured: name, and from its rows to numbers.
+        beside: names of experiments that say why; the numbers of those that are measured stand beside ours.
     """
 
     name: str
@@ -53,20 +52,20 @@ class Claim:
     paper: str
     items: tuple[str, ...]
     judge: judges.Judge
-    beside: tuple[tuple[str, Callable[[list[dict[str, Any]]], list[Number]]], ...] = ()
+    beside: tuple[str, ...] = ()
 
     def verdict(self, folder: Path, scale: Scale) -> Verdict:
         """Judged from the results in a folder."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
             return Verdict(missing=scale.command(*missing))
-        there = [(name, numbers) for name, numbers in self.beside if (folder / f"{name}.json").exists()]
+        there = [name for name in self.beside if (folder / f"{name}.json").exists()]
         try:
             numbers = self.judge({name: read_json(folder / f"{name}.json") for name in self.items})
         except (KeyError, StopIteration, TypeError, ValueError) as error:
             files = ", ".join(f"{name}.json" for name in self.items)
             return Verdict(missing=f"{scale.command(*self.items)} --again (for {error!r}, which {files} lack)")
-        why = [number for name, told in there for number in told(read_json(folder / f"{name}.json")["rows"])]
+        why = [number for name in there for number in NUMBERS[name](read_json(folder / f"{name}.json")["rows"])]
         return Verdict([*numbers, *why])
 
 
@@ -99,7 +98,7 @@ CLAIMS = (
         "0.55 to 0.8 over sizes and budgets (Table 1 0.6 to 0.8; with the embedding 0.55 to 0.8)",
         ("kappa",),
         judges.kappa,
-        beside=(("kappa_share", kappa_numbers),),
+        beside=("kappa_share",),
     ),
     Claim(
         "The embedding is benign",
@@ -111,7 +110,7 @@ CLAIMS = (
         "231 M for 276 M; at 350M rank ratio 0.21, density 0.12",
         ("embedding",),
         judges.embedding,
-        beside=(("embedding_why", embedding_numbers),),
+        beside=("embedding_why",),
     ),
     Claim(
         "The LM head is not",
@@ -175,7 +174,7 @@ CLAIMS = (
         "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03",
         ("rpca_vanilla", "rpca_salaad", "flexible"),
         judges.rpca,
-        beside=(("rpca_limit", limit_numbers),),
+        beside=("rpca_limit",),
     ),
 )
 

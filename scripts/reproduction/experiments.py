@@ -56,9 +56,7 @@ def kappa_share(scale: Scale) -> Measured:
     header = ("training", "L + S", "share of L", "of it kept", "κ*", "PPL")
     pictures.kappa_share(rows, scale.results / "kappa_share.png")
     picture = {"κ* over the share of L in L + S": "kappa_share.png"}
-    tables = {"κ* and what L + S is made of": markdown_table(header, lines)}
-    tables["how κ* goes with the share"] = number_table(kappa_numbers(rows))
-    return Measured(rows, tables, picture)
+    return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture)
 
 
 def rpca_limit(scale: Scale) -> Measured:
@@ -75,9 +73,8 @@ def rpca_limit(scale: Scale) -> Measured:
         (rank, *(f"{found} of {of}" if of else "–" for (row, _), (found, of) in cells.items() if row == rank))
         for rank in dict.fromkeys(rank for rank, _ in cells)
     ]
-    tables = {"blocks whose density robust PCA finds to 0.1": markdown_table(header, lines)}
-    tables["in all"] = number_table(limit_numbers(rows))
-    return Measured(rows, tables, {"how far off the density is that robust PCA finds": "rpca_limit.png"})
+    table = {"blocks whose density robust PCA finds to 0.1": markdown_table(header, lines)}
+    return Measured(rows, table, {"how far off the density is that robust PCA finds": "rpca_limit.png"})
 
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -165,6 +162,5 @@ def kappa_numbers(rows: list[dict[str, Any]]) -> list[Number]:
     return numbers
 
 
-def number_table(numbers: list[Number]) -> str:
-    """Numbers without a limit as Markdown."""
-    return markdown_table(("number", "ours"), [(number.what, number.ours) for number in numbers])
+# Item → what its rows come to in a few numbers, for its section of the report and beside the claim it explains.
+NUMBERS = {"kappa_share": kappa_numbers, "rpca_limit": limit_numbers, "embedding_why": embedding_numbers}

@@ -6,6 +6,7 @@ from typing import Any
 
 from salaad.common.files import read_json
 from scripts.reproduction.claims import ANSWERS, CLAIMS, claims_tables, text_table, verdicts
+from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
@@ -18,7 +19,7 @@ ABOUT = (
     "those of the LM head and the elastic curve were reworded when one seed, and a sweep of other runs, were known.",
 )
 BESIDE = {
-    "nano/README.md": "nano: the demo, the search for its settings, its models cut by every way to cut",
+    "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "training, inference and compression on the clock",
     "reliability.md": "what a training run survives, and the seconds to recover",
@@ -46,17 +47,16 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
-def facts(result: Result) -> list[tuple[str, str]]:
-    """Where an item's numbers come from."""
+def facts(result: Result) -> list[str]:
+    """Where an item's numbers come from, a line each."""
     trainings = result["trainings"]
-    told = [("made by", f"`{result['command']}`, anew with `--again`")]
-    if result["hub"]:
-        told.append(("needs a model from the hub", f"`{result['hub']}`"))
-    told += [("measured at", f"commit {result['commit']}, {result['machine']}")]
+    told = [f"made by: `{result['command']}`, anew with `--again`"]
+    told += [f"needs a model from the hub: `{result['hub']}`"] if result["hub"] else []
+    told.append(f"measured at: commit {result['commit']}, {result['machine']}")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
-        told.append(("trained", f"{len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}"))
+        told.append(f"trained: {len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
     return told
 
 
@@ -67,11 +67,6 @@ def trainings_table(result: Result) -> str:
         for one in result["trainings"]
     ]
     return text_table(("training", "tokens", "wall time", "commit", "command"), lines)
-
-
-def left(items: Sequence[Item], scale: Scale, measured: Mapping[str, Result]) -> list[Item]:
-    """Items of a scale that have no result yet."""
-    return [item for item in items if item.name not in measured]
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
@@ -91,7 +86,7 @@ def markdown(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping
         parts += [f"## {scale.name}", f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
         for result in measured.values():
             parts += markdown_item(result, scale)
-        if missing := left(items, scale, measured):
+        if missing := [item for item in items if item.name not in measured]:
             commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
             parts += [f"### {scale.name}: not measured yet", "\n".join(commands)]
     return "\n\n".join(parts) + "\n"
@@ -104,8 +99,12 @@ def markdown_item(result: Result, scale: Scale) -> list[str]:
         parts += [f"**{plain(caption)}**", table]
     for caption, name in result["pictures"].items():
         parts += [f"![{plain(caption)}]({scale.name}/reproduce/{name})", plain(caption)]
-    parts += ["\n".join(f"- {note}" for note in result["notes"])] if result["notes"] else []
-    parts.append("\n".join(f"- {what}: {how}" for what, how in facts(result)))
+    if result["item"] in NUMBERS:
+        numbers = NUMBERS[result["item"]](result["rows"])
+        parts.append(text_table(("in all", "ours"), [(number.what, number.ours) for number in numbers]))
+    elif result["notes"]:
+        parts.append("\n".join(f"- {note}" for note in result["notes"]))
+    parts.append("\n".join(f"- {fact}" for fact in facts(result)))
     if result["trainings"]:
         parts.append(f"<details><summary>the trainings</summary>\n\n{trainings_table(result)}\n\n</details>")
     return parts

@@ -16,7 +16,7 @@ from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, Verdict, claims_tables, verdicts
 from scripts.reproduction.deployments import accuracies
 from scripts.reproduction.diagrams import overview
-from scripts.reproduction.experiments import embedding_numbers, kappa_numbers, limit_numbers, recovery
+from scripts.reproduction.experiments import NUMBERS, embedding_numbers, kappa_numbers, limit_numbers, recovery
 from scripts.reproduction.grid import SCALES, distinct
 from scripts.reproduction.report import write_report
 from scripts.reproduction.tables import ablation_table, paper
@@ -414,8 +414,10 @@ def test_the_report_holds_everything_that_was_measured(results):
     for item in ITEMS:
         assert item.title in text and item.command(NANO) in text
         if item.name != "downstream":
-            for said in ("caption <of> {}", "picture of {}", "note of {} & more", "run of {}", "--output runs/{}"):
+            for said in ("caption <of> {}", "picture of {}", "run of {}", "--output runs/{}"):
                 assert said.format(item.name) in text
+            assert (f"note of {item.name} & more" in text) == (item.name not in NUMBERS)
+    assert "| their κ* | 0.5 |" in text
     for claim in CLAIMS:
         assert all(said in text for said in (claim.statement, claim.measure, claim.paper))
     assert "| PPL of L + S | 100.75 ± 0.25 |" in text
