@@ -77,7 +77,7 @@ def open_folder(folder: Path, run: bool) -> None:
         names = f"L+S,{(deployment.fixed + 3 * (deployment.fixed + deployment.line.parameters)) // 4}"
     wanted = parse_variants(names, deployment.dense)
     deployment.check(wanted)
-    load_tokenizer(str(source.model))
+    load_tokenizer(str(source.folder.path))
     ids = torch.tensor([[1, 2, 3]])
     with deployment.opened(wanted[-1], torch.float32) as opened, torch.no_grad():
         opened.model(input_ids=ids)

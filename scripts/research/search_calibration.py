@@ -171,12 +171,12 @@ def main() -> None:
     for checkpoint in options.checkpoints:
         source = ModelOnDisk.open(checkpoint)
         deployment = CheckpointDeployment(source)
-        data = own_text(deployment, DataConfig(**source.run["data"]))
-        text = CalibrationText(data, deployment.vocab_size, options.sequences)
+        data = own_text(source, DataConfig(**source.run["data"]))
+        text = CalibrationText(data, source.folder.config.vocab_size, options.sequences)
         model = load_model(source.folder.path, torch.float32)
         parts = deployment.parts
         moments = collect(model, list(parts), text)
-        held_out = open_text(data, vocab_size=deployment.vocab_size, training=False)
+        held_out = open_text(data, vocab_size=source.folder.config.vocab_size, training=False)
         batches = list(validation_batches(held_out, data, rows=32, max_tokens=10**7))
         blocks = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
         check_library(model, moments, text)
