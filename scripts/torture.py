@@ -1,4 +1,4 @@
-"""Break a training run in every way a cluster knows, and measure what is lost: nothing, and the seconds to recover.
+"""Break a training run in the ways a cluster does, and measure what is lost and the seconds to recover.
 
     python scripts/torture.py                     every drill, about an hour on two cores
     python scripts/torture.py --quick             a few tries of each, ten minutes

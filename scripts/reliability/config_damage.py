@@ -1,4 +1,4 @@
-"""Configurations as no honest user writes them: `config_cases` draws plain data, `config_bytes` the YAML file of it."""
+"""Damaged configurations: `config_cases` draws plain data that describes one, `config_bytes` makes its YAML file."""
 
 import dataclasses
 from pathlib import Path

@@ -49,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
     shards: ClassVar[dict[str, bytes]] = {}
 
     def do_GET(self) -> None:
-        """A shard, or what the hub says of a repository."""
+        """A shard, or the hub's description of a repository."""
         name = self.path.rpartition("/")[2].partition(".json.gz")[0]
         name = name if name in (*FAULTS, "down") else self.path.rpartition("/")[2]
         self.asked[name] += 1

@@ -1,12 +1,12 @@
-"""Configurations and folders that no honest program wrote: each ends opened, or refused in one sentence.
+"""Damaged configurations and folders: each has to open, or to be refused in one sentence.
 
     python scripts/reliability/fuzz.py --cases 10000
     python scripts/reliability/fuzz.py --replay '["dense", [["json", "config.json", 3, "drop", 0]], "left"]'
 
 Half of the cases are YAML files, as `train.py --config` reads and checks them before it reads a batch. The other half
 are folders: dense, factored, elastic, in several files, with tied weights, and training runs, in which JSON, headers,
-tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they give
-nothing away. What opens is used: a few tokens go through the model. A case fails that raises anything but a
+tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they do
+not reveal the damage. What opens is used: a few tokens go through the model. A case fails that raises anything but a
 `UserError` of one line, that takes longer than --seconds, or that asks for memory out of proportion. All run in one
 process. The last line is the verdict.
 """
@@ -53,7 +53,7 @@ GROWTH = 2**29  # bytes that one case may take beyond the peak of those before; 
 
 
 class TooSlow(BaseException):
-    """A case took longer than it may; no `except Exception` hears of it."""
+    """A case took longer than it may; a BaseException, so that no `except Exception` catches it."""
 
 
 # ---- what is done with a case

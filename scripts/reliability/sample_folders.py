@@ -1,4 +1,4 @@
-"""Small folders of random weights, one of each form that the programs open: what is then tampered with."""
+"""Small folders of random weights, one of each form that the programs open: the fuzz damages copies of them."""
 
 from functools import cache
 from pathlib import Path
