@@ -20,6 +20,7 @@ ABOUT = (
 )
 BESIDE = {
     "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",
+    "micro/README.md": "micro: what L + S costs at every size",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "training, inference and compression on the clock",
     "reliability.md": "what a training run survives, and the seconds to recover",
