@@ -3,7 +3,7 @@
     python scripts/bench_admm.py --config 350m.yaml --output results/admm/350m.json
     python scripts/bench_admm.py --config 350m.yaml --device cuda
 
-Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/record_spectra.py): same
+Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/research/record_spectra.py): same
 spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
 rung gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves, and
 so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
@@ -26,6 +26,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
@@ -40,7 +41,7 @@ RUNGS = ("exact", "gram", "auto")
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """A matrix n×m (n ≤ m), the next one, and the threshold, as `record_spectra.py` describes them."""
+    """A matrix n×m (n ≤ m), the next one, and the threshold, as `research/record_spectra.py` describes them."""
 
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -163,9 +164,7 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
-    for name in ("rounds", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "rounds", "threads")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
     known = read_json(SPECTRA)["blocks"]

@@ -17,6 +17,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.compression.refinement import refine
 from salaad.config.command_line import read_command_line
 from salaad.energy_allocation import UnitQueue
@@ -47,9 +48,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     if not 0 < options.share < 1:
         raise UserError(f"--share is {options.share}, outside (0, 1); give the part of the units to keep")
-    for name in ("refine", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "refine", "threads")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = read_command_line(rest)[0]

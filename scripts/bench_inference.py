@@ -25,6 +25,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
@@ -130,9 +131,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
-    for name in ("length", "tokens", "rounds", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "length", "tokens", "rounds", "threads")
     for name in ("share", "density", "kappa"):
         if not 0 <= getattr(options, name) <= 1:
             raise UserError(f"--{name} is {getattr(options, name)}, outside [0, 1]; give a fraction")

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
@@ -160,16 +161,12 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
-    parser.add_argument("--threads", type=int, help="threads on the CPU")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
-    for name in ("steps", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}, but the least is 1; give 1 or more")
+    at_least(options, 1, "steps", "threads")
     config, _ = read_command_line(rest)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)
     result = measure(config, accelerator.device, options.steps)
     rows = [

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import new_folder
+from salaad.common.validation import at_least
 from salaad.data.documents import expand, is_remote, read_documents
 
 PARTS = 41
@@ -55,9 +56,7 @@ def read_options() -> Namespace:
     parser.add_argument("--least", type=int, default=4_000, help="characters of the shortest article")
     parser.add_argument("--files", nargs="+", default=[], help="other sources than English Wikipedia: files or globs")
     options = parser.parse_args()
-    for name in ("documents", "least"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "documents", "least")
     return options
 
 

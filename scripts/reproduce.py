@@ -27,9 +27,10 @@ from transformers import logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.formats import markdown_table
+from salaad.common.validation import at_least
 from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
-from scripts.reproduction.claims import claims_table
+from scripts.reproduction.claims import claims_tables
 from scripts.reproduction.cost import MACHINES, hours
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
@@ -128,8 +129,8 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
         print(f"\n## {result['title']}\n")
         for caption, table in result["tables"].items():
             print(f"{caption}\n\n{table}\n")
-        pages = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
-        print(f"kept: {item.result(scale).relative_to(ROOT)}; {', '.join(str(p.relative_to(ROOT)) for p in pages)}")
+        report = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+        print(f"kept: {item.result(scale).relative_to(ROOT)}; {report.relative_to(ROOT)}")
     return problems
 
 
@@ -153,8 +154,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """List, print, or train and measure."""
     options = parser().parse_args()
-    if options.jobs < 1:
-        raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
+    at_least(options, 1, "jobs")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     scale = asked_scale(options)
@@ -174,7 +174,7 @@ def main() -> None:
     launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
-    print(f"\n{claims_table(scale)}")
+    print(f"\n{claims_tables(scale)}")
     if failed or problems:
         told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
         raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")
@@ -188,12 +188,10 @@ def asked_scale(options: argparse.Namespace) -> Scale:
     """
     scale = SCALES[options.scale]
     places = {name: getattr(options, name.replace("-", "_")) for name in PLACES}
-    if options.other_text and not options.other_text.is_file():
-        raise UserError(f"--other-text {options.other_text} is no file (here is {Path.cwd()}); give an existing one")
-    if options.task_data and not options.task_data.is_dir():
-        raise UserError(f"--task-data {options.task_data} is no folder (here is {Path.cwd()}); give an existing one")
-    if options.tokenizer and not options.tokenizer.exists():
-        raise UserError(f"--tokenizer {options.tokenizer} is not there (here is {Path.cwd()}); give an existing one")
+    kinds = {"other-text": (Path.is_file, "no file"), "task-data": (Path.is_dir, "no folder")}
+    for name, (there, what) in {**kinds, "tokenizer": (Path.exists, "not there")}.items():
+        if places[name] and not there(places[name]):
+            raise UserError(f"--{name} {places[name]} is {what} (here is {Path.cwd()}); give an existing one")
     if options.tokenizer and (scale.config.data.source == "python-docs" or scale.config.data.tokenizer):
         raise UserError(f"--tokenizer is given, but {scale.name} has one of its own; leave it out")
     found = {name: place.absolute() for name, place in places.items() if place}

@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-from scripts.toy import toy_arguments, write_text, write_tokenizer
+from scripts.reliability.toy_run import toy_arguments, write_text, write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,33 @@
 """The ten claims of the paper: what each says, by what it is judged, the paper's numbers, and ours."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from salaad.common.files import read_json
 from scripts.reproduction import judges
+from scripts.reproduction.evidence import Number
+from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
-from scripts.reproduction.judges import Judge, Verdict
 
-__all__ = ["CLAIMS", "Claim", "Verdict", "claims_table", "text_table", "verdicts"]
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a claim came to.
+
+    Args:
+        numbers: ours, each with its limit if it has one; none where it is not measured.
+        missing: the command that measures what is missing, and why if results are there.
+    """
+
+    numbers: Sequence[Number] = ()
+    missing: str = ""
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether all limits are kept; None where nothing with a limit is measured."""
+        decisive = [number.holds for number in self.numbers if number.holds is not None]
+        return all(decisive) if decisive else None
 
 
 @dataclass(frozen=True)
@@ -23,8 +41,8 @@ class Claim:
         measure: what is computed, and when that agrees.
         paper: the paper's value.
         items: names of those it is judged from.
-        beside: names of experiments that say why; the note tells of those that are there.
-        judge: from their results to a verdict.
+        judge: from their results to numbers.
+        beside: names of experiments that say why; the numbers of those that are measured stand beside ours.
     """
 
     name: str
@@ -33,23 +51,22 @@ class Claim:
     measure: str
     paper: str
     items: tuple[str, ...]
-    judge: Judge
+    judge: judges.Judge
     beside: tuple[str, ...] = ()
 
     def verdict(self, folder: Path, scale: Scale) -> Verdict:
         """Judged from the results in a folder."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
-            return Verdict("–", None, f"not measured yet: {scale.command(*missing)}")
+            return Verdict(missing=scale.command(*missing))
         there = [name for name in self.beside if (folder / f"{name}.json").exists()]
-        results = {name: read_json(folder / f"{name}.json") for name in (*self.items, *there)}
         try:
-            found = self.judge(results)
+            numbers = self.judge({name: read_json(folder / f"{name}.json") for name in self.items})
         except (KeyError, StopIteration, TypeError, ValueError) as error:
-            told = f"not all it needs is in {', '.join(f'{name}.json' for name in self.items)} ({error!r})"
-            return Verdict("–", None, f"{told}: {scale.command(*self.items)} --again")
-        why = [note for name in there for note in results[name]["notes"]]
-        return replace(found, note="; ".join(filter(None, [found.note, *why])))
+            files = ", ".join(f"{name}.json" for name in self.items)
+            return Verdict(missing=f"{scale.command(*self.items)} --again (for {error!r}, which {files} lack)")
+        why = [number for name in there for number in NUMBERS[name](read_json(folder / f"{name}.json")["rows"])]
+        return Verdict([*numbers, *why])
 
 
 CLAIMS = (
@@ -67,8 +84,7 @@ CLAIMS = (
         "5.1, Flexible deployment",
         "One checkpoint deploys at any budget, smoothly, where vanilla weights split by robust PCA degrade rapidly.",
         "perplexity of SALAAD below vanilla + RPCA at every budget and seed, and a smaller largest step from L + S "
-        "down, both cut by HPA at κ* as in the paper; whether it also holds where both are cut by energy and refined, "
-        "the note says",
+        "down, both cut by HPA at κ* as in the paper; the same by energy, refined, stands beside it",
         "a figure: SALAAD below vanilla + RPCA at all budgets, by HPA; no other cut was tried",
         ("flexible",),
         judges.elastic,
@@ -168,18 +184,28 @@ def verdicts(scale: Scale, folder: Path | None = None) -> list[tuple[Claim, Verd
     return [(claim, claim.verdict(folder or scale.results, scale)) for claim in CLAIMS]
 
 
-def claims_table(scale: Scale, folder: Path | None = None) -> str:
-    """The claims as Markdown: claim, measure, the paper's value, ours, agrees or not, note."""
-    lines = [
-        (f"{claim.name} ({claim.section})", claim.measure, claim.paper, found.value, answer(found), found.note or "–")
-        for claim, found in verdicts(scale, folder)
-    ]
-    return text_table(("claim", "measure", "the paper", "ours", "agrees", "note"), lines)
+def claims_tables(scale: Scale, folder: Path | None = None) -> str:
+    """Two Markdown tables: by what each claim is judged and whether it agrees; and the numbers it is judged by."""
+    found, lines = verdicts(scale, folder), []
+    for claim, verdict in found:
+        numbers = verdict.numbers or [Number("not measured yet", f"`{verdict.missing}`")]
+        names = [f"**{claim.name}**", *[""] * (len(numbers) - 1)]
+        lines += [(name, one.what, one.ours, ANSWERS[one.holds]) for name, one in zip(names, numbers, strict=True)]
+    return "\n\n".join(
+        (
+            text_table(
+                ("claim", "measure", "the paper", "agrees"),
+                [
+                    (f"**{c.name}** ({c.section}): {c.statement}", c.measure, c.paper, ANSWERS[v.agrees])
+                    for c, v in found
+                ],
+            ),
+            text_table(("claim", "number, and its limit", "ours", "holds"), lines),
+        )
+    )
 
 
-def answer(found: Verdict) -> str:
-    """Yes, no, or a dash where it is not measured."""
-    return {True: "yes", False: "no", None: "–"}[found.agrees]
+ANSWERS = {True: "yes", False: "no", None: "–"}  # None: not measured, or without a limit
 
 
 def text_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -82,7 +82,7 @@ def rpca_vanilla(scale: Scale) -> Measured:
     """Robust PCA of weights that were trained without SALAAD."""
     found = {}
     for seed in scale.seeds:
-        model = load_model(ModelOnDisk.open(trainings.VANILLA.seeded(seed).folder(scale)).model, torch.float32)
+        model = load_model(ModelOnDisk.open(trainings.VANILLA.seeded(seed).folder(scale)).folder.path, torch.float32)
         found[seed] = list(model_statistics(find_blocks(model, SalaadConfig())))
     first = found[scale.seeds[0]]
     pictures.rpca(first, scale.results / "rpca_vanilla.png")
@@ -130,7 +130,7 @@ def downstream(scale: Scale) -> Measured:
     kappa = at_budget(trainings.SALAAD, scale, scale.table_budget)["kappa"]
     for label, run in (("X", trainings.SALAAD), ("L̃+S̃", trainings.SALAAD), ("Vanilla", trainings.VANILLA)):
         deployment = evaluation(run.folder(scale), scale).deployment
-        tokenizer = load_tokenizer(str(deployment.source.model))
+        tokenizer = load_tokenizer(str(deployment.source.folder.path))
         budget = parse_budget(scale.table_budget, deployment.dense)
         variant = Variant(label, budget, kappa) if label == "L̃+S̃" else Variant("X")
         with deployment.opened(variant, getattr(torch, scale.dtype)) as opened:

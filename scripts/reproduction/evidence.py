@@ -1,12 +1,28 @@
-"""What the judges of claims compare, and how they say it: rows looked up, numbers over seeds, short texts."""
+"""What the judges of claims compare, and how a number is written: rows looked up, values over seeds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Number:
+    """One line of the evidence for a claim.
+
+    Args:
+        what: is measured, with its limit if it has one.
+        ours: the number, or one per seed.
+        holds: whether it keeps the limit; None where it has none and decides nothing.
+    """
+
+    what: str
+    ours: str
+    holds: bool | None = None
 
 
 def the_row(rows: Sequence[Row], **values: Any) -> Row:
@@ -19,18 +35,18 @@ def distinct(rows: Sequence[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
-def by_seed(one: Row, other: Row) -> list[tuple[float, float]]:
-    """The values of two spreads, seed by seed."""
-    return list(zip(one["values"], other["values"], strict=True))
+def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of every seed."""
+    return [[row for row in rows if row["seed"] == seed] for seed in distinct(rows, "seed")]
 
 
 def ratios(one: Row, other: Row) -> list[float]:
-    """One over the other, seed by seed."""
-    return [a / b for a, b in by_seed(one, other)]
+    """One spread over the other, seed by seed."""
+    return [a / b for a, b in zip(one["values"], other["values"], strict=True)]
 
 
 def changes(one: Row, other: Row) -> list[float]:
-    """How far one is above the other, seed by seed."""
+    """How far one spread is above the other, seed by seed."""
     return [share - 1 for share in ratios(one, other)]
 
 
@@ -50,12 +66,6 @@ def mean_row(rows: Iterable[Row]) -> Row:
     return {key: value if isinstance(value, str) else fmean(row[key] for row in rows) for key, value in rows[0].items()}
 
 
-def span(values: Sequence[float]) -> str:
-    """The smallest and the largest of the seeds, or the one value."""
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low} to {high}"
-
-
 def is_below(one: float, other: float) -> bool:
     """Whether one is below the other; what overflowed is below nothing."""
     return finite(one) < finite(other)
@@ -66,16 +76,45 @@ def is_rising(values: Sequence[float]) -> bool:
     return all(a < b for a, b in pairwise(values))
 
 
+def is_structured(row: Row) -> bool:
+    """Whether a block is of low rank and sparse enough to be worth its parts."""
+    return row["rank_ratio"] <= 0.3 and row["density"] <= 0.3
+
+
 def part_of(cases: Iterable[bool]) -> float:
     """Part of the cases that hold; of none, none."""
     cases = list(cases)
     return sum(cases) / len(cases) if cases else 0.0
 
 
-def span_of_gaps(curve: Mapping[Any, tuple[float, float]]) -> str:
-    """The least and the largest change from the second of each pair to the first."""
-    gaps = [ours / theirs - 1 for ours, theirs in curve.values()]
-    return f"{percent(min(gaps))} to {percent(max(gaps))}"
+# How numbers are written
+
+
+def span(values: Iterable[float]) -> str:
+    """The smallest and the largest of the seeds, or the one value."""
+    values = list(values)
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def percent(change: float) -> str:
+    """A change in percent."""
+    return f"{100 * change:+.1f} %".replace("-", "−")
+
+
+def percents(changes: Iterable[float]) -> str:
+    """Changes in percent, one per seed."""
+    return ", ".join(map(percent, changes))
+
+
+def shares(parts: Iterable[float], digits: int = 1) -> str:
+    """Parts of a whole in percent, one per seed or case."""
+    return ", ".join(f"{100 * part:.{digits}f} %" for part in parts)
+
+
+def percent_span(changes: Sequence[float]) -> str:
+    """The least and the largest change."""
+    return f"{percent(min(changes))} to {percent(max(changes))}"
 
 
 def spread_text(spread: Row) -> str:
@@ -85,15 +124,10 @@ def spread_text(spread: Row) -> str:
 
 
 def changes_text(values: Sequence[float]) -> str:
-    """Mean ± deviation; of a single seed, and where one overflowed, the mean alone."""
+    """Mean ± deviation in percent; of a single seed, and where one overflowed, the mean alone."""
     spread = len(values) > 1 and all(map(math.isfinite, values))
     deviation = f" ± {100 * pstdev(values):.1f}" if spread else ""
     return percent(fmean(values)).replace(" %", f"{deviation} %")
-
-
-def percent(change: float) -> str:
-    """A change in percent."""
-    return f"{100 * change:+.1f} %".replace("-", "−")
 
 
 def difference(value: float) -> str:
@@ -101,24 +135,12 @@ def difference(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
-def spaced(name: str) -> str:
-    """L+S as it is read."""
-    return name.replace("+", " + ")
-
-
-def is_structured(row: Row) -> bool:
-    """Whether a block is of low rank and sparse enough to be worth its parts."""
-    return row["rank_ratio"] <= 0.3 and row["density"] <= 0.3
-
-
 def structure_text(row: Row) -> str:
-    """What became of a block."""
-    return f"rank ratio {row['rank_ratio']:.2f}, density {row['density']:.2f}"
+    """Rank ratio and density of a block."""
+    return f"{row['rank_ratio']:.2f}, {row['density']:.2f}"
 
 
 def found_text(rows: Sequence[Row], prefix: str = "") -> str:
-    """Mean ± deviation over the matrices."""
+    """Rank ratio and density, mean ± deviation over the matrices."""
     values = [[row[f"{prefix}{key}"] for row in rows] for key in ("rank_ratio", "density")]
-    return " and ".join(
-        f"{name} {fmean(v):.2f} ± {pstdev(v):.2f}" for name, v in zip(("rank", "density"), values, strict=True)
-    )
+    return ", ".join(f"{fmean(each):.2f} ± {pstdev(each):.2f}" for each in values)

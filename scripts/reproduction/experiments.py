@@ -10,6 +10,7 @@ from salaad.common.formats import markdown_table, millions
 from salaad.evaluation.sweep import best, grid
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.deployments import found_and_true
+from scripts.reproduction.evidence import Number, percent, span, structure_text
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import KAPPAS, evaluation, summary
@@ -23,7 +24,7 @@ KEPT = (0.8, 0.65)  # of the parameters of L + S inside the blocks
 def kappa_share(scale: Scale) -> Measured:
     """κ* of trainings whose L + S holds more or less of L: does κ* go by the share of L?"""
     rows = []
-    for run in trainings.kappa_share(scale):
+    for run in trainings.SHARES:
         measure = evaluation(run.folder(scale), scale)
         deployment = measure.deployment
         low_rank = sum(slr.rank * sum(slr.shape) for slr in deployment.parts.values())
@@ -55,7 +56,7 @@ def kappa_share(scale: Scale) -> Measured:
     header = ("training", "L + S", "share of L", "of it kept", "κ*", "PPL")
     pictures.kappa_share(rows, scale.results / "kappa_share.png")
     picture = {"κ* over the share of L in L + S": "kappa_share.png"}
-    return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture, [kappa_told(rows)])
+    return Measured(rows, {"κ* and what L + S is made of": markdown_table(header, lines)}, picture)
 
 
 def rpca_limit(scale: Scale) -> Measured:
@@ -73,8 +74,7 @@ def rpca_limit(scale: Scale) -> Measured:
         for rank in dict.fromkeys(rank for rank, _ in cells)
     ]
     table = {"blocks whose density robust PCA finds to 0.1": markdown_table(header, lines)}
-    picture = {"how far off the density is that robust PCA finds": "rpca_limit.png"}
-    return Measured(rows, table, picture, [limit_told(rows)])
+    return Measured(rows, table, {"how far off the density is that robust PCA finds": "rpca_limit.png"})
 
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -90,15 +90,17 @@ def _density_found(row: dict[str, Any]) -> bool:
     return abs(row["density"] - row["true_density"]) <= 0.1
 
 
-def limit_told(rows: list[dict[str, Any]]) -> str:
-    """In how many blocks of low rank and few entries robust PCA finds S, and in how many others, in a sentence."""
+def limit_numbers(rows: list[dict[str, Any]]) -> list[Number]:
+    """In how many blocks of low rank and few entries robust PCA finds the density, and in how many others."""
     inside = [row for row in rows if max(row["true_rank_ratio"], row["true_density"]) < CORNER]
     outside = [row for row in rows if row not in inside]
-    found = [f"{sum(map(_density_found, mine))} of {len(mine)}" for mine in (inside, outside)]
-    return (
-        "the same blocks of seed 0, also cut to fewer singular values and entries: density found to 0.1 in "
-        f"{found[0]} with rank ratio and density both below {CORNER:g}, and in {found[1]} others"
-    )
+    return [
+        Number(f"density found to 0.1: {what}", f"{sum(map(_density_found, mine))} of {len(mine)}")
+        for what, mine in (
+            (f"blocks, whole and cut, with rank ratio and density below {CORNER:g}", inside),
+            ("others", outside),
+        )
+    ]
 
 
 def embedding_why(scale: Scale) -> Measured:
@@ -130,31 +132,35 @@ def embedding_why(scale: Scale) -> Measured:
     ]
     header = ("setting", "its rank ratio", "its density", "others' rank", "density", "PPL (X)", "PPL (L+S)", "L + S")
     table = {"the embedding under stronger settings": markdown_table(header, lines)}
-    return Measured(rows, table, notes=[embedding_told(rows)])
+    return Measured(rows, table)
 
 
-def embedding_told(rows: list[dict[str, Any]]) -> str:
-    """What every setting makes of the embedding, and what it costs, in a sentence."""
-    first, *others = rows
-    parts = [
-        f"{row['setting']}: {row['rank_ratio']:.2f} and {row['density']:.2f} for {row['X'] / first['X'] - 1:+.1%} of X"
-        for row in others
+def embedding_numbers(rows: list[dict[str, Any]]) -> list[Number]:
+    """Rank ratio and density of the embedding under every setting, and what that costs of X."""
+    first = rows[0]
+    return [
+        Number(
+            f"embedding, {row['setting']}: rank ratio, density; PPL of X over that of Table 1",
+            f"{structure_text(row)}; {percent(row['X'] / first['X'] - 1)}",
+        )
+        for row in rows
     ]
-    return (
-        f"rank ratio and density of the embedding, {first['rank_ratio']:.2f} and {first['density']:.2f} as in Table 1 "
-        f"(the other blocks {first['others_rank_ratio']:.2f} and {first['others_density']:.2f}), become with "
-        + "; ".join(parts)
-    )
 
 
-def kappa_told(rows: list[dict[str, Any]]) -> str:
-    """How κ* goes with the share of L, in a sentence."""
+def kappa_numbers(rows: list[dict[str, Any]]) -> list[Number]:
+    """How κ* goes with the share of L."""
     shares, kappas = (np.array([row[key] for row in rows]) for key in ("share", "kappa"))
-    if len(set(shares.tolist())) < 2 or len(set(kappas.tolist())) < 2:
-        return f"κ* {kappas.mean():.2f} on average of {len(rows)} cells, all alike in κ* or in the share of L"
-    r, slope = np.corrcoef(shares, kappas)[0, 1], np.polyfit(shares, kappas, 1)[0]
     away = kappas - shares
-    return (
-        f"over {len(rows)} cells whose L is {shares.min():.0%} to {shares.max():.0%} of L + S, the correlation of κ* "
-        f"with that share is {r:.2f}, the slope {slope:.2f}, κ* minus the share {away.mean():.2f} ± {away.std():.2f}"
-    )
+    numbers = [
+        Number("share of L in L + S over other trainings", span(shares)),
+        Number("their κ*", span(kappas)),
+        Number("κ* less the share", f"{away.mean():.2f} ± {away.std():.2f}"),
+    ]
+    if shares.std() and kappas.std():
+        numbers.append(Number("correlation of κ* with the share", f"{np.corrcoef(shares, kappas)[0, 1]:.2f}"))
+        numbers.append(Number("slope of κ* over the share", f"{np.polyfit(shares, kappas, 1)[0]:.2f}"))
+    return numbers
+
+
+# Item → what its rows come to in a few numbers, for its section of the report and beside the claim it explains.
+NUMBERS = {"kappa_share": kappa_numbers, "rpca_limit": limit_numbers, "embedding_why": embedding_numbers}

@@ -15,7 +15,7 @@ from salaad.config.run import RunConfig
 from salaad.model.build import describe_model, outline, training_flops
 from salaad.runs.summary import save_result
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "salaad.rho_constant": "rho",
     "salaad.rho": "absolute",

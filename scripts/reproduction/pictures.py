@@ -19,19 +19,16 @@ from salaad.evaluation.figures import dress, loss_curve, save
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
-from scripts.reproduction.overviews import deployment_overview, pretraining_overview
 from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.reproduction.scatter import ablation, kappa_share, rpca_limit
 
 __all__ = [
     "ablation",
-    "deployment_overview",
     "embedding",
     "hpa_blocks",
     "kappa_share",
     "learning_dynamics",
     "lm_head",
-    "pretraining_overview",
     "rpca",
     "rpca_limit",
     "rpca_truth",

@@ -1,17 +1,14 @@
-"""The report: claims, tables and figures of every scale that has results, from the JSON alone.
-
-results/README.md for reading on the web, and results/report.html, one file that holds its pictures.
-"""
+"""results/README.md: claims, tables and figures of every scale that has results, from the stored JSON alone."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json
-from scripts.reproduction.claims import CLAIMS, answer, claims_table, text_table, verdicts
+from scripts.reproduction.claims import ANSWERS, CLAIMS, claims_tables, text_table, verdicts
+from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
-from scripts.reproduction.page import Page
 
 TITLE = "The paper, table by table"
 ABOUT = (
@@ -21,18 +18,23 @@ ABOUT = (
     "A claim agrees only if all parts of its measure hold. The measures were set before their items were measured; "
     "those of the LM head and the elastic curve were reworded when one seed, and a sweep of other runs, were known.",
 )
+BESIDE = {
+    "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",
+    "micro/README.md": "micro: what L + S costs at every size",
+    "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
+    "bench/README.md": "training, inference and compression on the clock",
+    "reliability.md": "what a training run survives, and the seconds to recover",
+}
 
 Result = Mapping[str, Any]
 
 
-def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> list[Path]:
-    """Write README.md and report.html into the folder of all results, from what lies there; both paths."""
+def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> Path:
+    """Write README.md into the folder of all results, from what lies there; its path."""
     found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
-    found = {scale: measured for scale, measured in found.items() if measured}
-    readme, page = results / "README.md", results / "report.html"
-    readme.write_text(markdown(results, items, found))
-    page.write_text(html_page(results, items, found))
-    return [readme, page]
+    readme = results / "README.md"
+    readme.write_text(markdown(results, items, {scale: measured for scale, measured in found.items() if measured}))
+    return readme
 
 
 def folder_of(results: Path, scale: Scale) -> Path:
@@ -46,17 +48,16 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
-def facts(result: Result) -> list[tuple[str, str]]:
-    """Where an item's numbers come from."""
+def facts(result: Result) -> list[str]:
+    """Where an item's numbers come from, a line each."""
     trainings = result["trainings"]
-    told = [("made by", f"`{result['command']}`, anew with `--again`")]
-    if result["hub"]:
-        told.append(("needs a model from the hub", f"`{result['hub']}`"))
-    told += [("measured at", f"commit {result['commit']}, {result['machine']}")]
+    told = [f"made by: `{result['command']}`, anew with `--again`"]
+    told += [f"needs a model from the hub: `{result['hub']}`"] if result["hub"] else []
+    told.append(f"measured at: commit {result['commit']}, {result['machine']}")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
-        told.append(("trained", f"{len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}"))
+        told.append(f"trained: {len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
     return told
 
 
@@ -69,28 +70,24 @@ def trainings_table(result: Result) -> str:
     return text_table(("training", "tokens", "wall time", "commit", "command"), lines)
 
 
-def left(items: Sequence[Item], scale: Scale, measured: Mapping[str, Result]) -> list[Item]:
-    """Items of a scale that have no result yet."""
-    return [item for item in items if item.name not in measured]
-
-
 def glance(results: Path, scales: Sequence[Scale]) -> str:
     """Claim by scale: yes, no, or not measured."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
-    lines = [(claim.name, *(answer(column[i][1]) for column in columns)) for i, claim in enumerate(CLAIMS)]
+    lines = [(claim.name, *(ANSWERS[column[i][1].agrees] for column in columns)) for i, claim in enumerate(CLAIMS)]
     return text_table(("claim", *(scale.name for scale in scales)), lines)
 
 
 def markdown(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping[str, Result]]) -> str:
     """The whole report as Markdown."""
-    parts = [f"# {TITLE}", " ".join(ABOUT)]
+    parts = [f"# {TITLE}", " ".join(ABOUT), "Beside it:"]
+    parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in BESIDE.items()))
     if len(found) > 1:
         parts += ["## The claims at a glance", glance(results, list(found))]
     for scale, measured in found.items():
-        parts += [f"## {scale.name}", f"### {scale.name}: the claims", claims_table(scale, folder_of(results, scale))]
+        parts += [f"## {scale.name}", f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
         for result in measured.values():
             parts += markdown_item(result, scale)
-        if missing := left(items, scale, measured):
+        if missing := [item for item in items if item.name not in measured]:
             commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
             parts += [f"### {scale.name}: not measured yet", "\n".join(commands)]
     return "\n\n".join(parts) + "\n"
@@ -103,8 +100,12 @@ def markdown_item(result: Result, scale: Scale) -> list[str]:
         parts += [f"**{plain(caption)}**", table]
     for caption, name in result["pictures"].items():
         parts += [f"![{plain(caption)}]({scale.name}/reproduce/{name})", plain(caption)]
-    parts += ["\n".join(f"- {note}" for note in result["notes"])] if result["notes"] else []
-    parts.append("\n".join(f"- {what}: {how}" for what, how in facts(result)))
+    if result["item"] in NUMBERS:
+        numbers = NUMBERS[result["item"]](result["rows"])
+        parts.append(text_table(("in all", "ours"), [(number.what, number.ours) for number in numbers]))
+    elif result["notes"]:
+        parts.append("\n".join(f"- {note}" for note in result["notes"]))
+    parts.append("\n".join(f"- {fact}" for fact in facts(result)))
     if result["trainings"]:
         parts.append(f"<details><summary>the trainings</summary>\n\n{trainings_table(result)}\n\n</details>")
     return parts
@@ -113,31 +114,3 @@ def markdown_item(result: Result, scale: Scale) -> list[str]:
 def plain(caption: str) -> str:
     """A caption whose stars, as in κ*, are no marks of Markdown."""
     return caption.replace("*", r"\*")
-
-
-def html_page(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping[str, Result]]) -> str:
-    """The whole report as one page."""
-    page = Page(TITLE)
-    for sentence in ABOUT:
-        page.text(sentence)
-    if len(found) > 1:
-        page.heading("The claims at a glance", "glance")
-        page.markdown(glance(results, list(found)))
-    for scale, measured in found.items():
-        page.heading(scale.name, scale.name)
-        page.heading("The claims", f"{scale.name}-claims", level=3)
-        page.claims(verdicts(scale, folder_of(results, scale)))
-        for name, result in measured.items():
-            page.heading(result["title"], f"{scale.name}-{name}", level=3, aside=result["section"])
-            for caption, table in result["tables"].items():
-                page.table(caption, table)
-            for caption, file in result["pictures"].items():
-                page.picture(caption, folder_of(results, scale) / file)
-            page.notes(result["notes"])
-            page.facts(facts(result))
-            if result["trainings"]:
-                page.folded("the trainings", trainings_table(result))
-        if missing := left(items, scale, measured):
-            page.heading("Not measured yet", f"{scale.name}-missing", level=3)
-            page.facts([(item.title, f"`{item.command(scale)}`") for item in missing])
-    return page.html()

@@ -7,17 +7,10 @@ from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
-from scripts.reproduction import trainings
+from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import ROOT, Run, Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import (
-    at_budget,
-    on_other_text,
-    perplexity,
-    shown,
-    spread,
-    summary,
-)
+from scripts.reproduction.records import at_budget, on_other_text, perplexity, shown, spread, summary
 
 VARIANTS = ("X", "L+S", "L̃+S̃")
 KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}
@@ -92,7 +85,7 @@ def table1(scale: Scale) -> Measured:
 
 
 def embedding(scale: Scale) -> Measured:
-    """With the embedding among the blocks, beside without."""
+    """With the embedding among the blocks, beside without; and the four panels."""
     rows, tables = [], {}
     for label, run in (
         ("embedding included", trainings.WITH_EMBEDDING),
@@ -107,7 +100,10 @@ def embedding(scale: Scale) -> Measured:
         own = paper("embedding" if run is trainings.WITH_EMBEDDING else "table1", scale)
         tables[label] = layout(mine, own)
         rows += mine
-    return Measured(rows, tables, notes=[provenance_note(rows, scale)])
+    folders = (run.folder(scale) for run in (trainings.WITH_EMBEDDING, trainings.WITHOUT_EMBEDDING))
+    pictures.embedding(*folders, scale.results / "embedding.png")
+    picture = {"with and without the embedding, seed 0": "embedding.png"}
+    return Measured(rows, tables, picture, [provenance_note(rows, scale)])
 
 
 def bf16(scale: Scale) -> Measured:
@@ -169,10 +165,10 @@ def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
     return markdown_table((f"{symbol} ×", *(f"{row[key]:g}" for row in rows)), lines)
 
 
-def two_ablations(runs: Sequence[Run], betas: int, table: str, scale: Scale) -> Measured:
-    """Δβ in the first so many runs, Δα in the others."""
-    rows = ablation_rows(runs, table, scale)
-    first, second = rows[:betas], rows[betas:]
+def two_ablations(betas: Sequence[Run], alphas: Sequence[Run], table: str, scale: Scale) -> Measured:
+    """Δβ at the scale's own Δα, and Δα at its own Δβ."""
+    rows = ablation_rows((*betas, *alphas), table, scale)
+    first, second = rows[: len(betas)], rows[len(betas) :]
     tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
     tables["Δα at the scale's own Δβ"] = ablation_table(second, "alpha")
     marked = [{**row, "grid": "beta"} for row in first] + [{**row, "grid": "alpha"} for row in second]
@@ -181,12 +177,12 @@ def two_ablations(runs: Sequence[Run], betas: int, table: str, scale: Scale) -> 
 
 def ablation_350m(scale: Scale) -> Measured:
     """The paper's ablation of Δβ and Δα at 350M."""
-    return two_ablations(trainings.ablation_350m(scale), len(trainings.BETAS_350M), "ablation350m", scale)
+    return two_ablations(trainings.BETAS_350M, trainings.ALPHAS_350M, "ablation350m", scale)
 
 
 def ablation_130m(scale: Scale) -> Measured:
     """The paper's ablation of Δβ and Δα at 130M, over decades."""
-    return two_ablations(trainings.ablation_130m(scale), len(trainings.BETAS_130M), "ablation130m", scale)
+    return two_ablations(trainings.BETAS_130M, trainings.ALPHAS_130M, "ablation130m", scale)
 
 
 def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
@@ -212,12 +208,15 @@ def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
 
 def ablation_rho_350m(scale: Scale) -> Measured:
     """The paper's ablation of ρ at 350M."""
-    return pairs(trainings.ablation_rho_350m(scale), "ablation350m_rho", scale)
+    return pairs(trainings.RHO_PAIRS_350M, "ablation350m_rho", scale)
 
 
 def ablation_pairs_130m(scale: Scale) -> Measured:
-    """The paper's grid of ρ, Δα and Δβ at 130M."""
-    return pairs(trainings.ablation_pairs_130m(scale), "ablation130m_pairs", scale)
+    """The paper's grid of ρ, Δα and Δβ at 130M, and every point of it in one picture."""
+    measured = pairs(trainings.PAIRS_130M, "ablation130m_pairs", scale)
+    pictures.ablation(measured.rows, scale.results / "ablation.png")
+    measured.pictures["perplexity of L + S over its size"] = "ablation.png"
+    return measured
 
 
 def update_frequency(scale: Scale) -> Measured:
@@ -237,7 +236,10 @@ def update_frequency(scale: Scale) -> Measured:
         "K/J": markdown_table(header, lines),
         "rank ratio / sparsity of some blocks in percent, seed 0": block_statistics(ends, theirs),
     }
-    return Measured(rows, tables, notes=[seeds_note(scale)])
+    folders = {K: run.folder(scale) for K, run in zip(trainings.KS, trainings.FREQUENCIES, strict=True)}
+    pictures.update_frequency(folders, scale.results / "frequency.png")
+    picture = {"over the number of ADMM updates, seed 0": "frequency.png"}
+    return Measured(rows, tables, picture, [seeds_note(scale)])
 
 
 def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str, Any]) -> str:
@@ -283,9 +285,13 @@ def lm_head(scale: Scale) -> Measured:
             lines.append((label, f"{rho:g}", *(shown(over_seeds(mine, key), digits[key]) for key in digits)))
             rows += mine
     header = ("among the blocks", "ρ ×", "final loss", "PPL (X)", "PPL (L+S)", "its rank ratio", "its density")
-    return Measured(
-        rows, {"the LM head beside the embedding": markdown_table(header, lines)}, notes=[seeds_note(scale)]
+    heads, embeddings = (
+        {rho: run.folder(scale) for rho, run in zip(trainings.HEAD_RHOS, runs, strict=True)}
+        for runs in (trainings.HEADS, trainings.EMBEDDINGS)
     )
+    pictures.lm_head(heads, embeddings, scale.results / "lm_head.png")
+    table = {"the LM head beside the embedding": markdown_table(header, lines)}
+    return Measured(rows, table, {"the LM head at two ρ, seed 0": "lm_head.png"}, [seeds_note(scale)])
 
 
 def over_seeds(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def summary_table() -> str:
 
 
 def search_points() -> list[dict]:
-    """One row per run of scripts/search_nano.py and of the demo: settings, perplexities, that of vanilla, size."""
+    """One row per run of research/search_nano.py and of the demo: settings, perplexities, that of vanilla, size."""
     vanilla = dict(vanilla_runs())
     points = []
     for path in (*sorted((NANO / "search").glob("*.json")), NANO / "salaad.json"):

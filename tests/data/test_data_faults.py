@@ -27,7 +27,7 @@ from salaad.data.rows import Cursor, Plan, RowStream
 from salaad.data.text import open_text, sample_rows, validation_batches
 from salaad.data.tokenizer import Encoder, load_tokenizer
 from salaad.runs.records import Recorder
-from scripts import playing_hub
+from scripts.reliability import faulty_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [f"row {k}" for k in range(200)]
@@ -54,23 +54,23 @@ def text_list(file, **options):
 @pytest.fixture(scope="module")
 def hub(tiny_tokenizer_dir):
     """What a process got through a hub that fails, and what it said meanwhile."""
-    command = [sys.executable, str(ROOT / "scripts" / "playing_hub.py"), tiny_tokenizer_dir]
+    command = [sys.executable, str(ROOT / "scripts" / "reliability" / "faulty_hub.py"), tiny_tokenizer_dir]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"said": done.stderr}
 
 
-@pytest.mark.parametrize("fault", playing_hub.FAULTS)
+@pytest.mark.parametrize("fault", faulty_hub.FAULTS)
 def test_a_hub_that_fails_for_a_while_costs_no_record_and_repeats_none(hub, fault):
-    expected = [[index, text] for index, text in enumerate(playing_hub.texts_of(fault))]
+    expected = [[index, text] for index, text in enumerate(faulty_hub.texts_of(fault))]
     assert hub["found"][fault] == expected
-    assert (hub["asked"][fault] > playing_hub.TIMES) == (fault != "none")
+    assert (hub["asked"][fault] > faulty_hub.TIMES) == (fault != "none")
 
 
 def test_a_new_try_is_said_and_counted(hub):
     assert "cut.json.gz: cannot be read (EOFError: " in hub["said"]
     assert "trying again in 2 s (2 of 4)" in hub["said"]
-    assert hub["asked"]["c4"] > playing_hub.TIMES  # the hub's own client tries a shard again, but not this question
+    assert hub["asked"]["c4"] > faulty_hub.TIMES  # the hub's own client tries a shard again, but not this question
 
 
 def test_a_hub_that_stays_down_is_a_sentence_after_the_last_try(hub):
@@ -80,13 +80,13 @@ def test_a_hub_that_stays_down_is_a_sentence_after_the_last_try(hub):
 
 def test_a_shard_that_is_gone_from_the_hub_stops_the_run_or_is_passed_over(hub, tiny_tokenizer_dir):
     strict, lenient = hub["runs"]
-    assert f"{playing_hub.GONE} cannot be read from the hub (" in strict["error"]
+    assert f"{faulty_hub.GONE} cannot be read from the hub (" in strict["error"]
     assert strict["error"].endswith("which lets stream 0 pass over 0 such part(s) of files in a pass")
     assert 0 < len(strict["rows"]) < len(lenient["rows"])
     assert lenient["rows"][: len(strict["rows"])] == strict["rows"]
     assert lenient["counts"]["lost"] == 1
     encode = Encoder(load_tokenizer(tiny_tokenizer_dir))
-    texts = [text for k in (0, 2) for text in playing_hub.texts_of(playing_hub.NAME.format(k))]
+    texts = [text for k in (0, 2) for text in faulty_hub.texts_of(faulty_hub.NAME.format(k))]
     assert sorted(lenient["rows"]) == sorted([*ids[:31].tolist(), 1] for ids in encode(texts))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
 from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
-from scripts.toy import make_documents
+from scripts.reliability.toy_run import make_documents
 
 SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
 TEXTS = [

@@ -36,8 +36,8 @@ from salaad.data.tokenizer import load_tokenizer
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.model.build import load_model
 from salaad.runs.run import open_run
-from scripts import fuzz, tampering
-from scripts.toy import ROOT
+from scripts.reliability import config_damage, fuzz, sample_folders
+from scripts.reliability.toy_run import ROOT
 from tests.helpers.training import last_checkpoint
 
 logging.set_verbosity_error()
@@ -51,7 +51,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("folders")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SALAAD_CACHE", str(root / "caches"))
-        return tampering.make_folders(root)
+        return sample_folders.make_folders(root)
 
 
 @pytest.fixture
@@ -473,7 +473,7 @@ def test_yaml_makes_no_objects(tmp_path, tag, folders):
 def test_the_config_of_a_run_is_read_as_carefully(folders, tmp_path, odd):
     run = Path(shutil.copytree(folders["run"], tmp_path / "run"))
     known = odd in ("bomb", "deep-flow", "large", "nul", "binary", "list")
-    (run / "config.yaml").write_bytes(tampering.config_bytes(["odd" if known else "text", odd], {}))
+    (run / "config.yaml").write_bytes(config_damage.config_bytes(["odd" if known else "text", odd], {}))
     config, options = read_command_line(["--config", "nano", "--output", str(run)])
     assert "readable config.yaml" in sentence_of(open_run, config, options)
 
@@ -481,20 +481,20 @@ def test_the_config_of_a_run_is_read_as_carefully(folders, tmp_path, odd):
 @pytest.mark.parametrize("odd", ["bomb", "deep", "deep-flow", "large", "nul", "binary", "utf-16", "list", "scalar"])
 def test_a_file_that_is_no_plain_yaml_is_refused_at_once(tmp_path, odd):
     before = peak()
-    content = tampering.config_bytes(["odd", odd], {})
+    content = config_damage.config_bytes(["odd", odd], {})
     if odd == "utf-16":  # a byte order mark is not in the way of text
         content = content[:-1]
     config_refused(tmp_path / "hostile.yaml", content)
     assert peak() - before < 2**28
 
 
-KEYS = [".".join(path) for path in tampering.known_keys()]
+KEYS = [".".join(path) for path in config_damage.known_keys()]
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_value_that_no_key_takes_is_refused_of_every_key(tmp_path, key):
     parts = key.split(".")
-    scalars = () if tampering.kind_of(tuple(parts)) in (str, tuple) else ("0x" + "f" * 5000, "2024-01-01 10:00:00")
+    scalars = () if config_damage.kind_of(tuple(parts)) in (str, tuple) else ("0x" + "f" * 5000, "2024-01-01 10:00:00")
     for value in ("{a: [1]}", "[[1], {}]", "!!set {a}", *scalars):
         lines = "".join(
             "  " * k + f"{part}:" + ("\n" if k < len(parts) - 1 else f" {value}\n") for k, part in enumerate(parts)
@@ -503,7 +503,9 @@ def test_a_value_that_no_key_takes_is_refused_of_every_key(tmp_path, key):
         assert config_refused(tmp_path / "hostile.yaml", lines + lines)
 
 
-NUMBERS = [path for path in tampering.known_keys() if len(path) == 2 and tampering.kind_of(path) in (int, float)]
+NUMBERS = [
+    path for path in config_damage.known_keys() if len(path) == 2 and config_damage.kind_of(path) in (int, float)
+]
 
 
 @pytest.mark.parametrize("path", NUMBERS, ids=".".join)
@@ -525,7 +527,7 @@ def test_the_programs_say_one_line_and_leave_with_2(copy, tmp_path):
     run, elastic, bomb = copy("run"), copy("elastic"), tmp_path / "bomb.yaml"
     edit(last_checkpoint(run) / "surrogate" / "index.json", lambda index: index.update(blocks={"x": {"file": "../x"}}))
     edit(elastic / "config.json", lambda config: config.update(hidden_size=10**9))
-    bomb.write_bytes(tampering.config_bytes(["odd", "bomb"], {}))
+    bomb.write_bytes(config_damage.config_bytes(["odd", "bomb"], {}))
     dense = copy("dense")
     edit(dense / "config.json", lambda config: config.update(num_hidden_layers=10**7))
     made = ("--output", tmp_path / "made")

@@ -17,7 +17,7 @@ from salaad.common.errors import UserError
 from salaad.config.commands import DEFAULT_TASKS
 from salaad.evaluation import lm_harness
 from salaad.evaluation.lm_harness import check_tasks, evaluate_tasks, harness_version
-from scripts.toy import WORDS
+from scripts.reliability.toy_run import WORDS
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -305,17 +305,6 @@ def test_rpca_limit_draws_every_block_and_cut(tmp_path, drawn):
     assert looks_drawn(tmp_path / "it.png")
 
 
-@pytest.mark.parametrize("draw", [pictures.pretraining_overview, pictures.deployment_overview])
-def test_no_text_of_an_overview_leaves_the_picture_or_lies_on_another(draw, tmp_path, drawn):
-    draw(tmp_path / "it.png")
-    (panel,) = drawn[0].axes
-    boxes = [text.get_window_extent() for text in panel.texts if text.get_text()]
-    frame = drawn[0].bbox
-    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    assert looks_drawn(tmp_path / "it.png")
-
-
 def test_a_run_without_what_a_picture_shows_is_refused(tmp_path):
     run, headless, empty = make_run(tmp_path / "run"), make_run(tmp_path / "other"), make_run(tmp_path / "vanilla", [])
     with pytest.raises(UserError, match="no ADMM updates"):

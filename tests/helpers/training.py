@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import train
 from salaad.config.command_line import read_command_line
-from scripts.toy import ROOT, launch_command
+from scripts.reliability.toy_run import ROOT, launch_command
 
 SECONDS = ("seconds", "tokens_per_second")
 

@@ -30,7 +30,7 @@ def options(toy):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
-    from scripts.toy import toy_arguments
+    from scripts.reliability.toy_run import toy_arguments
 
     folder = tmp_path_factory.mktemp("two_factors") / "run"
     arguments = toy_arguments(text_files, tiny_tokenizer_dir, method="two_factors", optimizer__lr=0.01)

@@ -22,7 +22,7 @@ from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints, NotSavedError
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.toy import toy_arguments
+from scripts.reliability.toy_run import toy_arguments
 from tests.helpers.training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights
 
 STEP_LINE = "the checkpoint cannot be written"
@@ -377,7 +377,7 @@ READ = """
 import sys, time
 from pathlib import Path
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.toy import toy_arguments
+from scripts.reliability.toy_run import toy_arguments
 print(ModelOnDisk.open(Path(sys.argv[1])).folder.path, flush=True)
 time.sleep(60)
 """

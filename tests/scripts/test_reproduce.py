@@ -10,6 +10,7 @@ from scripts import reproduce
 from scripts.reproduction import grid, trainings
 from scripts.reproduction.items import Item, Measured
 
+BOTH = trainings.once(trainings.VANILLA, trainings.SALAAD)
 # What the reports of this project read of a finished run; one seed of it fails if a file says so.
 TRAIN = """
 import json, pathlib, sys
@@ -36,8 +37,8 @@ def place(tmp_path, monkeypatch):
     for module in (grid, reproduce):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     items = (
-        Item("opening", "Opens", "1", lambda scale: [trainings.VANILLA], lambda scale: Measured([{"value": 1}])),
-        Item("reading", "Reads", "2", trainings.one_of_each, lambda scale: Measured(), folders=trainings.none),
+        Item("opening", "Opens", "1", trainings.once(trainings.VANILLA), lambda scale: Measured([{"value": 1}])),
+        Item("reading", "Reads", "2", BOTH, lambda scale: Measured(), folders=trainings.once()),
     )
     monkeypatch.setattr(reproduce, "ITEMS", items)
     return tmp_path
@@ -130,7 +131,7 @@ def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, pla
     def refuse(scale):
         raise UserError("no task data; give --task-data")
 
-    refusing = Item("refusing", "Refuses", "0", trainings.none, refuse)
+    refusing = Item("refusing", "Refuses", "0", trainings.once(), refuse)
     monkeypatch.setattr(reproduce, "ITEMS", (refusing, *reproduce.ITEMS))
     with pytest.raises(UserError, match=r"^refusing: no task data; give --task-data; mend"):
         call("all")
@@ -139,7 +140,7 @@ def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, pla
 
 def test_commands_name_a_place_for_what_an_item_reads_and_no_path_of_this_machine(call, place):
     (place / "tasks").mkdir()
-    reading = Item("asking", "Asks", "3", trainings.none, lambda scale: Measured(), reads=("task-data",))
+    reading = Item("asking", "Asks", "3", trainings.once(), lambda scale: Measured(), reads=("task-data",))
     scale = reproduce.asked_scale(reproduce.parser().parse_args(["--scale", "nano", "--task-data", "tasks"]))
     assert reading.command(scale) == "python scripts/reproduce.py --scale nano --task-data DIR asking"
     assert reproduce.ITEMS[0].command(scale) == "python scripts/reproduce.py --scale nano opening"

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from salaad.common import errors
-from scripts import fuzz, torture
-from scripts.launched import Broken, differences
-from scripts.torture import DRILLS, Drills, Row
+from scripts import torture
+from scripts.reliability import fuzz
+from scripts.reliability.drills import DRILLS, Drills
+from scripts.reliability.fault_table import Row
+from scripts.reliability.training_process import Broken, differences
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What to weigh an error by: every idea for --calibrate, cut and refined alike, on held-out text.
 
-    python scripts/search_calibration.py --checkpoints runs/demo/salaad runs/stronger --budgets 1183488,918656,787968
+    python scripts/research/search_calibration.py --checkpoints runs/demo/salaad --budgets 1183488,918656
 
 A weight is a matrix W beside every block X: worth and error are those of W∘X, or of X·C where inputs are whitened.
 """
@@ -16,7 +16,8 @@ from tqdm import tqdm
 from transformers import logging
 
 from salaad.common import budgets
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
+from salaad.common.validation import at_least
 from salaad.compression.calibration import CalibrationText, output_weights
 from salaad.compression.deployment import CheckpointDeployment, own_text
 from salaad.compression.refinement import refine
@@ -35,7 +36,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 ITERATIONS = 20
 LIBRARY = "output, half uniform"
 DAMPING = 0.1  # of second moments, relative to their mean
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -151,17 +152,8 @@ def fit_whitened(slr: Slr, C: Tensor, rank: int, nnz: int) -> Tensor:
     return best
 
 
-IDEAS = (
-    "none",
-    "input",
-    "input, frequency",
-    "output",
-    LIBRARY,
-    "input, output",
-    "Fisher per block",
-    "fourth root of Fisher per block",
-    "whitened input",
-)
+IDEAS = ("none", "input", "input, frequency", "output", LIBRARY, "input, output")
+IDEAS += ("Fisher per block", "fourth root of Fisher per block", "whitened input")
 
 
 def main() -> None:
@@ -172,20 +164,19 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128, help="sequences of calibration text")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "nano" / "calibration", help="folder")
     options = parser.parse_args()
-    if options.sequences < 1:
-        raise UserError(f"--sequences is {options.sequences}, but the least is 1; give 1 or more")
+    at_least(options, 1, "sequences")
     parse_budgets(options.budgets, 1)  # refuses what is no list of numbers before anything is read
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for checkpoint in options.checkpoints:
         source = ModelOnDisk.open(checkpoint)
         deployment = CheckpointDeployment(source)
-        data = own_text(deployment, DataConfig(**source.run["data"]))
-        text = CalibrationText(data, deployment.vocab_size, options.sequences)
+        data = own_text(source, DataConfig(**source.run["data"]))
+        text = CalibrationText(data, source.folder.config.vocab_size, options.sequences)
         model = load_model(source.folder.path, torch.float32)
         parts = deployment.parts
         moments = collect(model, list(parts), text)
-        held_out = open_text(data, vocab_size=deployment.vocab_size, training=False)
+        held_out = open_text(data, vocab_size=source.folder.config.vocab_size, training=False)
         batches = list(validation_batches(held_out, data, rows=32, max_tokens=10**7))
         blocks = {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
         check_library(model, moments, text)

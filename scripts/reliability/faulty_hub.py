@@ -1,6 +1,6 @@
 """A local HTTP server in the place of the hub, which fails in the ways that networks do.
 
-    python scripts/playing_hub.py TOKENIZER
+    python scripts/reliability/faulty_hub.py TOKENIZER
 
 reads every shard through it, in a process of its own, since the hub's client reads its settings when it is imported;
 prints what came of it as JSON. The back-off of the client and our own is cut short; nothing else is replaced.
@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 REPOSITORY = "/api/datasets/allenai/c4"
 TIMES = 3  # answers that go wrong before a shard is served whole
@@ -49,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
     shards: ClassVar[dict[str, bytes]] = {}
 
     def do_GET(self) -> None:
-        """A shard, or what the hub says of a repository."""
+        """A shard, or the hub's description of a repository."""
         name = self.path.rpartition("/")[2].partition(".json.gz")[0]
         name = name if name in (*FAULTS, "down") else self.path.rpartition("/")[2]
         self.asked[name] += 1
@@ -117,7 +117,7 @@ def main(tokenizer: str) -> None:
 
     from salaad.common.errors import UserError
     from salaad.config.run import DataConfig
-    from salaad.data import batches, documents
+    from salaad.data import batches, documents, text
 
     found = {}
     for name in (*FAULTS, "down"):
@@ -131,7 +131,7 @@ def main(tokenizer: str) -> None:
     runs = []
     for allowed in (0, 1):
         config = DataConfig(source="c4", tokenizer=tokenizer, sequence_length=32, streams=1, max_lost_files=allowed)
-        stream = batches.TrainingStream(batches.open_text(config, vocab_size=512), config, batch=20)
+        stream = batches.TrainingStream(text.open_text(config, vocab_size=512), config, batch=20)
         rows = []
         while len(rows) < 2 * DOCUMENTS and stream.error is None:
             rows += next(stream)["input_ids"].tolist()

@@ -1,6 +1,6 @@
 """Train and record what the singular-value threshold is given: spectra, and how they move from update to update.
 
-    python scripts/record_spectra.py --output results/admm/spectra.json -- --config nano.yaml --salaad.every 10
+    python scripts/research/record_spectra.py --output results/admm/spectra.json -- --config nano.yaml --salaad.every 10
 
 `scripts/bench_admm.py` makes matrices of any shape from it. Of Z = X − S + U, short side n, at the end of each phase:
 the singular values, and the change D to the next update in the basis of Z's own singular vectors, as root mean squares
@@ -24,7 +24,7 @@ from salaad.methods.salaad.plugin import Salaad
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 
 PHASES = {"early": 2, "middle": 11, "late": 200}  # the first of the two updates

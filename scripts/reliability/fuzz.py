@@ -1,12 +1,12 @@
-"""Configurations and folders that no honest program wrote: each ends opened, or refused in one sentence.
+"""Damaged configurations and folders: each has to open, or to be refused in one sentence.
 
-    python scripts/fuzz.py --cases 10000
-    python scripts/fuzz.py --replay '["dense", [["json", "config.json", 3, "replace", {"big": 30}]], "rewritten"]'
+    python scripts/reliability/fuzz.py --cases 10000
+    python scripts/reliability/fuzz.py --replay '["dense", [["json", "config.json", 3, "drop", 0]], "left"]'
 
 Half of the cases are YAML files, as `train.py --config` reads and checks them before it reads a batch. The other half
 are folders: dense, factored, elastic, in several files, with tied weights, and training runs, in which JSON, headers,
-tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they give
-nothing away. What opens is used: a few tokens go through the model. A case fails that raises anything but a
+tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they do
+not reveal the damage. What opens is used: a few tokens go through the model. A case fails that raises anything but a
 `UserError` of one line, that takes longer than --seconds, or that asks for memory out of proportion. All run in one
 process. The last line is the verdict.
 """
@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -43,7 +43,9 @@ from salaad.data.tokenizer import load_tokenizer
 from salaad.model.build import describe_model, load_model
 from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.training.plan import check_run, plan_table
-from scripts.tampering import config_bytes, config_cases, folder_cases, make_folders, read_case, tamper
+from scripts.reliability.config_damage import ODD_FILES, config_bytes, config_cases
+from scripts.reliability.folder_damage import FOLDERS, SUMS, folder_cases, tamper
+from scripts.reliability.sample_folders import make_folders
 
 ROOM = 3 * 2**30  # bytes that the process may grow by, over what it takes before the first case
 LONGEST = 86_400  # seconds that --seconds may allow
@@ -51,7 +53,7 @@ GROWTH = 2**29  # bytes that one case may take beyond the peak of those before; 
 
 
 class TooSlow(BaseException):
-    """A case took longer than it may; no `except Exception` hears of it."""
+    """A case took longer than it may; a BaseException, so that no `except Exception` catches it."""
 
 
 # ---- what is done with a case
@@ -75,7 +77,7 @@ def open_folder(folder: Path, run: bool) -> None:
         names = f"L+S,{(deployment.fixed + 3 * (deployment.fixed + deployment.queue.parameters)) // 4}"
     wanted = parse_variants(names, deployment.dense)
     deployment.check(wanted)
-    load_tokenizer(str(source.model))
+    load_tokenizer(str(source.folder.path))
     ids = torch.tensor([[1, 2, 3]])
     with deployment.opened(wanted[-1], torch.float32) as opened, torch.no_grad():
         opened.model(input_ids=ids)
@@ -229,6 +231,39 @@ def _runner(run: Callable[[list], None]) -> Callable[[list], None]:
         run(json.loads(json.dumps(case)))  # plain data, as --replay gets it
 
     return one
+
+
+def read_case(text: str) -> list:
+    """The case of a folder (three parts) or of a configuration (two) that was printed as `text`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        case = json.loads(text)
+    except (ValueError, RecursionError):
+        case = None
+    match case:
+        case [str(kind), list(steps), str(sums)] if kind in FOLDERS and sums in SUMS:
+            sound = all(isinstance(step, list) and step for step in steps)
+        case ["keys", list(drawn)]:
+            sound = all(_is_line(line) for line in drawn)
+        case ["odd", str(name)]:
+            sound = name in ODD_FILES
+        case ["text" | "path", str()]:
+            sound = True
+        case _:
+            sound = False
+    if not sound:
+        raise UserError(f"--replay {text} is no case; give one as the line FAILED prints it")
+    return case
+
+
+def _is_line(line: Any) -> bool:
+    match line:
+        case [[str(), *rest], str()]:
+            return len(rest) < 2 and all(isinstance(part, str) for part in rest)
+    return False
 
 
 def main() -> None:

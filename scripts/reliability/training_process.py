@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from salaad.common.files import read_json
-from scripts.toy import ROOT, launch_command
+from scripts.reliability.toy_run import ROOT, launch_command
 
 PATIENCE = 180  # seconds until a process that does nothing counts as hanging
 TIMES = ("seconds", "tokens_per_second")
@@ -98,7 +98,7 @@ class Training:
         return self.until(lambda: last_step(self.output) > saved and metrics.stat().st_mtime > self._since)
 
     def saving(self) -> bool:
-        """Whether it has begun to write a checkpoint and not finished; what an earlier life left does not count."""
+        """Whether it has begun to write a checkpoint and not finished; what an earlier start left does not count."""
         for partial in (self.output / "checkpoints").glob(".partial-*"):
             with suppress(FileNotFoundError):
                 if partial.stat().st_ctime > self._since:

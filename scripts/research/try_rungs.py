@@ -1,7 +1,7 @@
 """Other ways to the singular-value threshold than those of salaad/spectral.py, on the same matrices: what they cost.
 
-    python scripts/try_rungs.py --output results/admm/tried.json
-    python scripts/try_rungs.py --device cuda
+    python scripts/research/try_rungs.py --output results/admm/tried.json
+    python scripts/research/try_rungs.py --device cuda
 
 Beside the JSON a table is written, with our own choice of rung in each phase. The TF32 and bfloat16 rows round what
 goes into each product as a device does that has such products, which shows their error anywhere, not their speed.
@@ -9,18 +9,23 @@ goes into each product as a device does that has such products, which shows thei
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from bench_admm import SPECTRA, draw, seconds_of
 from torch import Tensor
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
+from salaad.common.validation import at_least
 from salaad.spectral import threshold
+from scripts.bench_admm import SPECTRA, draw, seconds_of
 
 SPARE = 8  # columns of a subspace beyond the kept rank
 STEPS = 14  # of a Newton–Schulz iteration
@@ -157,9 +162,7 @@ def main() -> None:
     parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
     parser.add_argument("--output", type=json_file, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
-    for name in ("rounds", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}, but the least is 1; give 1 or more")
+    at_least(options, 1, "rounds", "threads")
     known = read_json(SPECTRA)["blocks"]
     if options.block not in known:
         raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")

@@ -1,6 +1,6 @@
 """Search SALAAD's settings at a small scale: train every point of a list, one core each, and keep one JSON per run.
 
-    python scripts/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
+    python scripts/research/search_nano.py full_rank "rho_constant=0.15 delta_beta=0.002" "every=2"
 
 A point is a list of `key=value` of the `salaad` section (or `section.key=value` of any other, or `seed=value`), laid
 over the config. Finished points are kept, so the search can be interrupted and extended.
@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from salaad.common.errors import UserError, run_command
+from salaad.common.validation import at_least
 from salaad.runs.summary import save_result
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def overrides(point: str) -> list[str]:
@@ -61,8 +62,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
     options = parser.parse_args()
-    if options.jobs < 1:
-        raise UserError(f"--jobs is {options.jobs}, but the least is 1; give 1 or more")
+    at_least(options, 1, "jobs")
     for point in options.points:
         overrides(point)
     options.results.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import random
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = (  # noqa: SIM905
     "a the of and to in it is was on matrix rank sparse low model train step loss weight value singular "
     "threshold gradient token text stream file row batch seed window cursor epoch resume exact number "
