@@ -41,6 +41,14 @@ def assert_same_tensors(first: dict, second: dict) -> None:
             assert torch.equal(first[name], second[name]), name
 
 
+def assert_same_up_to_rounding(first: list[dict], second: list[dict]) -> None:
+    """Of the lines of two runs: Adam may turn rounding into steps of single weights, but the loss hardly feels them."""
+    for one, other in zip(first, second, strict=True):
+        assert (other["step"], other["tokens"]) == (one["step"], one["tokens"])
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["penalty"] == pytest.approx(one["penalty"], rel=1e-3, abs=1e-9)
+
+
 def interrupt_at(monkeypatch, steps: set[int]) -> None:
     """Let this process receive SIGTERM during each of these steps, once."""
     original, pending = SalaadMethod.after_step, set(steps)
@@ -86,16 +94,18 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
 
 
 def test_two_processes_train_like_one(toy, tmp_path):
-    arguments = toy(train__steps=30, salaad__embedding="true")
+    """In all that is kept, up to the order in which gradients are summed.
+
+    Adam divides a gradient by its own size plus eps. With the usual 1e-8 a gradient that is itself nothing but rounding
+    (of q_proj at first, whose scores are near 0) becomes a whole step, so how far two runs are apart depends on the
+    processor. With 1e-3 a difference of gradients moves a weight by at most lr/eps = 3 times itself, and rounding stays
+    rounding: at most 4e-6 of the largest entry has been seen, without vector instructions and with AVX2 and AVX-512.
+    """
+    arguments = toy(train__steps=30, salaad__embedding="true", optimizer__eps=1e-3)
     run_training(arguments, tmp_path / "one")
     done = launch(arguments, tmp_path / "two", processes=2)
     assert done.returncode == 0, done.stderr
-    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
-    assert len(one) == len(two) == 30
-    for first, second in zip(one, two, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
-        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
-        assert second["tokens"] == first["tokens"]
+    assert_same_up_to_rounding(lines(tmp_path / "one"), lines(tmp_path / "two"))
     checkpoints = [last_checkpoint(tmp_path / name) / "surrogate" for name in ("one", "two")]
     assert len(list(checkpoints[1].glob("*.safetensors"))) == 2
     first, second = map(read_surrogates, checkpoints)
@@ -103,7 +113,7 @@ def test_two_processes_train_like_one(toy, tmp_path):
     for name in first:
         for key, tensor in first[name].items():
             scale = float(tensor.abs().max())
-            torch.testing.assert_close(second[name][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name} {key}")
+            torch.testing.assert_close(second[name][key], tensor, rtol=0, atol=2e-5 * scale, msg=f"{name} {key}")
 
 
 def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
@@ -112,10 +122,8 @@ def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
     run_training(toy(train__micro_batch=1), tmp_path / "parts")
     done = launch(toy(train__micro_batch=1), tmp_path / "parts", processes=2)
     assert done.returncode == 0, done.stderr
-    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
-    assert [row["step"] for row in parts] == [row["step"] for row in whole] == list(range(1, 13))
-    for first, second in zip(whole, parts, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert len(lines(tmp_path / "whole")) == 12
+    assert_same_up_to_rounding(lines(tmp_path / "whole"), lines(tmp_path / "parts"))
 
 
 def test_sigterm_to_two_processes_saves_and_the_rest_follows(toy, tmp_path):
@@ -188,9 +196,7 @@ def test_without_a_penalty_salaad_trains_exactly_like_full_rank(toy, tmp_path):
 def test_what_only_saves_memory_does_not_change_the_losses(toy, tmp_path, options):
     run_training(toy(train__steps=4), tmp_path / "plain")
     run_training(toy(train__steps=4, **options), tmp_path / "saving")
-    for first, second in zip(lines(tmp_path / "plain"), lines(tmp_path / "saving"), strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
-        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+    assert_same_up_to_rounding(lines(tmp_path / "plain"), lines(tmp_path / "saving"))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "bf16"])

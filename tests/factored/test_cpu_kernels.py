@@ -282,22 +282,21 @@ def test_an_empty_table_has_no_rows_to_give():
     ("environment", "said"),
     [
         ({"SALAAD_NATIVE": "0"}, ""),
-        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile native.cpp"),
+        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile cpu_kernels.cpp"),
         ({"CXX": "false"}, "torch's products are used"),
     ],
 )
 def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
     script = (
         "import torch\n"
-        "from salaad import native\n"
+        "from salaad.factored import cpu_kernels\n"
         "from salaad.factored.layers import SlrLinear\n"
-        "from test_native import dense, error, parts\n"
+        "from tests.helpers.slr_weights import dense, distance, parts\n"
         "layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)\n"
-        "assert native.library() is None and layer._native(x) is None\n"
-        "assert error(layer(x), x.double() @ dense(parts(40, 30, 3, 200)).T) < 1e-5\n"
+        "assert cpu_kernels.library() is None and layer._native(x) is None\n"
+        "assert distance(layer(x), x.double() @ dense(parts(40, 30, 3, 200)).T) < 1e-5\n"
     )
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    env = os.environ | {"PYTHONPATH": paths, "SALAAD_CACHE": str(tmp_path)} | environment
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SALAAD_CACHE": str(tmp_path)} | environment
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert said in done.stderr
