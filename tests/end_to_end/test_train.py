@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,12 +20,12 @@ from salaad.common.errors import UserError
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from tests.helpers.training import (
-    ROOT,
     last_checkpoint,
     launch,
     lines,
     run_training,
     start,
+    start_alone,
     wait_for_steps,
     weights,
 )
@@ -212,8 +211,7 @@ def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path,
 
 
 def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
-    command = [sys.executable, "train.py", *toy(train__steps=100000), f"--output={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_alone(toy(train__steps=100000), tmp_path / "run")
     wait_for_steps(process, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -234,9 +232,7 @@ def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path
 
 def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     # A step of minutes, which the first signal would let come to its end.
-    arguments = toy(train__batch=20_000, train__micro_batch=1)
-    command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_alone(toy(train__batch=20_000, train__micro_batch=1), tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
     begun = psutil.Process(process.pid).cpu_times().user
@@ -250,30 +246,24 @@ def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files, workers):
     """A shard is gone, and is waited for with back-off: the step that is ready is taken and saved all the same."""
-    files = [shutil.copy(file, tmp_path) for file in text_files["train"]]
-    for workers in (0, 1):
-        run = tmp_path / f"run-{workers}"
-        arguments = toy(
-            train__steps=100000, data__workers=workers, data__files=json.dumps(files), data__shuffle_window=5
-        )
-        command = [sys.executable, "train.py", *arguments, f"--output={run}"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for_steps(process, run)
-        for file in files:
-            Path(file).rename(f"{file}.away")
-        while "trying again" not in process.stderr.readline():
-            pass
-        time.sleep(3)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=20)
-        assert process.returncode == 0
-        assert "stopped after step" in out
-        step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
-        assert step == lines(run)[-1]["step"]
-        for file in files:
-            Path(f"{file}.away").rename(file)
+    files, run = [shutil.copy(file, tmp_path) for file in text_files["train"]], tmp_path / "run"
+    options = {"data__workers": workers, "data__files": json.dumps(files), "data__shuffle_window": 5}
+    process = start_alone(toy(train__steps=100000, **options), run)
+    wait_for_steps(process, run)
+    for file in files:
+        Path(file).rename(f"{file}.away")
+    while "trying again" not in process.stderr.readline():
+        pass
+    time.sleep(1.5)  # into the second pause, of two seconds
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=45)  # the pauses before the last try add up to a minute
+    assert process.returncode == 0
+    assert "stopped after step" in out
+    step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
+    assert step == lines(run)[-1]["step"]
 
 
 def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp_path, monkeypatch):
@@ -401,11 +391,11 @@ def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path
     assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
 
 
-def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
-    done = launch(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path, capsys):
+    run_training(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+    said = capsys.readouterr().out
     for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "floating-point operations", "130,000"):
-        assert word in done.stdout
+        assert word in said
     assert not (tmp_path / "run").exists()
 
 
@@ -449,7 +439,6 @@ def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
 def test_a_user_error_leaves_with_2_and_no_traceback(toy, tmp_path):
     done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
     assert "train.batch 3 cannot be shared by 2 processes" in done.stderr
-    command = [sys.executable, "train.py", *toy(salaad__every=0), f"--output={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: salaad.every is 0, but the least is 1; give 1 or more\n"
+    process = start_alone(toy(salaad__every=0), tmp_path / "run")
+    assert process.communicate()[1] == "error: salaad.every is 0, but the least is 1; give 1 or more\n"
+    assert process.returncode == 2

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.
     command, environment = launch_command(arguments, output, processes)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def start_alone(arguments: list[str], output: Path) -> subprocess.Popen:
+    """`python train.py`, without a launcher."""
+    command, pipe = [sys.executable, "train.py", *arguments, f"--output={output}"], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:

@@ -23,7 +23,7 @@ from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints, NotSavedError
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.toy import toy_arguments
-from tests.helpers.training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights
+from tests.helpers.training import last_checkpoint, lines, run_training, start, start_alone, wait_for_steps, weights
 
 STEP_LINE = "the checkpoint cannot be written"
 
@@ -247,15 +247,15 @@ def test_a_second_run_into_the_folder_is_refused(toy, tmp_path):
     first = start(arguments, tmp_path / "run")
     try:
         wait_for_steps(first, tmp_path / "run")
-        command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        second = start_alone(arguments, tmp_path / "run")
+        err = second.communicate(timeout=60)[1]
     finally:
         first.terminate()
         first.communicate(timeout=60)
     assert second.returncode == 2
-    assert second.stderr.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
-    assert len(second.stderr.splitlines()) == 1
-    assert "wait for its end, or give another" in second.stderr
+    assert err.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
+    assert len(err.splitlines()) == 1
+    assert "wait for its end, or give another" in err
     # When the first is gone its folder is free.
     run_training([*arguments, "--train.steps=1"], tmp_path / "other")
     locks.claim(tmp_path / "run")
