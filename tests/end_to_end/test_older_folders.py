@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.toy import toy_arguments
-from tests.helpers.deploying import ok, rows_of
+from tests.helpers.deploying import compress, evaluate, rows_of
 from tests.helpers.training import lines, run_training
 
 ARCHIVE = Path(__file__).resolve().parents[1] / "fixtures" / "written_by_af3164f.tar.xz"
@@ -40,8 +40,7 @@ def perplexities(folder: Path) -> dict[str, dict]:
 
 def test_the_perplexity_of_every_variant_is_the_recorded_one(older):
     recorded = perplexities(older / "evaluation")
-    ok("evaluate.py", "perplexity", "--checkpoint", RUN, "--variants", ",".join(recorded), "--dtype", "float32",
-       "--tokens", 2000, "--output", "again")  # fmt: skip
+    evaluate("perplexity", RUN, "again", variants=",".join(recorded), dtype="float32", tokens=2000)
     found = perplexities(older / "again")
     assert found.keys() == recorded.keys()
     for variant, row in recorded.items():
@@ -78,7 +77,7 @@ def test_the_run_goes_on_from_its_older_checkpoint_with_the_recorded_losses(olde
 
 
 def test_the_run_can_be_cut(older):
-    ok("compress.py", "--checkpoint", RUN, "--budget", "0.6", "--kappa", 0.5, "--dtype", "float32", "--output", "made")
+    compress(RUN, "made", budget="0.6", kappa=0.5, dtype="float32")
     made, recorded = (json.loads(Path(name, "compression.json").read_text()) for name in ("made", "factored"))
     assert made["parameters"] == recorded["parameters"]
     ids = torch.arange(2, 26).view(2, 12)
