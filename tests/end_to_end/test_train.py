@@ -20,6 +20,7 @@ from salaad.common.errors import UserError
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from tests.helpers.training import (
+    assert_same_records,
     last_checkpoint,
     launch,
     lines,
@@ -85,8 +86,7 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
         first, second = (torch.load(folder / "state" / file, weights_only=True) for folder in (whole, parts))
         first, second = (json.dumps(value, default=lambda tensor: tensor.tolist()) for value in (first, second))
         assert first == second
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     first, second = (json.loads((folder / "state" / "trainer.json").read_text()) for folder in (whole, parts))
     assert first.pop("seconds").keys() == second.pop("seconds").keys()
     assert first == second
@@ -285,8 +285,7 @@ def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp
     assert last_checkpoint(tmp_path / "parts").name == "step-0000008"
     assert {row["step"] for row in lines(tmp_path / "parts", "evaluations.jsonl")} == {4}
     run_training(toy(**options), tmp_path / "parts")
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
@@ -297,8 +296,7 @@ def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(t
     assert not (tmp_path / "parts" / "summary.json").exists()
     monkeypatch.undo()
     run_training(toy(), tmp_path / "parts")
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     assert (tmp_path / "parts" / "summary.json").exists()
 
 

@@ -60,6 +60,12 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [{key: value for key, value in row.items() if key not in SECONDS} for row in rows]
 
 
+def assert_same_records(first: Path, second: Path) -> None:
+    """Two runs have written the same, but for times."""
+    for name in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(first, name) == lines(second, name)
+
+
 def last_checkpoint(folder: Path) -> Path:
     """The checkpoint that `latest` names."""
     return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
