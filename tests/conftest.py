@@ -11,6 +11,12 @@ import pytest
 from scripts.reliability.toy_run import toy_arguments, write_text, write_tokenizer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders with tests of a minute come first, so that the last tests to be shared out are short."""
+    rooms = {item: item.path.parent.name for item in items}
+    items.sort(key=lambda item: ("scripts", "end_to_end", rooms[item]).index(rooms[item]))
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_dir(tmp_path_factory) -> str:
     """A Hugging Face folder with a byte-fallback-free BPE tokenizer of at most 512 ids: pad 0, eos 1, unk 2."""

@@ -14,34 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.files import write_checksums
-from tests.helpers.deploying import ok, rows_of
+from tests.helpers.deploying import compress, evaluate, ok, rows_of
+from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
 from tests.helpers.training import ROOT, last_checkpoint
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 pytestmark = pytest.mark.usefixtures("own_caches")
-
-
-def dense_parts(run_folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
-    """L, S and the effective rank of every block, straight from the files, by the definitions of the paper."""
-    surrogate = last_checkpoint(run_folder) / "surrogate"
-    index = json.loads((surrogate / "index.json").read_text())["blocks"]
-    parts = {}
-    for name, entry in index.items():
-        state = load_file(surrogate / entry["file"])
-        R, tau = state[f"{name}/residual"].double(), state[f"{name}/thresholds"][2].double()
-        S = torch.sign(R) * (R.abs() - tau).clamp_min(0)
-        T = state[f"{name}/target"].double()
-        L = T - R + 2 * R.clamp(-tau, tau)
-        sigma = torch.linalg.svdvals(L)
-        rank = int((sigma.cumsum(0) < 0.999 * sigma.sum()).sum()) + 1
-        parts[name] = (L, S, rank)
-    return parts
-
-
-def best_rank(L: torch.Tensor, rank: int) -> torch.Tensor:
-    U, sigma, Vh = torch.linalg.svd(L, full_matrices=False)
-    return (U[:, :rank] * sigma[:rank]) @ Vh[:rank]
 
 
 def perplexity_by_hand(model: torch.nn.Module, tokenizer_folder: Path, files: list[str], length: int) -> float:
@@ -59,22 +38,21 @@ def perplexity_by_hand(model: torch.nn.Module, tokenizer_folder: Path, files: li
 
 
 def test_perplexity_of_x_and_of_l_plus_s_are_those_of_plain_torch(runs, text_files, tmp_path):
-    table = ok("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--dtype", "float32", "--output", tmp_path)
+    table = evaluate("perplexity", runs / "salaad", tmp_path, dtype="float32")
     rows = {row["variant"]: row for row in rows_of(tmp_path, "perplexity")}
     folder = last_checkpoint(runs / "salaad") / "model"
     model = AutoModelForCausalLM.from_pretrained(folder).double()
     expected = perplexity_by_hand(model, folder, text_files["validation"], 32)
     assert rows["X"]["perplexity"] == pytest.approx(expected, rel=1e-5)
-    for name, (L, S, rank) in dense_parts(runs / "salaad").items():
-        model.get_submodule(name).weight.data = best_rank(L, rank) + S
+    for name, W in l_plus_s(runs / "salaad").items():
+        model.get_submodule(name).weight.data = W
     expected = perplexity_by_hand(model, folder, text_files["validation"], 32)
     assert rows["L+S"]["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert f"{expected:.2f}" in table
 
 
 def test_the_training_run_reported_the_same(runs, tmp_path):
-    ok("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--dtype", "float32", "--output", tmp_path,
-       "--tokens", 2000)  # fmt: skip
+    evaluate("perplexity", runs / "salaad", tmp_path, dtype="float32", tokens=2000)
     reported = json.loads((runs / "salaad" / "summary.json").read_text())["variants"]
     for row in rows_of(tmp_path, "perplexity"):
         assert row["perplexity"] == pytest.approx(reported[row["variant"]]["perplexity"], rel=1e-5)
@@ -90,8 +68,7 @@ def test_compress_keeps_the_largest_of_every_block_and_meets_the_budget(runs, tm
     whole = dense - sum(L.numel() - r * sum(L.shape) - int((S != 0).sum()) for L, S, r in parts.values())
     fixed = dense - sum(L.numel() for L, _, _ in parts.values())
     budget = fixed + (whole - fixed) // 2
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", budget, "--kappa", 0.4, "--output", made,
-       "--dtype", "float32")  # fmt: skip
+    compress(runs / "salaad", made, budget=budget, kappa=0.4, dtype="float32")
     record = json.loads((made / "compression.json").read_text())
     unit = max(sum(L.shape) for L, _, _ in parts.values())
     assert budget - unit < record["parameters"][1] <= budget
@@ -116,7 +93,7 @@ def test_without_a_kappa_both_sides_lose_the_same_fraction(runs, tmp_path):
     whole = low_rank + sparse
     dense = sum(t.numel() for t in load_file(last_checkpoint(runs / "salaad") / "model/model.safetensors").values())
     budget = dense - sum(L.numel() for L, _, _ in parts.values()) + round(kept * whole)
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", budget, "--output", tmp_path / "made")
+    compress(runs / "salaad", tmp_path / "made", budget=budget)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     modules = [model.get_submodule(name) for name in parts]
     ranks = sum(module.U.shape[1] * sum(module.shape) for module in modules)
@@ -128,18 +105,15 @@ def test_without_a_kappa_both_sides_lose_the_same_fraction(runs, tmp_path):
     assert record["kappa"] == pytest.approx(low_rank / whole, abs=half_a_unit / (1 - kept) / whole)
     named = record["variant"].partition("@")[2]
     assert float(named) == pytest.approx(low_rank / whole, abs=1e-3)
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", budget, "--kappa", named, "--output",
-       tmp_path / "again")  # fmt: skip
+    compress(runs / "salaad", tmp_path / "again", budget=budget, kappa=named)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "made/model.safetensors").read_bytes()
 
 
 def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_of_the_variant(runs, tmp_path):
     for form in ("factored", "dense"):
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.6", "--kappa", 0.3, "--format", form,
-           "--output", tmp_path / form, "--dtype", "float32")  # fmt: skip
-        ok("evaluate.py", "perplexity", "--checkpoint", tmp_path / form, "--dtype", "float32", "--output", tmp_path)
-    ok("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--variants", "0.6@0.3", "--dtype", "float32",
-       "--output", tmp_path)  # fmt: skip
+        compress(runs / "salaad", tmp_path / form, budget="0.6", kappa=0.3, format=form, dtype="float32")
+        evaluate("perplexity", tmp_path / form, tmp_path, dtype="float32")
+    evaluate("perplexity", runs / "salaad", tmp_path, variants="0.6@0.3", dtype="float32")
     rows = {row["model"]: row for row in rows_of(tmp_path, "perplexity")}
     assert len(rows) == 3
     reference = rows.pop(next(model for model in rows if model.startswith("salaad")))
@@ -152,14 +126,12 @@ def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_o
 
 
 def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_commands(runs, tmp_path):
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--allocation", "energy", "--output",
-       tmp_path / "made", "--dtype", "float32")  # fmt: skip
+    compress(runs / "salaad", tmp_path / "made", budget="0.7", allocation="energy", dtype="float32")
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
     dense, kept = record["parameters"]
     assert 0 <= round(0.7 * dense) - kept < 544  # the largest block's n + m: one unit
     for checkpoint, variant in ((runs / "salaad", "0.7@energy"), (tmp_path / "made", "X")):
-        ok("evaluate.py", "perplexity", "--checkpoint", checkpoint, "--variants", variant, "--dtype", "float32",
-           "--output", tmp_path)  # fmt: skip
+        evaluate("perplexity", checkpoint, tmp_path, variants=variant, dtype="float32")
     through_variant, through_folder = rows_of(tmp_path, "perplexity")
     assert through_variant["perplexity"] == pytest.approx(through_folder["perplexity"], rel=1e-5)
     assert through_variant["parameters"] == through_folder["parameters"] == kept
@@ -167,9 +139,9 @@ def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_comman
 
 
 def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
-    said = ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "100M", "--output", tmp_path / "a")
+    said = compress(runs / "salaad", tmp_path / "a", budget="100M")
     assert "at or above L + S" in said
-    ok("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "b")
+    compress(runs / "salaad", tmp_path / "b")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
@@ -177,7 +149,7 @@ def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
 
 def test_the_lines_of_the_readme_open_the_model_and_it_writes(runs, tmp_path, monkeypatch):
     [_, code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "salaad-194m")
+    compress(runs / "salaad", tmp_path / "salaad-194m", budget="0.7")
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     exec(code, namespace)
@@ -186,8 +158,7 @@ def test_the_lines_of_the_readme_open_the_model_and_it_writes(runs, tmp_path, mo
 
 
 def test_rpca_of_a_vanilla_model_adds_up_to_it(runs, tmp_path):
-    ok("compress.py", "--checkpoint", runs / "full_rank", "--rpca", "--output", tmp_path / "made", "--dtype", "float32",
-       "--format", "dense")  # fmt: skip
+    compress(runs / "full_rank", tmp_path / "made", rpca=True, dtype="float32", format="dense")
     made = load_file(tmp_path / "made" / "model.safetensors")
     original = load_file(last_checkpoint(runs / "full_rank") / "model" / "model.safetensors")
     for key, X in original.items():
@@ -222,8 +193,7 @@ def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_f
         for i, word in enumerate(("rank", "sparse", "train", "model", "step", "weight"))
     ]
     (data / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--kappa", 0.5, "--output",
-       tmp_path / "dense", "--format", "dense", "--dtype", "float32")  # fmt: skip
+    compress(runs / "salaad", tmp_path / "dense", budget="0.7", kappa=0.5, format="dense", dtype="float32")
     common = ("--tasks", "piqa", "--task-data", data, "--dtype", "float32", "--output", tmp_path)
     ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", *common)
     ok("evaluate.py", "lm-eval", "--checkpoint", tmp_path / "dense", *common)
@@ -260,8 +230,7 @@ def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_b
     data = tmp_path / "piqa.validation.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in task_rows))
     made = tmp_path / "dense"
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--kappa", 0.5, "--output", made, "--format",
-       "dense")  # fmt: skip
+    compress(runs / "salaad", made, budget="0.7", kappa=0.5, format="dense")
     ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", "--tasks", "piqa",
        "--task-data", tmp_path, "--output", tmp_path)  # fmt: skip
     [ours] = rows_of(tmp_path, "lm-eval")
@@ -279,19 +248,9 @@ def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_b
     assert (ours["acc"], ours["acc_norm"]) == (found["acc,none"], found["acc_norm,none"])
 
 
-def evaluated(runs: Path, output: Path, *arguments: object) -> dict[str, float]:
+def evaluated(runs: Path, output: Path, **options: object) -> dict[str, float]:
     """Perplexity by variant of the SALAAD run."""
-    ok(
-        "evaluate.py",
-        "perplexity",
-        "--checkpoint",
-        runs / "salaad",
-        "--dtype",
-        "float32",
-        "--output",
-        output,
-        *arguments,
-    )
+    evaluate("perplexity", runs / "salaad", output, dtype="float32", **options)
     return {row["variant"]: row["perplexity"] for row in rows_of(output, "perplexity")}
 
 
@@ -301,31 +260,31 @@ def test_other_text_of_the_same_name_and_size_is_not_taken_for_the_first(runs, t
     for turn in range(2):
         lines = Path(text_files["validation"][0]).read_text().splitlines(keepends=True)
         text.write_text("".join(lines[:20] if turn == 0 else [line.replace("rank", "loss") for line in lines[:20]]))
-        source = ("--data.source", "files", "--data.validation_files", text)
-        found.append(evaluated(runs, tmp_path / str(turn), "--variants", "X", *source)["X"])
+        source = {"data.source": "files", "data.validation_files": text}
+        found.append(evaluated(runs, tmp_path / str(turn), variants="X", **source)["X"])
     assert found[0] != found[1]
     assert len(rows_of(tmp_path / "0", "perplexity")) == 1
 
 
 def test_an_unfinished_line_in_the_cache_costs_nothing_but_that_cell(runs, tmp_path):
-    before = evaluated(runs, tmp_path / "a", "--variants", "X,0.8@0.5")
+    before = evaluated(runs, tmp_path / "a", variants="X,0.8@0.5")
     cells = next((runs / "salaad" / "cache").glob("*/perplexity.jsonl"))
     cells.write_text(cells.read_text()[:-20])
-    assert evaluated(runs, tmp_path / "b", "--variants", "X,0.8@0.5") == before
+    assert evaluated(runs, tmp_path / "b", variants="X,0.8@0.5") == before
 
 
 def test_a_checkpoint_copied_out_of_its_run_is_evaluated_and_leaves_its_neighbours_alone(runs, tmp_path, monkeypatch):
     copy = tmp_path / "alone" / "step"
     shutil.copytree(last_checkpoint(runs / "salaad"), copy)
     monkeypatch.setenv("SALAAD_CACHE", str(tmp_path / "caches"))
-    table = ok("evaluate.py", "perplexity", "--checkpoint", copy, "--output", tmp_path / "out")
+    table = evaluate("perplexity", copy, tmp_path / "out")
     assert "L+S" in table
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "caches", "out"]
     assert [path.name for path in copy.parent.iterdir()] == ["step"]
 
 
 def test_without_our_import_the_folder_does_not_open_as_noise(runs, tmp_path):
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "made")
+    compress(runs / "salaad", tmp_path / "made", budget="0.7")
     code = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); print('opened')"
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "made"], capture_output=True, text=True)
     assert done.returncode != 0
@@ -333,7 +292,7 @@ def test_without_our_import_the_folder_does_not_open_as_noise(runs, tmp_path):
 
 
 def test_rpca_statistics_stand_beside_those_of_noise(runs, tmp_path):
-    table = ok("evaluate.py", "rpca", "--checkpoint", runs / "full_rank", "--output", tmp_path)
+    table = evaluate("rpca", runs / "full_rank", tmp_path)
     rows = rows_of(tmp_path, "rpca")
     assert len(rows) == 14
     assert all(row["control_density"] > 0 for row in rows)
@@ -358,7 +317,7 @@ def test_a_checkpoint_of_two_processes_gives_the_model_of_one(runs, tmp_path):
     (checkpoint / "surrogate" / "index.json").write_text(json.dumps(index))
     write_checksums(checkpoint)
     for run_folder, made in ((runs / "salaad", "a"), (copy, "b")):
-        ok("compress.py", "--checkpoint", run_folder, "--budget", "0.8", "--output", tmp_path / made)
+        compress(run_folder, tmp_path / made, budget="0.8")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
@@ -370,12 +329,11 @@ def distance(model: torch.nn.Module, targets: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("allocation", [("--kappa", 0.7), ("--allocation", "energy")], ids=["hpa", "energy"])
 def test_refinement_brings_a_cut_nearer_to_l_plus_s_at_the_same_size(runs, tmp_path, allocation):
-    targets = {name: best_rank(L, rank) + S for name, (L, S, rank) in dense_parts(runs / "salaad").items()}
+    targets = l_plus_s(runs / "salaad")
     distances, records = [], []
     for alternations in (0, 1, 5):
         made = tmp_path / str(alternations)
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.6", *allocation, "--refine", alternations,
-           "--output", made, "--dtype", "float32")  # fmt: skip
+        compress(runs / "salaad", made, *allocation, budget="0.6", refine=alternations, dtype="float32")
         records.append(json.loads((made / "compression.json").read_text()))
         distances.append(distance(AutoModelForCausalLM.from_pretrained(made), targets))
     assert distances[2] < distances[1] < distances[0]
@@ -387,15 +345,14 @@ def test_refinement_brings_a_cut_nearer_to_l_plus_s_at_the_same_size(runs, tmp_p
 
 def test_refinement_of_what_is_not_cut_changes_nothing(runs, tmp_path):
     for made, refine in (("a", ()), ("b", ("--refine", 5))):
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "100M", "--output", tmp_path / made, *refine)
+        compress(runs / "salaad", tmp_path / made, *refine, budget="100M")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_godec_of_a_vanilla_model_has_the_ranks_and_counts_asked_for_and_is_nearer_than_one_step(runs, tmp_path):
     """One step: the best approximation of that rank, and the largest entries of what it leaves."""
-    ok("compress.py", "--checkpoint", runs / "full_rank", "--godec", "--rank_ratio", 0.3, "--density", 0.1, "--output",
-       tmp_path / "made", "--dtype", "float32")  # fmt: skip
+    compress(runs / "full_rank", tmp_path / "made", godec=True, rank_ratio=0.3, density=0.1, dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     original = load_file(last_checkpoint(runs / "full_rank") / "model" / "model.safetensors")
     blocks = {name: module for name, module in model.named_modules() if hasattr(module, "U")}
@@ -420,8 +377,7 @@ def test_calibration_changes_what_is_kept_within_the_same_budget(runs, tmp_path)
     parts, kept = dense_parts(runs / "salaad"), []
     for sequences in (0, 8):
         made = tmp_path / str(sequences)
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.5", "--allocation", "energy", "--calibrate",
-           sequences, "--output", made, "--dtype", "float32")  # fmt: skip
+        compress(runs / "salaad", made, budget="0.5", allocation="energy", calibrate=sequences, dtype="float32")
         record = json.loads((made / "compression.json").read_text())
         dense, size = record["parameters"]
         assert record["calibrate"] == sequences and 0 <= round(0.5 * dense) - size < 544
@@ -447,12 +403,13 @@ def test_calibration_changes_what_is_kept_within_the_same_budget(runs, tmp_path)
 
 
 def test_a_calibrated_cut_is_refined_towards_l_plus_s_as_well(runs, tmp_path):
-    targets = {name: best_rank(L, rank) + S for name, (L, S, rank) in dense_parts(runs / "salaad").items()}
+    targets = l_plus_s(runs / "salaad")
     distances = []
     for alternations in (0, 5):
         made = tmp_path / str(alternations)
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--allocation", "energy", "--refine",
-           alternations, "--calibrate", 8, "--output", made, "--dtype", "float32")  # fmt: skip
+        compress(
+            runs / "salaad", made, budget="0.7", allocation="energy", refine=alternations, calibrate=8, dtype="float32"
+        )
         distances.append(distance(AutoModelForCausalLM.from_pretrained(made), targets))
     assert distances[1] < 0.9 * distances[0]
 
@@ -467,8 +424,7 @@ def test_refined_and_calibrated_variants_are_the_folders_made_with_the_same_opti
     assert len({row["perplexity"] for row in (energy, by_hpa, plain)}) == 3
     for row, how in ((energy, ("--allocation", "energy")), (by_hpa, ("--kappa", 0.5))):
         made = tmp_path / how[0].strip("-")
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", *how, *fit, "--output", made, "--dtype",
-           "float32")  # fmt: skip
+        compress(runs / "salaad", made, *how, *fit, budget="0.7", dtype="float32")
         ok("evaluate.py", "perplexity", "--checkpoint", made, *common)
         folder = rows_of(tmp_path, "perplexity")[-1]
         assert row["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
@@ -477,9 +433,18 @@ def test_refined_and_calibrated_variants_are_the_folders_made_with_the_same_opti
 
 
 def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(runs, tmp_path):
-    sweep = ok("evaluate.py", "sweep", "--checkpoint", runs / "salaad", "--vanilla", runs / "full_rank", "--rivals",
-               "rpca,godec", "--budgets", "0.7,0.5", "--kappas", "0.5", "--refine", 3, "--calibrate", 4,
-               "--dtype", "float32", "--output", tmp_path)  # fmt: skip
+    sweep = evaluate(
+        "sweep",
+        runs / "salaad",
+        tmp_path,
+        vanilla=runs / "full_rank",
+        rivals="rpca,godec",
+        budgets="0.7,0.5",
+        kappas="0.5",
+        refine=3,
+        calibrate=4,
+        dtype="float32",
+    )
     rows = rows_of(tmp_path, "sweep")
     labels = ["SALAAD", "vanilla + RPCA", "vanilla + GoDec"]
     ways = ["HPA at κ*", "energy", "energy, refined", "energy, refined, calibrated"]
@@ -507,7 +472,7 @@ def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(runs, tmp_
     for method, label in (("rpca", "vanilla + RPCA"), ("godec", "vanilla + GoDec")):
         made = tmp_path / method
         ok("compress.py", "--checkpoint", runs / "full_rank", f"--{method}", *fit, "--output", made)
-        ok("evaluate.py", "perplexity", "--checkpoint", made, "--dtype", "float32", "--output", tmp_path)
+        evaluate("perplexity", made, tmp_path, dtype="float32")
         folder = rows_of(tmp_path, "perplexity")[-1]
         mine = [row for row in rows if row["label"] == label and row["calibrate"]]
         [row] = [row for row in mine if row["budget"] == round(0.5 * dense)]

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +10,12 @@ from transformers import AutoModel, AutoModelForCausalLM, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import UserError
-from tests.helpers.deploying import ok, refused
+from tests.helpers.deploying import compress, refused
 from tests.helpers.training import ROOT, last_checkpoint
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 pytestmark = pytest.mark.usefixtures("own_caches")
-
-
-def test_a_program_says_its_sentence_on_standard_error_and_exits_with_2(tmp_path):
-    for program in (["compress.py", "--output", tmp_path / "made"], ["evaluate.py", "perplexity"]):
-        command = [sys.executable, *map(str, program), "--checkpoint", str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: --checkpoint ")
-        assert len(done.stderr.splitlines()) == 1
 
 
 def broken_copy(runs: Path, tmp_path: Path, change) -> Path:
@@ -78,60 +67,93 @@ def test_a_broken_checkpoint_is_named_and_nothing_is_left_behind(runs, tmp_path,
 
 def compressed(runs: Path, tmp_path: Path) -> Path:
     """A factored folder of the SALAAD run."""
-    ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.7", "--output", tmp_path / "factored")
+    compress(runs / "salaad", tmp_path / "factored", budget="0.7")
     return tmp_path / "factored"
 
 
-def test_wrong_requests_are_one_sentence_with_the_cure(runs, tmp_path):
-    salaad_run, vanilla = runs / "salaad", runs / "full_rank"
-    made = tmp_path / "made"
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "1K"), "is below the floor of"),
+        (("--kappa", 1.5), "outside [0, 1]"),
+        (("--kappa", 0.5), "give a --budget too"),
+        (("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5), "energy finds its own"),
+        (("--kapa", 1), "did you mean kappa?"),
+        (("--format", "gguf"), "format"),
+        (("--embedding",), "need --rpca"),
+        (("--rpca", "--godec"), "two ways to split; give one of them"),
+        (("--refine", 3), "fit what is cut, but nothing is; give a --budget too"),
+        (("--calibrate", 3), "fit what is cut, but nothing is; give a --budget too"),
+        (("--budget", "0.7", "--refine", -1), "give 0 or more"),
+        (("--budget", "0.7", "--calibrate", -1), "give 0 or more"),
+        (("--elastic", "--refine", 3), "give both, or neither"),
+        (("--elastic", "--budget", "0.7"), "give both, or neither"),
+        (("--elastic", "--format", "dense"), "leave one of them out"),
+        (("--elastic", "--refine", 3, "--budget", "0.7", "--format", "dense"), "leave one of them out"),
+        (("--elastic", "--kappa", 0.5), "--kappa"),
+        (("--elastic", "--refine", 3, "--budget", "0.7", "--kappa", 0.5), "energy finds its own; leave it out"),
+        (("--elastic", "--refine", 3, "--budget", "1K"), "is below the floor of"),
+        *(
+            (("--godec", option, value), f"{option} is {float(value)}, outside (0, 1]")
+            for option in ("--density", "--rank_ratio")
+            for value in (0, -0.5, 1.5)
+        ),
+    ],
+)
+def test_compress_refuses_options_that_are_wrong_or_do_not_go_together(runs, tmp_path, arguments, words):
+    sentence = refused("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "made", *arguments)
+    assert words in sentence and "; " in sentence
+    assert not list(tmp_path.iterdir())
 
-    def compress(*arguments: object) -> str:
-        return refused("compress.py", "--checkpoint", salaad_run, "--output", made, *arguments)
 
-    assert "is below the floor of" in compress("--budget", "1K")
-    assert "outside [0, 1]" in compress("--kappa", 1.5)
+def test_compress_refuses_a_checkpoint_that_it_cannot_cut_and_an_output_that_exists(runs, tmp_path):
+    made, empty = tmp_path / "made", tmp_path / "empty"
     assert "--checkpoint is not given; add it" in refused("compress.py", "--output", made)
-    assert "did you mean kappa?" in compress("--kapa", 1)
-    assert "format" in compress("--format", "gguf")
-    assert "need --rpca" in compress("--embedding")
-    made.mkdir()
-    assert "exists, and nothing is overwritten" in compress()
-    made.rmdir()
-    empty = tmp_path / "empty"
     empty.mkdir()
-    assert "is no run, no checkpoint" in refused("compress.py", "--checkpoint", empty, "--output", made)
-    assert "holds no L and S" in refused("compress.py", "--checkpoint", vanilla, "--output", made)
+    for checkpoint, words in (
+        (empty, "is no run, no checkpoint"),
+        (runs / "full_rank", "holds no L and S"),
+        (compressed(runs, tmp_path), "stored in parts already"),
+    ):
+        rpca = ("--rpca",) if checkpoint.name == "factored" else ()
+        assert words in refused("compress.py", "--checkpoint", checkpoint, "--output", made, *rpca)
     assert not made.exists()
-    assert "stored in parts already" in refused(
-        "compress.py", "--checkpoint", compressed(runs, tmp_path), "--rpca", "--output", made
-    )
-    assert "energy finds its own" in compress("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5)
-    assert "give a --budget too" in compress("--kappa", 0.5)
+    for output in (empty, tmp_path / "factored"):
+        sentence = refused("compress.py", "--checkpoint", runs / "salaad", "--output", output)
+        assert "exists, and nothing is overwritten" in sentence
 
-    def evaluate(*arguments: object) -> str:
-        return refused("evaluate.py", *arguments)
 
-    assert "give one of perplexity, sweep, lm-eval" in evaluate("perplexty", "--checkpoint", salaad_run)
-    assert "variant 'B7' is unknown" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "B7")
-    assert "was not written with --elastic" in evaluate("perplexity", "--checkpoint", salaad_run, "--variants", "7B")
-    assert "holds no L and S" in evaluate("perplexity", "--checkpoint", vanilla, "--variants", "L+S")
-    assert "is no number" in evaluate("perplexity", "--checkpoint", salaad_run, "--tokens", "many")
-    a_file = tmp_path / "file"
-    a_file.write_text("")
-    assert "cannot be made" in evaluate("perplexity", "--checkpoint", salaad_run, "--output", a_file)
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "perplexity.json").write_text("[]")
-    assert "no table of ours" in evaluate("perplexity", "--checkpoint", salaad_run, "--output", foreign)
-    assert "positions" in evaluate("perplexity", "--checkpoint", salaad_run, "--data.sequence_length", 64)
-    assert "holds no L and S" in evaluate("sweep", "--checkpoint", vanilla, "--budgets", "0.9")
-    assert "below the floor" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "1K")
-    assert "outside [0, 1]" in evaluate("sweep", "--checkpoint", salaad_run, "--budgets", "0.9", "--kappas", "0:2:1")
-    assert "piqa" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqua")
-    assert "names nothing" in evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa,,copa")
-    missing = evaluate("lm-eval", "--checkpoint", salaad_run, "--tasks", "piqa", "--task-data", empty)
-    assert "piqa.validation.jsonl" in missing
+@pytest.mark.parametrize(
+    ("command", "run", "arguments", "words"),
+    [
+        ("perplexty", "salaad", (), "give one of perplexity, sweep, lm-eval"),
+        ("perplexity", "salaad", ("--variants", "B7"), "variant 'B7' is unknown"),
+        ("perplexity", "salaad", ("--variants", "7B"), "was not written with --elastic"),
+        ("perplexity", "full_rank", ("--variants", "L+S"), "holds no L and S"),
+        ("perplexity", "salaad", ("--tokens", "many"), "is no number"),
+        ("perplexity", "salaad", ("--data.sequence_length", 64), "positions"),
+        ("sweep", "full_rank", ("--budgets", "0.9"), "holds no L and S"),
+        ("sweep", "salaad", ("--budgets", "1K"), "below the floor"),
+        ("sweep", "salaad", ("--budgets", "0.9", "--kappas", "0:2:1"), "outside [0, 1]"),
+        ("lm-eval", "salaad", ("--tasks", "piqua"), "piqa"),
+        ("lm-eval", "salaad", ("--tasks", "piqa,,copa"), "names nothing"),
+        ("lm-eval", "salaad", ("--tasks", "piqa", "--task-data", ROOT / "configs"), "piqa.validation.jsonl"),
+    ],
+)
+def test_evaluate_refuses_what_it_does_not_know_or_cannot_do(runs, command, run, arguments, words):
+    assert words in refused("evaluate.py", command, "--checkpoint", runs / run, *arguments)
+
+
+def test_evaluate_refuses_a_folder_without_a_model(tmp_path):
+    assert "is no run, no checkpoint" in refused("evaluate.py", "perplexity", "--checkpoint", tmp_path)
+
+
+def test_evaluate_refuses_an_output_that_is_not_its_own(runs, tmp_path):
+    evaluate = ("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--output")
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refused(*evaluate, tmp_path / "file")
+    (tmp_path / "perplexity.json").write_text("[]")
+    assert "no table of ours" in refused(*evaluate, tmp_path)
 
 
 @pytest.mark.parametrize("form", ["factored", "dense", "trained"])
@@ -140,7 +162,7 @@ def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
     folder, checkpoint = last_checkpoint(runs / "salaad") / "model", runs / "salaad"
     if form != "trained":
         folder = checkpoint = tmp_path / "made"
-        ok("compress.py", "--checkpoint", runs / "salaad", "--budget", "0.6", "--format", form, "--output", folder)
+        compress(runs / "salaad", folder, budget="0.6", format=form)
     for opener in (AutoModelForCausalLM, AutoModel):
         for budget in (0.7, "30K", 30_000):
             with pytest.raises(UserError) as caught:
@@ -169,94 +191,102 @@ def test_what_is_godecs_is_refused_without_it(runs, tmp_path):
     assert "--density is 0.5, which is GoDec's" in refused("compress.py", *arguments)
 
 
-def test_an_elastic_folder_is_asked_for_nothing_but_a_size_that_it_holds(runs, tmp_path):
-    folder, made = tmp_path / "elastic", tmp_path / "made"
-    ok("compress.py", "--checkpoint", runs / "salaad", "--elastic", "--output", folder)
-    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+@pytest.fixture(scope="module")
+def elastic(runs, tmp_path_factory) -> Path:
+    """A folder of every size of the SALAAD run."""
+    folder = tmp_path_factory.mktemp("elastic") / "elastic"
+    compress(runs / "salaad", folder, elastic=True)
+    return folder
+
+
+def test_a_size_that_an_elastic_folder_does_not_hold_is_refused_alike_in_three_ways(elastic, tmp_path):
+    """By from_pretrained, evaluate.py and compress.py; and the cure opens."""
+    entry = json.loads((elastic / "config.json").read_text())["quantization_config"]
     largest = entry["fixed"] + sum(rank * (n + m) + nnz for n, m, rank, nnz in entry["blocks"].values())
 
     def three_ways(budget: int) -> set[str]:
-        """What from_pretrained, evaluate.py and compress.py say."""
         with pytest.raises(UserError) as caught:
-            AutoModelForCausalLM.from_pretrained(folder, budget=budget)
-        common = ("--checkpoint", folder, "--output", made)
+            AutoModelForCausalLM.from_pretrained(elastic, budget=budget)
+        common = ("--checkpoint", elastic, "--output", tmp_path / "made")
         return {
             f"error: {caught.value}",
             refused("evaluate.py", "perplexity", *common, "--variants", budget),
             refused("compress.py", *common, "--budget", budget),
         }
 
-    [above] = three_ways(largest + 1)
-    cure = f"{largest // 1000}.{largest % 1000:03d}".rstrip("0").rstrip(".") + "K"
-    assert above.endswith(f"is above the {cure} that the folder holds; give {cure} or less")
-    [below] = three_ways(entry["fixed"] - 1)
-    floor = f"{entry['fixed'] / 1000:.3f}".rstrip("0").rstrip(".") + "K"
+    def in_thousands(count: int) -> str:
+        return f"{count / 1000:.3f}".rstrip("0").rstrip(".") + "K"
+
+    most, floor = in_thousands(largest), in_thousands(entry["fixed"])
+    [above], [below] = three_ways(largest + 1), three_ways(entry["fixed"] - 1)
+    assert above.endswith(f"is above the {most} that the folder holds; give {most} or less")
     assert below.endswith(f"is below the floor of {floor} (the parts that are never compressed); give {floor} or more")
-    for budget, words in (("0", "less than 1 parameter"), (-1, "less than 1 parameter"), ("half", "is no number")):
-        with pytest.raises(UserError, match=words):
-            AutoModelForCausalLM.from_pretrained(folder, budget=budget)
-    for held in (cure, floor):
-        AutoModelForCausalLM.from_pretrained(folder, budget=held)
-
-    def evaluate(*arguments: object) -> str:
-        return refused("evaluate.py", "perplexity", "--checkpoint", folder, "--output", made, *arguments)
-
-    for variant in ("0.7@0.6", "0.7@energy"):
-        assert f"so {variant} cannot be cut from it; give 0.7 alone, or the checkpoint" in evaluate(
-            "--variants", variant
-        )
-    for option in ("--refine", "--calibrate"):
-        assert "nothing can be refined or calibrated; leave" in evaluate("--variants", "0.7", option, 3)
-    assert "keeps its units in one order" in refused("evaluate.py", "sweep", "--checkpoint", folder, "--budgets", "0.7")
-
-    def compress(*arguments: object) -> str:
-        return refused("compress.py", "--checkpoint", folder, "--output", made, *arguments)
-
-    for option in (
-        ("--refine", 3),
-        ("--calibrate", 3),
-        ("--kappa", 0.5),
-        ("--allocation", "energy"),
-        ("--format", "dense"),
-    ):
-        sentence = compress("--budget", "0.7", *option)
-        named = " ".join(option) if isinstance(option[1], str) else option[0]
-        assert f"is an elastic folder, which is cut as it is, without {named}; leave that out" in sentence
-    assert "cut as it is, without --elastic; leave that out" in compress("--elastic")
-    for split in ("--rpca", "--godec"):
-        assert "stored in parts already; give the dense model it was made of" in compress(split)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elastic"]
+    for held in (most, floor):
+        AutoModelForCausalLM.from_pretrained(elastic, budget=held)
+    assert not list(tmp_path.iterdir())
 
 
-def test_options_that_do_not_go_together_are_one_sentence_with_the_cure(runs, tmp_path, text_files):
-    def compress(*arguments: object) -> str:
-        sentence = refused("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "made", *arguments)
-        assert sentence.startswith("error: ") and "; " in sentence
-        return sentence
+@pytest.mark.parametrize(
+    ("budget", "words"), [("0", "less than 1 parameter"), (-1, "less than 1 parameter"), ("half", "is no number")]
+)
+def test_a_budget_that_is_no_size_is_refused(elastic, budget, words):
+    with pytest.raises(UserError, match=words):
+        AutoModelForCausalLM.from_pretrained(elastic, budget=budget)
 
-    for option in ("--refine", "--calibrate"):
-        assert "fit what is cut, but nothing is; give a --budget too" in compress(option, 3)
-        assert "give 0 or more" in compress("--budget", "0.7", option, -1)
-    for some in (("--refine", 3), ("--budget", "0.7")):
-        assert "give both, or neither" in compress("--elastic", *some)
-    both = ("--elastic", "--refine", 3, "--budget", "0.7")
-    assert "leave one of them out" in compress("--elastic", "--format", "dense")
-    assert "leave one of them out" in compress(*both, "--format", "dense")
-    assert "--kappa" in compress("--elastic", "--kappa", 0.5)
-    assert "energy finds its own; leave it out" in compress(*both, "--kappa", 0.5)
-    assert "is below the floor of" in compress("--elastic", "--refine", 3, "--budget", "1K")
-    assert "two ways to split; give one of them" in compress("--rpca", "--godec")
-    for option in ("--density", "--rank_ratio"):
-        for value in (0, -0.5, 1.5):
-            assert f"{option} is {float(value)}, outside (0, 1]" in compress("--godec", option, value)
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        *(
+            (
+                ("evaluate.py", "perplexity"),
+                ("--variants", variant),
+                f"so {variant} cannot be cut from it; give 0.7 alone",
+            )
+            for variant in ("0.7@0.6", "0.7@energy")
+        ),
+        *(
+            (
+                ("evaluate.py", "perplexity"),
+                ("--variants", "0.7", option, 3),
+                "nothing can be refined or calibrated; leave",
+            )
+            for option in ("--refine", "--calibrate")
+        ),
+        (("evaluate.py", "sweep"), ("--budgets", "0.7"), "keeps its units in one order"),
+        *(
+            (("compress.py",), ("--budget", "0.7", *option), f"cut as it is, without {named}; leave that out")
+            for *option, named in (
+                ("--refine", 3, "--refine"),
+                ("--calibrate", 3, "--calibrate"),
+                ("--kappa", 0.5, "--kappa"),
+                ("--allocation", "energy", "--allocation energy"),
+                ("--format", "dense", "--format dense"),
+            )
+        ),
+        (("compress.py",), ("--elastic",), "cut as it is, without --elastic; leave that out"),
+        (("compress.py",), ("--rpca",), "stored in parts already; give the dense model it was made of"),
+        (("compress.py",), ("--godec",), "stored in parts already; give the dense model it was made of"),
+    ],
+)
+def test_an_elastic_folder_is_asked_for_nothing_but_a_size(elastic, tmp_path, command, arguments, words):
+    made = tmp_path / "made"
+    assert words in refused(*command, "--checkpoint", elastic, "--output", made, *arguments)
+    assert not made.exists()
+
+
+def test_more_text_to_calibrate_with_than_there_is_is_refused(runs, tmp_path, text_files):
     documents = sum(len(Path(file).read_text().splitlines()) for file in text_files["train"])
     said = f"holds {documents} sequences of 32 tokens, 100000 are asked for; give {documents} or fewer, or more text"
-    assert said in compress("--budget", "0.7", "--calibrate", 100_000)
-    assert said in compress("--elastic", "--calibrate", 100_000)
+    common = ("--checkpoint", runs / "salaad", "--output", tmp_path / "made", "--calibrate", 100_000)
+    for size in (("--budget", "0.7"), ("--elastic",)):
+        assert said in refused("compress.py", *common, *size)
     assert not list(tmp_path.iterdir())
-    common = ("--checkpoint", runs / "salaad", "--output", tmp_path)
     for command in (("perplexity", "--variants", "0.7@0.5"), ("sweep", "--budgets", "0.9")):
-        assert said in refused("evaluate.py", *command, *common, "--calibrate", 100_000)
-        assert "--refine is -1, but the least is 0; give 0 or more" in refused(
-            "evaluate.py", *command, *common, "--refine", -1
-        )
+        assert said in refused("evaluate.py", *command, *common)
+
+
+@pytest.mark.parametrize("command", [("perplexity", "--variants", "0.7@0.5"), ("sweep", "--budgets", "0.9")])
+def test_evaluate_refuses_to_refine_less_than_nothing(runs, tmp_path, command):
+    common = ("--checkpoint", runs / "salaad", "--output", tmp_path, "--refine", -1)
+    assert "--refine is -1, but the least is 0; give 0 or more" in refused("evaluate.py", *command, *common)

@@ -38,7 +38,8 @@ from salaad.model.build import load_model
 from salaad.runs.run import open_run
 from scripts.reliability import config_damage, fuzz, sample_folders
 from scripts.reliability.toy_run import ROOT
-from tests.helpers.training import last_checkpoint
+from tests.helpers.deploying import refused
+from tests.helpers.training import last_checkpoint, run_training
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -170,43 +171,25 @@ def test_planted_pickles_do_not_run_in_any_program(runs, tmp_path, toy):
     for path in (checkpoint / "state").glob("*.pt"):
         path.write_bytes(pickle.dumps(Planted(mark)))
     rewrite(checkpoint / "model" / "config.json")
-    arguments = toy(salaad__embedding="true", train__steps=14)
-    train = [f"--resume={checkpoint}", f"--output={tmp_path / 'new'}", *arguments]
-    assert "optimizer.pt does not fit this run or is broken" in subprocess_refused("train.py", *train)
+    arguments = [*toy(salaad__embedding="true", train__steps=14), f"--resume={checkpoint}"]
+    assert "optimizer.pt does not fit this run or is broken" in sentence_of(run_training, arguments, tmp_path / "new")
     (checkpoint / "model" / "model.safetensors").unlink()
     rewrite(checkpoint / "model" / "config.json")
     common = ("--checkpoint", run, "--output", tmp_path / "made")
-    assert "can run code when they are read" in subprocess_refused("compress.py", *common)
-    assert "can run code when they are read" in subprocess_refused("evaluate.py", "perplexity", *common)
+    assert "can run code when they are read" in refused("compress.py", *common)
+    assert "can run code when they are read" in refused("evaluate.py", "perplexity", *common)
     assert not mark.exists()
 
 
 # ---- names that lead elsewhere
 
 
-LEADING = [
-    "../x",
-    "a/../../x",
-    "/etc/passwd",
-    "..",
-    ".",
-    "",
-    "a/..",
-    "./x",
-    "a//x",
-    "x/",
-    "C:\\x",
-    "C:x",
-    "..\\x",
-    "a\\x",
-]
+LEADING = ["../x", "a/../../x", "/etc/passwd", "..", ".", "", "a/..", "./x", "a//x", "x/"]
+LEADING += ["C:\\x", "C:x", "..\\x", "a\\x"]
 UNPRINTABLE = ["a\nb", "\0", "\ud800"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*LEADING, *UNPRINTABLE, None, 3, ["x"], {}],
-)
+@pytest.mark.parametrize("name", [*LEADING, *UNPRINTABLE, None, 3, ["x"], {}])
 def test_a_name_that_is_not_plain_is_refused(tmp_path, name):
     assert "; give a whole copy" in sentence_of(inside, tmp_path, name)
 
@@ -301,29 +284,18 @@ def peak() -> int:
     return fuzz.peak_memory()
 
 
-LARGE = [
-    {key: size}
-    for key, size in {
-        "hidden_size": 10**9,
-        "num_hidden_layers": 10**7,
-        "vocab_size": 10**12,
-        "intermediate_size": 10**15,
-        "num_labels": 10**9,
-        "head_dim": 10**9,
-        "num_attention_heads": 10**6,
-    }.items()
-]
+SIZES = {
+    "hidden_size": 10**9, "num_hidden_layers": 10**7, "vocab_size": 10**12, "intermediate_size": 10**15,
+    "num_labels": 10**9, "head_dim": 10**9, "num_attention_heads": 10**6,
+}  # fmt: skip
+LARGE = [{key: size} for key, size in SIZES.items()]
 WRONG = [{"hidden_size": size} for size in (-16, "16", 16.5, 10**400, None)]
 WRONG += [{"num_key_value_heads": 0}, {"num_hidden_layers": [1] * 1000}, {"vocab_size": True}]
 WRONG += [{"model_type": "deepseek_v3"}]  # whose own sizes are those of 671B parameters
 
 
 @pytest.mark.parametrize("kind", ["dense", "factored", "elastic", "run"])
-@pytest.mark.parametrize(
-    "sizes",
-    [*LARGE, *WRONG],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [*LARGE, *WRONG], ids=str)
 def test_absurd_sizes_are_refused_before_they_cost_anything(copy, kind, sizes):
     folder = copy(kind)
     model = last_checkpoint(folder) / "model" if kind == "run" else folder
@@ -523,20 +495,28 @@ def test_a_named_file_in_place_of_a_section_is_not_read(tmp_path):
 # ---- the programs, and many cases at once
 
 
-def test_the_programs_say_one_line_and_leave_with_2(copy, tmp_path):
-    run, elastic, bomb = copy("run"), copy("elastic"), tmp_path / "bomb.yaml"
-    edit(last_checkpoint(run) / "surrogate" / "index.json", lambda index: index.update(blocks={"x": {"file": "../x"}}))
-    edit(elastic / "config.json", lambda config: config.update(hidden_size=10**9))
-    bomb.write_bytes(config_damage.config_bytes(["odd", "bomb"], {}))
-    dense = copy("dense")
+def test_train_says_one_line_and_leaves_with_2(copy, tmp_path):
+    dense, made = copy("dense"), ("--output", tmp_path / "made")
     edit(dense / "config.json", lambda config: config.update(num_hidden_layers=10**7))
-    made = ("--output", tmp_path / "made")
-    assert "has an alias" in subprocess_refused("train.py", "--config", bomb, *made)
     train = ("train.py", "--config", "nano", *made, "--model.path", dense)
     assert "num_hidden_layers 10,000,000" in subprocess_refused(*train)
-    assert "no sound entry for x" in subprocess_refused("compress.py", "--checkpoint", run, *made)
-    subprocess_refused("compress.py", "--checkpoint", elastic, "--budget", "0.5", *made)
-    subprocess_refused("evaluate.py", "perplexity", "--checkpoint", elastic, *made)
+    (tmp_path / "bomb.yaml").write_bytes(config_damage.config_bytes(["odd", "bomb"], {}))
+    assert "has an alias" in sentence_of(read_command_line, ["--config", str(tmp_path / "bomb.yaml")])
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "elastic"])
+def test_compress_and_evaluate_say_one_line_and_leave_with_2(copy, tmp_path, kind):
+    """Each of them once as a process of its own, on whose standard error a library too might write."""
+    folder, made = copy(kind), ("--output", tmp_path / "made")
+    if kind == "run":
+        index = last_checkpoint(folder) / "surrogate" / "index.json"
+        edit(index, lambda index: index.update(blocks={"x": {"file": "../x"}}))
+        assert "no sound entry for x" in subprocess_refused("compress.py", "--checkpoint", folder, *made)
+    else:
+        edit(folder / "config.json", lambda config: config.update(hidden_size=10**9))
+        refused("compress.py", "--checkpoint", folder, "--budget", "0.5", *made)
+        subprocess_refused("evaluate.py", "perplexity", "--checkpoint", folder, *made)
     assert not list((tmp_path / "made").glob("*"))
 
 

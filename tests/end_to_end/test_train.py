@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,12 +20,13 @@ from salaad.common.errors import UserError
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from tests.helpers.training import (
-    ROOT,
+    assert_same_records,
     last_checkpoint,
     launch,
     lines,
     run_training,
     start,
+    start_alone,
     wait_for_steps,
     weights,
 )
@@ -39,6 +39,14 @@ def assert_same_tensors(first: dict, second: dict) -> None:
             assert_same_tensors(first[name], second[name])
         else:
             assert torch.equal(first[name], second[name]), name
+
+
+def assert_same_up_to_rounding(first: list[dict], second: list[dict]) -> None:
+    """Of the lines of two runs: Adam may turn rounding into steps of single weights, but the loss hardly feels them."""
+    for one, other in zip(first, second, strict=True):
+        assert (other["step"], other["tokens"]) == (one["step"], one["tokens"])
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["penalty"] == pytest.approx(one["penalty"], rel=1e-3, abs=1e-9)
 
 
 def interrupt_at(monkeypatch, steps: set[int]) -> None:
@@ -78,24 +86,25 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
         first, second = (torch.load(folder / "state" / file, weights_only=True) for folder in (whole, parts))
         first, second = (json.dumps(value, default=lambda tensor: tensor.tolist()) for value in (first, second))
         assert first == second
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     first, second = (json.loads((folder / "state" / "trainer.json").read_text()) for folder in (whole, parts))
     assert first.pop("seconds").keys() == second.pop("seconds").keys()
     assert first == second
 
 
 def test_two_processes_train_like_one(toy, tmp_path):
-    arguments = toy(train__steps=30, salaad__embedding="true")
+    """In all that is kept, up to the order in which gradients are summed.
+
+    Adam divides a gradient by its own size plus eps. With the usual 1e-8 a gradient that is itself nothing but rounding
+    (of q_proj at first, whose scores are near 0) becomes a whole step, so how far two runs are apart depends on the
+    processor. With 1e-3 a difference of gradients moves a weight by at most lr/eps = 3 times itself, and rounding stays
+    rounding: at most 4e-6 of the largest entry has been seen, without vector instructions and with AVX2 and AVX-512.
+    """
+    arguments = toy(train__steps=30, salaad__embedding="true", optimizer__eps=1e-3)
     run_training(arguments, tmp_path / "one")
     done = launch(arguments, tmp_path / "two", processes=2)
     assert done.returncode == 0, done.stderr
-    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
-    assert len(one) == len(two) == 30
-    for first, second in zip(one, two, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
-        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
-        assert second["tokens"] == first["tokens"]
+    assert_same_up_to_rounding(lines(tmp_path / "one"), lines(tmp_path / "two"))
     checkpoints = [last_checkpoint(tmp_path / name) / "surrogate" for name in ("one", "two")]
     assert len(list(checkpoints[1].glob("*.safetensors"))) == 2
     first, second = map(read_surrogates, checkpoints)
@@ -103,7 +112,7 @@ def test_two_processes_train_like_one(toy, tmp_path):
     for name in first:
         for key, tensor in first[name].items():
             scale = float(tensor.abs().max())
-            torch.testing.assert_close(second[name][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name} {key}")
+            torch.testing.assert_close(second[name][key], tensor, rtol=0, atol=2e-5 * scale, msg=f"{name} {key}")
 
 
 def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
@@ -112,10 +121,8 @@ def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
     run_training(toy(train__micro_batch=1), tmp_path / "parts")
     done = launch(toy(train__micro_batch=1), tmp_path / "parts", processes=2)
     assert done.returncode == 0, done.stderr
-    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
-    assert [row["step"] for row in parts] == [row["step"] for row in whole] == list(range(1, 13))
-    for first, second in zip(whole, parts, strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert len(lines(tmp_path / "whole")) == 12
+    assert_same_up_to_rounding(lines(tmp_path / "whole"), lines(tmp_path / "parts"))
 
 
 def test_sigterm_to_two_processes_saves_and_the_rest_follows(toy, tmp_path):
@@ -188,9 +195,7 @@ def test_without_a_penalty_salaad_trains_exactly_like_full_rank(toy, tmp_path):
 def test_what_only_saves_memory_does_not_change_the_losses(toy, tmp_path, options):
     run_training(toy(train__steps=4), tmp_path / "plain")
     run_training(toy(train__steps=4, **options), tmp_path / "saving")
-    for first, second in zip(lines(tmp_path / "plain"), lines(tmp_path / "saving"), strict=True):
-        assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
-        assert second["penalty"] == pytest.approx(first["penalty"], rel=1e-3, abs=1e-9)
+    assert_same_up_to_rounding(lines(tmp_path / "plain"), lines(tmp_path / "saving"))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "bf16"])
@@ -206,8 +211,7 @@ def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path,
 
 
 def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
-    command = [sys.executable, "train.py", *toy(train__steps=100000), f"--output={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_alone(toy(train__steps=100000), tmp_path / "run")
     wait_for_steps(process, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -228,9 +232,7 @@ def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path
 
 def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     # A step of minutes, which the first signal would let come to its end.
-    arguments = toy(train__batch=20_000, train__micro_batch=1)
-    command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_alone(toy(train__batch=20_000, train__micro_batch=1), tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
     begun = psutil.Process(process.pid).cpu_times().user
@@ -244,30 +246,24 @@ def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files, workers):
     """A shard is gone, and is waited for with back-off: the step that is ready is taken and saved all the same."""
-    files = [shutil.copy(file, tmp_path) for file in text_files["train"]]
-    for workers in (0, 1):
-        run = tmp_path / f"run-{workers}"
-        arguments = toy(
-            train__steps=100000, data__workers=workers, data__files=json.dumps(files), data__shuffle_window=5
-        )
-        command = [sys.executable, "train.py", *arguments, f"--output={run}"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for_steps(process, run)
-        for file in files:
-            Path(file).rename(f"{file}.away")
-        while "trying again" not in process.stderr.readline():
-            pass
-        time.sleep(3)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=20)
-        assert process.returncode == 0
-        assert "stopped after step" in out
-        step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
-        assert step == lines(run)[-1]["step"]
-        for file in files:
-            Path(f"{file}.away").rename(file)
+    files, run = [shutil.copy(file, tmp_path) for file in text_files["train"]], tmp_path / "run"
+    options = {"data__workers": workers, "data__files": json.dumps(files), "data__shuffle_window": 5}
+    process = start_alone(toy(train__steps=100000, **options), run)
+    wait_for_steps(process, run)
+    for file in files:
+        Path(file).rename(f"{file}.away")
+    while "trying again" not in process.stderr.readline():
+        pass
+    time.sleep(1.5)  # into the second pause, of two seconds
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=45)  # the pauses before the last try add up to a minute
+    assert process.returncode == 0
+    assert "stopped after step" in out
+    step = json.loads((last_checkpoint(run) / "state" / "trainer.json").read_text())["step"]
+    assert step == lines(run)[-1]["step"]
 
 
 def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp_path, monkeypatch):
@@ -289,8 +285,7 @@ def test_a_signal_ends_an_evaluation_which_is_done_when_the_run_goes_on(toy, tmp
     assert last_checkpoint(tmp_path / "parts").name == "step-0000008"
     assert {row["step"] for row in lines(tmp_path / "parts", "evaluations.jsonl")} == {4}
     run_training(toy(**options), tmp_path / "parts")
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
@@ -301,8 +296,7 @@ def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(t
     assert not (tmp_path / "parts" / "summary.json").exists()
     monkeypatch.undo()
     run_training(toy(), tmp_path / "parts")
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "whole", file) == lines(tmp_path / "parts", file)
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
     assert (tmp_path / "parts" / "summary.json").exists()
 
 
@@ -395,17 +389,18 @@ def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path
     assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
 
 
-def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path):
-    done = launch(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path, capsys):
+    run_training(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+    said = capsys.readouterr().out
     for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "floating-point operations", "130,000"):
-        assert word in done.stdout
+        assert word in said
     assert not (tmp_path / "run").exists()
 
 
 BAD_INPUT = [
     ({"model__hidden_siz": 3}, r"no option model.hidden_siz; did you mean model.hidden_size\?"),
     ({"train__steps": "many"}, r"train.steps: Expected a.*int"),
+    ({"salaad__every": 0}, "salaad.every is 0, but the least is 1; give 1 or more"),
     ({"salaad__rank_ratio": 1.5}, r"salaad.rank_ratio is 1.5, outside \(0, 1\]"),
     ({"salaad__roles": "gat"}, r"names 'gat'; give any of q, k, v"),
     ({"salaad__roles": "re:nothing"}, r"matches no 2-D weight"),
@@ -440,10 +435,7 @@ def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
         run_training(toy(train__steps=2), tmp_path / "other")
 
 
-def test_a_user_error_leaves_with_2_and_no_traceback(toy, tmp_path):
+def test_a_user_error_on_two_processes_is_said_by_the_launched_program(toy, tmp_path):
     done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
+    assert done.returncode != 0
     assert "train.batch 3 cannot be shared by 2 processes" in done.stderr
-    command = [sys.executable, "train.py", *toy(salaad__every=0), f"--output={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: salaad.every is 0, but the least is 1; give 1 or more\n"

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
@@ -27,15 +26,15 @@ from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
-from tests.compression.test_deploy import dense_parts
-from tests.helpers.deploying import ok, refused, rows_of
+from tests.helpers.deploying import compress, ok, refused, rows_of
+from tests.helpers.models import IDS, logits, open_folder
+from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
 from tests.helpers.training import last_checkpoint
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 pytestmark = pytest.mark.usefixtures("own_caches")
 
-IDS = torch.randint(3, 512, (2, 17), generator=torch.Generator().manual_seed(5))
 DTYPES = ("bfloat16", "float32")
 EMBEDDING = "model.embed_tokens"
 
@@ -45,7 +44,7 @@ def elastic(runs, tmp_path_factory) -> dict[str, Path]:
     """Elastic folders of the SALAAD run in both dtypes."""
     folder = tmp_path_factory.mktemp("elastic")
     for dtype in DTYPES:
-        ok("compress.py", "--checkpoint", runs / "salaad", "--elastic", "--output", folder / dtype, "--dtype", dtype)
+        compress(runs / "salaad", folder / dtype, elastic=True, dtype=dtype)
     return {dtype: folder / dtype for dtype in DTYPES}
 
 
@@ -63,17 +62,8 @@ def floor_and_whole(runs) -> tuple[int, int]:
 def of_one_size(runs: Path, output: Path, budget: object, dtype: str, *arguments: object) -> Path:
     """The folder that compress.py makes of the run by energy, at one budget or of all of L + S."""
     asked = () if budget is None else ("--budget", budget, "--allocation", "energy")
-    ok("compress.py", "--checkpoint", runs / "salaad", "--output", output, "--dtype", dtype, *asked, *arguments)
+    compress(runs / "salaad", output, *asked, *arguments, dtype=dtype)
     return output
-
-
-def open_folder(folder: Path, **options) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(input_ids=IDS).logits
 
 
 def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -153,8 +143,7 @@ def test_without_a_budget_it_is_all_of_l_plus_s(runs, elastic, tmp_path, dtype):
     assert_same_model(found, open_folder(of_one_size(runs, tmp_path / "made", None, dtype)))
     if dtype == "float32":
         for name, (L, S, rank) in dense_parts(runs / "salaad").items():
-            U, sigma, Vh = torch.linalg.svd(L, full_matrices=False)
-            expected = (U[:, :rank] * sigma[:rank]) @ Vh[:rank] + S
+            expected = best_rank(L, rank) + S
             weight = found.get_submodule(name).weight.detach().double()
             torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5 * float(L.abs().max()))
 
@@ -171,8 +160,7 @@ def test_a_folder_opens_in_another_dtype_as_the_folder_of_that_size_does(runs, e
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_calibrated_order_gives_the_calibrated_folder_of_a_size(runs, elastic, tmp_path, dtype):
     calibrated = tmp_path / "elastic"
-    ok("compress.py", "--checkpoint", runs / "salaad", "--elastic", "--calibrate", 4, "--output", calibrated,
-       "--dtype", dtype)  # fmt: skip
+    compress(runs / "salaad", calibrated, elastic=True, calibrate=4, dtype=dtype)
     for budget in (20_000, 0.5):
         made = of_one_size(runs, tmp_path / str(budget), budget, dtype, "--calibrate", 4)
         assert_same_model(open_folder(calibrated, budget=budget), open_folder(made))
@@ -387,7 +375,7 @@ def test_compress_takes_a_size_out_of_an_elastic_folder(runs, elastic, tmp_path,
     for budget in ("20K", "0.6", None):
         out = tmp_path / f"out-{budget}"
         asked = () if budget is None else ("--budget", budget)
-        ok("compress.py", "--checkpoint", elastic[dtype], "--output", out, "--dtype", dtype, *asked)
+        compress(elastic[dtype], out, *asked, dtype=dtype)
         made = of_one_size(runs, tmp_path / f"made-{budget}", budget, dtype)
         assert_same_model(open_folder(out), open_folder(elastic[dtype], budget=budget))
         found, expected = (load_file(folder / "model.safetensors") for folder in (out, made))
@@ -427,20 +415,14 @@ def total(errors: dict[str, float]) -> float:
 
 @pytest.fixture(scope="module")
 def targets(runs) -> dict[str, Tensor]:
-    """L + S of every block, dense."""
-    found = {}
-    for name, (L, S, rank) in dense_parts(runs / "salaad").items():
-        U, sigma, Vh = torch.linalg.svd(L, full_matrices=False)
-        found[name] = (U[:, :rank] * sigma[:rank]) @ Vh[:rank] + S
-    return found
+    return l_plus_s(runs / "salaad")
 
 
 @pytest.fixture(scope="module")
 def refined(runs, tmp_path_factory) -> Path:
     """An elastic folder whose units are fitted to 0.7 of the dense model."""
     folder = tmp_path_factory.mktemp("refined") / "elastic"
-    ok("compress.py", "--checkpoint", runs / "salaad", "--elastic", "--refine", 5, "--budget", 0.7, "--output", folder,
-       "--dtype", "float32")  # fmt: skip
+    compress(runs / "salaad", folder, elastic=True, refine=5, budget=0.7, dtype="float32")
     return folder
 
 

@@ -1,10 +1,7 @@
 """The compiled products of the factored layers, against dense products in float64 and against torch's own."""
 
-import os
 import platform
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from salaad.common.errors import UserError
 from salaad.factored import cpu_kernels
 from salaad.factored.layers import SlrEmbedding, SlrLinear
 from salaad.factored.slr import Slr
-from tests.helpers.slr_weights import dense, parts
+from tests.helpers.slr_weights import dense, distance, parts
 
 ROOT = Path(__file__).resolve().parents[2]
 AVX2 = "avx2" in cpu_kernels._processor().split()
@@ -278,41 +275,41 @@ def test_an_empty_table_has_no_rows_to_give():
     assert layer(torch.zeros(0, dtype=torch.int64)).shape == (0, 4)
 
 
+@pytest.fixture
+def fresh_library(tmp_path, monkeypatch):
+    """The library is looked for anew, in a cache of the test's own; and after the test once more."""
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path))
+    cpu_kernels.library.cache_clear()
+    yield
+    cpu_kernels.library.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
         ({"SALAAD_NATIVE": "0"}, ""),
-        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile native.cpp"),
+        ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile cpu_kernels.cpp"),
         ({"CXX": "false"}, "torch's products are used"),
     ],
 )
-def test_without_a_compiler_torch_multiplies(environment, said, tmp_path):
-    script = (
-        "import torch\n"
-        "from salaad import native\n"
-        "from salaad.factored.layers import SlrLinear\n"
-        "from test_native import dense, error, parts\n"
-        "layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)\n"
-        "assert native.library() is None and layer._native(x) is None\n"
-        "assert error(layer(x), x.double() @ dense(parts(40, 30, 3, 200)).T) < 1e-5\n"
-    )
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    env = os.environ | {"PYTHONPATH": paths, "SALAAD_CACHE": str(tmp_path)} | environment
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stderr
+def test_without_a_compiler_torch_multiplies(environment, said, fresh_library, tmp_path, monkeypatch, recwarn):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    slr, x = parts(40, 30, 3, 200), torch.randn(5, 30)
+    layer = SlrLinear.from_slr(slr)
+    assert cpu_kernels.library() is None and layer._native(x) is None
+    assert distance(layer(x), x.double() @ dense(slr).T) < 1e-5
+    assert said in " ".join(str(warning.message) for warning in recwarn)
     assert not list(tmp_path.glob("native-*/native.so"))
 
 
-def test_a_compiler_that_is_no_command_is_refused(monkeypatch):
+def test_a_compiler_that_is_no_command_is_refused(monkeypatch, fresh_library):
     monkeypatch.setenv("CXX", "g++ 'half")
-    cpu_kernels.library.cache_clear()
     with pytest.raises(UserError, match="which is no command"):
         cpu_kernels.library()
 
 
-def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch):
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, fresh_library):
     monkeypatch.setenv("SALAAD_NATIVE", "off")
-    cpu_kernels.library.cache_clear()
     with pytest.raises(UserError, match="SALAAD_NATIVE is 'off', but only 0 and 1 are known; give one of them"):
         cpu_kernels.library()

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,6 +32,7 @@ from salaad.common.errors import UserError
 from salaad.factored.fixed_size import SlrEmbedding, SlrLinear, factor, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
+from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.slr_weights import dense, distance, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -108,7 +108,6 @@ def tied_llama() -> LlamaForCausalLM:
 
 
 ARCHITECTURES = {"llama": llama, "gpt2": gpt2, "tied llama": tied_llama}
-IDS = torch.randint(3, 512, (2, 17), generator=torch.Generator().manual_seed(5))
 
 
 class Case:
@@ -137,15 +136,6 @@ def case(request, cases):
 def one(cases):
     """The LLaMA."""
     return cases["llama"]
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(input_ids=IDS).logits
-
-
-def open_folder(folder: Path, **options) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
 
 
 def assert_same_tensors(first: nn.Module, second: nn.Module) -> None:

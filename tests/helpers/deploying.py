@@ -30,6 +30,20 @@ def ok(program: str, *arguments: object) -> str:
     return out
 
 
+def compress(checkpoint: Path, output: Path | str, *words: object, **options: object) -> str:
+    """What compress.py prints; `kappa=0.5` is `--kappa 0.5`, `elastic=True` is `--elastic`."""
+    return ok("compress.py", f"--checkpoint={checkpoint}", f"--output={output}", *words, *_words(options))
+
+
+def evaluate(command: str, checkpoint: Path, output: Path | str, *words: object, **options: object) -> str:
+    """What `evaluate.py COMMAND` prints; options as those of `compress`."""
+    return ok("evaluate.py", command, f"--checkpoint={checkpoint}", f"--output={output}", *words, *_words(options))
+
+
+def _words(options: dict[str, object]) -> list[str]:
+    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()]
+
+
 def refused(program: str, *arguments: object) -> str:
     code, out, err = run(program, *arguments)
     assert (code, out) == (2, "")

@@ -1,5 +1,6 @@
 """Run a function on several ranks, each a process of its own, and bring back what every rank returned."""
 
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: An
     `fn` must be a function of a module, and its arguments and results picklable. An error on any rank is raised here.
     """
     folder = Path(mkdtemp(dir=tmp_path))
-    mp.spawn(_rank, (world_size, folder, fn, args), nprocs=world_size)
+    # The ranks are forked from one process that has torch and the module of `fn` ready: seconds for each of them else.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([fn.__module__])
+    mp.start_processes(_rank, (world_size, folder, fn, args), nprocs=world_size, start_method="forkserver")
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+def start_alone(arguments: list[str], output: Path) -> subprocess.Popen:
+    """`python train.py`, without a launcher."""
+    command, pipe = [sys.executable, "train.py", *arguments, f"--output={output}"], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
 def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
     """`start`, and wait for the end."""
     process = start(arguments, output, processes)
@@ -51,6 +58,12 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The lines of a record, without the fields that measure time."""
     rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in SECONDS} for row in rows]
+
+
+def assert_same_records(first: Path, second: Path) -> None:
+    """Two runs have written the same, but for times."""
+    for name in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
+        assert lines(first, name) == lines(second, name)
 
 
 def last_checkpoint(folder: Path) -> Path:

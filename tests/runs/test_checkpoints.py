@@ -23,7 +23,16 @@ from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints, NotSavedError
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reliability.toy_run import toy_arguments
-from tests.helpers.training import ROOT, last_checkpoint, lines, run_training, start, wait_for_steps, weights
+from tests.helpers.training import (
+    assert_same_records,
+    last_checkpoint,
+    lines,
+    run_training,
+    start,
+    start_alone,
+    wait_for_steps,
+    weights,
+)
 
 STEP_LINE = "the checkpoint cannot be written"
 
@@ -88,8 +97,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(toy, tmp_path, at_step,
     assert kept["same"]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-0000003", "step-0000009", "step-0000012"]
-    for file in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
-        assert lines(tmp_path / "run", file) == lines(tmp_path / "whole", file)
+    assert_same_records(tmp_path / "run", tmp_path / "whole")
     whole, run = weights(tmp_path / "whole"), weights(tmp_path / "run")
     assert all(torch.equal(whole[name], run[name]) for name in whole)
 
@@ -125,10 +133,7 @@ def flipped(path: Path) -> None:
         "checksums.json",
     ],
 )
-def test_a_spoiled_file_is_named_and_the_newest_whole_takes_over(trained, toy, tmp_path, capsys, spoil, file):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "summary.json").unlink()
+def test_a_spoiled_file_is_named_and_the_newest_whole_takes_over(trained, toy, tmp_path, capsys, spoil, file, run):
     spoil(run / "checkpoints" / "step-0000006" / file)
     with pytest.raises(UserError) as told:
         run_training([*toy(**SAVED), f"--resume={run}/checkpoints/step-0000006"], tmp_path / "other")
@@ -155,10 +160,15 @@ def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
     return folder
 
 
-def test_without_any_whole_checkpoint_the_run_is_not_begun_anew(trained, toy, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "summary.json").unlink()
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy of that run which has not noted its end."""
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    return tmp_path / "run"
+
+
+def test_without_any_whole_checkpoint_the_run_is_not_begun_anew(toy, run):
     for step in (2, 4, 6):
         flipped(run / "checkpoints" / f"step-000000{step}" / "state" / "optimizer.pt")
     before = everything(run)
@@ -171,10 +181,7 @@ def test_without_any_whole_checkpoint_the_run_is_not_begun_anew(trained, toy, tm
 
 
 @pytest.mark.parametrize("pointer", ["", "step-9999999", "../../elsewhere", "/etc", "step-0000004/../step-0000002"])
-def test_a_pointer_to_nothing_or_elsewhere_is_passed_over(trained, toy, tmp_path, capsys, pointer):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "summary.json").unlink()
+def test_a_pointer_to_nothing_or_elsewhere_is_passed_over(trained, toy, capsys, pointer, run):
     (run / "checkpoints" / "latest").write_text(pointer)
     with pytest.raises(UserError, match="latest names"):
         Checkpoints(run / "checkpoints").latest()
@@ -183,10 +190,7 @@ def test_a_pointer_to_nothing_or_elsewhere_is_passed_over(trained, toy, tmp_path
     assert lines(run) == lines(trained)
 
 
-def test_the_checkpoint_that_latest_names_goes_first_even_if_it_is_older(trained, toy, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "summary.json").unlink()
+def test_the_checkpoint_that_latest_names_goes_first_even_if_it_is_older(capsys, run):
     (run / "checkpoints" / "latest").write_text("step-0000002\n")
     found, wrong = Checkpoints(run / "checkpoints").newest_whole()
     assert (found.name, wrong) == ("step-0000002", [])
@@ -247,15 +251,15 @@ def test_a_second_run_into_the_folder_is_refused(toy, tmp_path):
     first = start(arguments, tmp_path / "run")
     try:
         wait_for_steps(first, tmp_path / "run")
-        command = [sys.executable, "train.py", *arguments, f"--output={tmp_path / 'run'}"]
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        second = start_alone(arguments, tmp_path / "run")
+        err = second.communicate(timeout=60)[1]
     finally:
         first.terminate()
         first.communicate(timeout=60)
     assert second.returncode == 2
-    assert second.stderr.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
-    assert len(second.stderr.splitlines()) == 1
-    assert "wait for its end, or give another" in second.stderr
+    assert err.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
+    assert len(err.splitlines()) == 1
+    assert "wait for its end, or give another" in err
     # When the first is gone its folder is free.
     run_training([*arguments, "--train.steps=1"], tmp_path / "other")
     locks.claim(tmp_path / "run")
@@ -336,10 +340,7 @@ def test_a_checkpoint_of_another_version_or_with_a_foreign_file_is_one_sentence(
         shutil.rmtree(run)
 
 
-def test_a_line_that_a_power_cut_spoiled_is_dropped(trained, toy, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    (run / "summary.json").unlink()
+def test_a_line_that_a_power_cut_spoiled_is_dropped(trained, toy, run):
     (run / "checkpoints" / "latest").write_text("step-0000004\n")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\0\0\0\xff\n")

@@ -274,15 +274,24 @@ def test_a_result_that_is_not_finite_never_becomes_the_surrogate(monkeypatch):
     assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
 
 
-def test_starting_and_deploying_survive_an_eigh_that_fails(monkeypatch):
-    X = matrix()
-    plain = Surrogate(X, rho=0.1, config=SalaadConfig(every=1))
-    for broken in (("eigh",), ("eigh:nan",), ("eigh", "svd:float32")):
-        with monkeypatch.context() as patch:
-            failing(*broken)(patch)
-            block = Surrogate(X, rho=0.1, config=SalaadConfig(every=1))
-            deployed = block.deployed()
-        torch.testing.assert_close(deployed, plain.deployed(), rtol=0, atol=1e-4)
+@pytest.mark.parametrize("broken", [("eigh",), ("eigh:nan",), ("eigh", "svd:float32")])
+def test_starting_and_deploying_survive_an_eigh_that_fails(monkeypatch, broken):
+    """The last rung adds noise N, which turns the leading subspace by ‖N‖_F over the gap below the kept rank.
+
+    So the truncated weight moves by at most √2·‖N‖_F·σ₁/gap (Wedin). Of a random matrix the gap can be so small that no
+    rung's answer is better than another's; here the singular values that are left out are halved.
+    """
+    U, sigma, Vh = torch.linalg.svd(matrix().double(), full_matrices=False)
+    rank = max(1, round(SalaadConfig().rank_ratio * len(sigma)))
+    sigma[rank:] /= 2
+    X = ((U * sigma) @ Vh).float()
+    plain = Surrogate(X, rho=0.1, config=SalaadConfig(every=1)).deployed()
+    failing(*broken)(monkeypatch)
+    deployed = Surrogate(X, rho=0.1, config=SalaadConfig(every=1)).deployed()
+    noise = spectral._NOISE * torch.linalg.vector_norm(sigma)
+    # Once at the start, once when it is deployed; what float32 rounds off is a tenth of the noise.
+    allowed = 2 * 2**0.5 * noise * sigma[0] / (sigma[rank - 1] - sigma[rank])
+    assert float(torch.linalg.vector_norm(deployed - plain)) < float(allowed)
 
 
 def test_a_run_in_which_nothing_converges_trains_on_and_says_so(toy, tmp_path, monkeypatch, capsys):
