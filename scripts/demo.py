@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json_lines
+from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.compression.deployment import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -24,12 +25,13 @@ from salaad.config.commands import CompressOptions
 from salaad.config.run import RunConfig
 from salaad.data import python_docs
 from salaad.evaluation import sweep
-from salaad.evaluation.figures import elastic_figure, sweep_figure, training_figure
-from salaad.evaluation.tables import deployment_table, keep_rows
+from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored.fixed_size import disk_bytes
 from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.runs.summary import save_result
+from scripts.run_figures import training_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "nano"
@@ -171,6 +173,25 @@ def train_side_by_side(output: Path, steps: int) -> None:
     for method, process in processes.items():
         if process.returncode > 0:
             raise UserError(f"the {method} run ended with exit code {process.returncode}; see {output / method}.log")
+
+
+def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table, one line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
+    lines = [
+        (
+            row["label"],
+            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
+            f"{row['perplexity']:.2f}",
+            millions(row["parameters"]),
+            megabytes(row["bytes"]),
+        )
+        for row in rows
+    ]
+    table = markdown_table(("model", "κ*", "perplexity", "parameters", "bytes"), lines)
+    first = rows[0]
+    return (
+        f"{table}\n\nPerplexity over {first['tokens']:,} validation tokens; weights in {first['dtype']}, bytes on disk"
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json, write_json
-from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.formats import markdown_table, millions
 from salaad.common.provenance import provenance
 
 
@@ -81,22 +81,3 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json({**provenance(), "rows": list(merged.values())}, path)
     return path
-
-
-def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table, one line per model and size: `label`, `kappa`, `perplexity`, `parameters`, `bytes` of a row."""
-    lines = [
-        (
-            row["label"],
-            f"{row['kappa']:g}" if row["kappa"] is not None else "–",
-            f"{row['perplexity']:.2f}",
-            millions(row["parameters"]),
-            megabytes(row["bytes"]),
-        )
-        for row in rows
-    ]
-    table = markdown_table(("model", "κ*", "perplexity", "parameters", "bytes"), lines)
-    first = rows[0]
-    return (
-        f"{table}\n\nPerplexity over {first['tokens']:,} validation tokens; weights in {first['dtype']}, bytes on disk"
-    )

@@ -4,11 +4,12 @@ from dataclasses import fields
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
-from salaad.evaluation.figures import elastic_figure, frontier_figure
+from salaad.evaluation.figures import elastic_figure
 from salaad.evaluation.structure import RpcaRow, structure_table
 from salaad.evaluation.sweep import best, ways_table
 from salaad.evaluation.tables import accuracy_table
 from scripts.results_tables import RESULTS
+from scripts.run_figures import frontier_figure
 
 NANO = RESULTS / "nano"
 
