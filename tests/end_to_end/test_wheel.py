@@ -28,6 +28,7 @@ def installed(tmp_path_factory) -> Path:
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-index", "--no-deps"]
+    # Without isolation, which would fetch the build backend: torch has brought a setuptools that can build it.
     wheel = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run(wheel, check=True, capture_output=True, timeout=120)
     shutil.rmtree(source)
