@@ -147,13 +147,11 @@ def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_the_lines_of_the_readme_open_the_model_and_it_writes(runs, tmp_path, monkeypatch):
-    [_, code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_the_line_of_the_readme_opens_the_model_and_it_writes(runs, tmp_path, monkeypatch):
+    [line] = re.findall(r"After `import salaad` [^`]*`(.*?)`", (ROOT / "README.md").read_text())
     compress(runs / "salaad", tmp_path / "salaad-194m", budget="0.7")
     monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    exec(code, namespace)
-    model, tokenizer = namespace["model"], AutoTokenizer.from_pretrained("salaad-194m")
+    model, tokenizer = eval(line), AutoTokenizer.from_pretrained("salaad-194m")
     assert model.generate(**tokenizer("the rank", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4).shape[1] > 4
 
 
