@@ -147,13 +147,11 @@ def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_the_lines_of_the_readme_open_the_model_and_it_writes(runs, tmp_path, monkeypatch):
-    [_, code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_the_line_of_the_readme_opens_the_model_and_it_writes(runs, tmp_path, monkeypatch):
+    [line] = re.findall(r"After `import salaad` [^`]*`(.*?)`", (ROOT / "README.md").read_text())
     compress(runs / "salaad", tmp_path / "salaad-194m", budget="0.7")
     monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    exec(code, namespace)
-    model, tokenizer = namespace["model"], AutoTokenizer.from_pretrained("salaad-194m")
+    model, tokenizer = eval(line), AutoTokenizer.from_pretrained("salaad-194m")
     assert model.generate(**tokenizer("the rank", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4).shape[1] > 4
 
 
@@ -432,23 +430,23 @@ def test_refined_and_calibrated_variants_are_the_folders_made_with_the_same_opti
         assert row["implied_kappa"] == json.loads((made / "compression.json").read_text())["kappa"]
 
 
-def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(runs, tmp_path):
-    sweep = evaluate(
-        "sweep",
-        runs / "salaad",
-        tmp_path,
-        vanilla=runs / "full_rank",
-        rivals="rpca,godec",
-        budgets="0.7,0.5",
-        kappas="0.5",
-        refine=3,
-        calibrate=4,
-        dtype="float32",
-    )
-    rows = rows_of(tmp_path, "sweep")
+FIT = {"refine": 3, "calibrate": 4, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def sweep(runs, tmp_path_factory) -> tuple[str, list[dict]]:
+    """What a sweep over the run and two rivals prints, and the rows that it writes."""
+    folder = tmp_path_factory.mktemp("sweep")
+    models = {"vanilla": runs / "full_rank", "rivals": "rpca,godec"}
+    said = evaluate("sweep", runs / "salaad", folder, **models, budgets="0.7,0.5", kappas="0.5", **FIT)
+    return said, rows_of(folder, "sweep")
+
+
+def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(sweep):
+    said, rows = sweep
     labels = ["SALAAD", "vanilla + RPCA", "vanilla + GoDec"]
     ways = ["HPA at κ*", "energy", "energy, refined", "energy, refined, calibrated"]
-    table = sweep[sweep.index("| model") :].splitlines()
+    table = said[said.index("| model") :].splitlines()
     assert [cell.strip() for cell in table[0].strip("|").split("|")] == ["model", "X", "budget", *ways]
     cells = {}
     for line in table[2:8]:
@@ -465,16 +463,16 @@ def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(runs, tmp_
             expected = [found.pop(key) for key in ((0.5, 0, 0), (None, 0, 0), (None, 3, 0), (None, 3, 4))]
             assert not found and len(set(expected)) == 4
             assert cells[label, f"{budget / 1e6:.2f} M"] == (f"{X:.2f}", [f"{value:.2f}" for value in expected])
-    for part in (label for label in labels if label != "SALAAD"):
-        assert f"{part}\n\n| budget" in sweep
-    # By another route: the folders that compress.py makes of the vanilla run.
-    fit = ("--budget", "0.5", "--allocation", "energy", "--refine", 3, "--calibrate", 4, "--dtype", "float32")
-    for method, label in (("rpca", "vanilla + RPCA"), ("godec", "vanilla + GoDec")):
-        made = tmp_path / method
-        ok("compress.py", "--checkpoint", runs / "full_rank", f"--{method}", *fit, "--output", made)
-        evaluate("perplexity", made, tmp_path, dtype="float32")
-        folder = rows_of(tmp_path, "perplexity")[-1]
-        mine = [row for row in rows if row["label"] == label and row["calibrate"]]
-        [row] = [row for row in mine if row["budget"] == round(0.5 * dense)]
-        assert row["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
-        assert row["parameters"] == folder["parameters"]
+    for part in labels[1:]:
+        assert f"{part}\n\n| budget" in said
+
+
+@pytest.mark.parametrize(("rival", "label"), [("rpca", "vanilla + RPCA"), ("godec", "vanilla + GoDec")])
+def test_a_rival_in_a_sweep_is_the_folder_that_compress_makes_of_the_vanilla_run(sweep, runs, tmp_path, rival, label):
+    compress(runs / "full_rank", tmp_path / "made", f"--{rival}", budget="0.5", allocation="energy", **FIT)
+    evaluate("perplexity", tmp_path / "made", tmp_path, dtype="float32")
+    [folder] = rows_of(tmp_path, "perplexity")
+    mine = [row for row in sweep[1] if row["label"] == label and row["calibrate"]]
+    row = min(mine, key=lambda row: row["budget"])  # half of the parameters
+    assert row["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
+    assert row["parameters"] == folder["parameters"]

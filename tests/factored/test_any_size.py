@@ -25,7 +25,7 @@ from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
-from salaad.model.build import load_model
+from salaad.model.build import ModelFolder
 from tests.helpers.deploying import compress, ok, refused, rows_of
 from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
@@ -362,7 +362,7 @@ def test_a_folder_of_another_format_or_without_its_blocks_is_refused_in_a_senten
     config["quantization_config"] |= changed
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"has format 7, this version 1; use the version|give a whole") as caught:
-        load_model(tmp_path / "copy", torch.float32, budget=20_000)
+        ModelFolder(tmp_path / "copy").load(torch.float32, budget=20_000)
     assert "\n" not in str(caught.value)
 
 
