@@ -133,8 +133,7 @@ class CheckpointDeployment:
             self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
         self._models: dict[torch.dtype, PreTrainedModel] = {}
 
-    def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had, before anything is computed."""
+    def check(self, variants: list[Variant]) -> None:  # noqa: D102
         for variant in variants:
             if variant.stored and not self._names:
                 raise UserError(
@@ -154,8 +153,7 @@ class CheckpointDeployment:
             if variant.budget is not None and variant.budget < self.fixed:
                 to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
 
-    def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
+    def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102
         vocab_size = self.source.folder.config.vocab_size
         self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
         self.calibration.check()
@@ -198,8 +196,7 @@ class CheckpointDeployment:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
         return {} if variant.name == "X" else cut(self._whole(variant.calibrated), variant)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
-        """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:  # noqa: D102
         return all_sizes(self._whole(variant.calibrated), variant)
 
     def kappa(self, parts: Parts) -> float | None:
@@ -221,8 +218,7 @@ class CheckpointDeployment:
         with deployed(model, parts):
             yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
 
-    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
         parts = self.cut(variant)
         model = self.source.folder.load(dtype)
         if factored:
@@ -269,8 +265,7 @@ class ElasticDeployment:
         with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
             return self.entry.queue(file.unit_counts())
 
-    def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had, before anything is computed."""
+    def check(self, variants: list[Variant]) -> None:  # noqa: D102
         for variant in variants:
             if variant.budget is not None and not variant.stored:
                 size = variant.name.partition("@")[0]
