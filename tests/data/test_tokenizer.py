@@ -91,7 +91,12 @@ def test_byte_fallback_loses_no_text(lossless, text):
     """But for U+2581, which is sentencepiece's own sign for a space."""
     ids = lossless.encode([text])[0].tolist()
     if "\0" not in text:  # sentencepiece itself ends at it
-        assert ids == lossless.reference.encode(text)
+        # Of two segmentations that are equally probable, such as of "00000" into "00 00 0" and "0 00 00", either may be
+        # taken; their log-probabilities, sums of some dozen float32 scores around 10, agree to rounding.
+        found, expected = (
+            sum(map(lossless.reference.get_score, chosen)) for chosen in (ids, lossless.reference.encode(text))
+        )
+        assert found == pytest.approx(expected, abs=1e-3)
     assert lossless.tokenizer.decode(ids) == text
 
 
