@@ -63,7 +63,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     if options.vanilla is not None:
         vanilla = ModelOnDisk.open(Path(options.vanilla))
         for method in options.ways_to_split:
-            split = PostHoc(SalaadConfig(**source.run["salaad"]), method)
+            split = PostHoc(source.blocks, method)
             deployments[f"vanilla + {split.label}"] = CheckpointDeployment(vanilla, split)
     for deployment in deployments.values():
         deployment.check(variants)

@@ -42,10 +42,10 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     """Configuration → data, model, method → the loop."""
     source = model_source(config.model, config.data.sequence_length)
     accelerator = start_accelerator(config)
+    check_run(config, source.config)
     if options.dry_run:
         accelerator.print(plan_table(config, source.config, distributed.world_size()))
         return
-    check_run(config, source.config)
     folder, checkpoint = run.open_run(config, options)
     if options.resume == "auto" and (folder / "summary.json").exists():
         accelerator.print(f"{folder} is finished:\n\n{summary_table(read_json(folder / 'summary.json'))}")

@@ -1,12 +1,12 @@
-"""The singular-value threshold, rung by rung, beside its peers: time, and error against a full SVD in float64.
+"""The singular-value threshold, solver by solver, beside its peers: time, and error against a full SVD in float64.
 
     python scripts/bench_admm.py --config 350m.yaml --output results/admm/350m.json
     python scripts/bench_admm.py --config 350m.yaml --device cuda
 
 Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/research/record_spectra.py): same
 spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
-rung gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves, and
-so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
+solver gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves,
+and so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
 singular values, no rotation). The two `update` rows are the whole second stage of a block: ours (`Surrogate.update`),
 and that of the authors as published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
 """
@@ -37,7 +37,7 @@ from salaad.spectral import threshold
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
-RUNGS = ("exact", "gram", "auto")
+SOLVERS = ("exact", "gram", "auto")
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
@@ -106,7 +106,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: int, device: torch.device) -> list[dict]:
-    """Rows of one shape in one phase: every rung and peer on the same matrix."""
+    """Rows of one shape in one phase: every solver and peer on the same matrix."""
     n, m = min(shape), max(shape)
     Z0, Z1, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
     U, sigma, Vh = torch.linalg.svd(Z1.double(), full_matrices=False)
@@ -118,14 +118,14 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
     start = torch.linalg.svd(Z0, full_matrices=False)[2][: min(n, width + 8)].mT.contiguous().to(device)
     Z, basis = Z1.to(device), before.basis.to(device) if before.basis is not None else None
 
-    def by_rung(rung: str) -> tuple[Tensor, Tensor, str, float]:
-        found = threshold(Z, tau, basis if rung == "auto" else None, rung)
+    def by_solver(solver: str) -> tuple[Tensor, Tensor, str, float]:
+        found = threshold(Z, tau, basis if solver == "auto" else None, solver)
         return found.L, found.sigma, found.solver, found.bound
 
-    rungs: dict[str, Callable[[], Any]] = {rung: partial(by_rung, rung) for rung in RUNGS}
-    rungs["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)
+    solvers: dict[str, Callable[[], Any]] = {solver: partial(by_solver, solver) for solver in SOLVERS}
+    solvers["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)
     about = {}
-    for name, work in rungs.items():
+    for name, work in solvers.items():
         found, values, method, bound = work()
         found, values = found.cpu().double(), values.cpu()
         S = soft_threshold(Z1.double() - found, tau / 20)
@@ -150,7 +150,7 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
     def theirs() -> None:
         authors_update(dict(dense), Z, rho, rho * tau, rho * tau / 20)
 
-    seconds = seconds_of(rungs | {"update": ours, "update of the authors": theirs}, rounds, device)
+    seconds = seconds_of(solvers | {"update": ours, "update of the authors": theirs}, rounds, device)
     common = {"shape": [n, m], "phase": phase, "rank_ratio": rank / n}
     return [{**common, "rung": name, "seconds": seconds[name], **about.get(name, {})} for name in seconds]
 
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """One line per shape, phase and rung; the factor is that over the full SVD (or over the authors' update)."""
+    """One line per shape, phase and solver; the factor is that over the full SVD (or over the authors' update)."""
     lines = []
     for row in rows:
         peer = "update of the authors" if row["rung"].startswith("update") else "exact"
@@ -228,7 +228,7 @@ def table(rows: list[dict]) -> str:
                 *(shown or ("", "", "")),
             )
         )
-    header = ("shape", "phase, rank ratio", "rung", "time", "×", "error in L", "in Γ", "in Υ")
+    header = ("shape", "phase, rank ratio", "solver", "time", "×", "error in L", "in Γ", "in Υ")
     return markdown_table(header, lines)
 
 

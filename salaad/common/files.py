@@ -39,6 +39,8 @@ def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
         if to_disk:
             flush(path.parent)
     except OSError as error:
+        if error.errno is None or str(error.filename) not in ("None", str(temporary)):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with suppress(OSError):

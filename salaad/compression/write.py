@@ -136,10 +136,9 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
     """How the model is to be split after the fact: the blocks named, or those of the run, or all projections."""
     if not (options.rpca or options.godec):
         return None
-    if options.roles or options.embedding or "salaad" not in source.run:
+    blocks = source.blocks
+    if options.roles or options.embedding:
         blocks = SalaadConfig(roles=options.roles, embedding=options.embedding)
-    else:
-        blocks = SalaadConfig(**source.run["salaad"])
     method = "rpca" if options.rpca else "godec"
     given = {"rank_ratio": options.rank_ratio, "density": options.density}
     return PostHoc(blocks, method, **{name: value for name, value in given.items() if value is not None})

@@ -1,6 +1,6 @@
 """The whole configuration of a run: frozen dataclasses that check themselves. Imports nothing heavy.
 
-A YAML file names only what differs from these defaults; `read_config` (command line) builds the same objects.
+A YAML file names only what differs from these defaults; `command_line.read_command_line` builds the same objects.
 """
 
 import dataclasses

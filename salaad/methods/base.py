@@ -3,10 +3,10 @@
 A method object lives as long as one start of a run. `train.py` uses it in this order:
 
     Method.check(outline, config)           can this model be trained so? Before anything is made
-    Method.rebuild(model, config)           replace modules; on a resume too, before the weights are loaded
+    Method.rebuild(model, config)           replace modules; on every start, a resume too
     method = Method(model, config)          on the final device, before the wrapper for data parallelism
     method.build_optimizer()                parameter groups and learning-rate schedule
-    method.load(folder), load_state_dict()  only on a resume
+    method.load_state_dict(), load(folder)  only on a resume; the optimizer's state follows
 
     every step:  backward, method.after_backward(), clip, optimizer.step(), method.after_step(…)
     at the end:  method.finish()
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from salaad.common import distributed
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
-from salaad.methods.optimizer import build_optimizer
+from salaad.methods.optimizer import build_optimizer, optimizer_class
 from salaad.model.build import count_parameters
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
@@ -74,10 +74,14 @@ class Method:
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
         """Raise a UserError if the method cannot train `model`, of which only names and shapes are read."""
+        optimizer_class(config.optimizer.name)
 
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:
-        """Replace modules of `model` in place, on whatever device it is; also of a model without numbers ("meta")."""
+        """Replace modules of `model` in place, on whatever device it is; also of a model without numbers ("meta").
+
+        With `replaces_modules` a resume loads the weights afterwards; without, they are there already and stay.
+        """
 
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
@@ -100,13 +104,14 @@ class Method:
         return build_optimizer(self.model.parameters(), self.config.optimizer, self.config.train.steps)
 
     def float32_gradients(self) -> list[nn.Parameter]:
-        """Weights in bfloat16 whose gradients are kept, and averaged over the ranks, in float32."""
+        """Weights in bfloat16 whose gradients are kept in float32, and averaged over the ranks by `after_backward`."""
         return []
 
     # During training.
 
     def after_backward(self) -> None:
-        """Called once per optimizer step, when the gradients of all micro-batches are there."""
+        """Called once per optimizer step, when the gradients of all micro-batches are there; collective."""
+        distributed.average_gradients(self.float32_gradients())
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:
         """Called after every step.
@@ -136,7 +141,7 @@ class Method:
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:
         """What to evaluate: a name, a context in which the model is that variant, its parameters and other figures.
 
-        `parameters` is the paper's count, `bytes` what the variant takes in a file in the precision of training.
+        `parameters` is the paper's count; `bytes` are those of a variant that is stored as it is.
         """
         size = sum(p.nbytes for p in self.model.parameters())
         yield "X", nullcontext(), {"parameters": count_parameters(self.model), "bytes": size}
@@ -147,7 +152,7 @@ class Method:
         """Write the model as a Hugging Face folder that plain transformers opens; called on one rank alone.
 
         Raises:
-            UserError: the method has no such form.
+            UserError: the method has no such form; it then has to set `replaces_modules`.
         """
         self.model.save_pretrained(folder)
 
@@ -170,7 +175,7 @@ class Method:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at any number of ranks."""
-        if self.tensors():
+        if (folder / _TENSORS).exists():
             self.load_tensors(load_file(folder / _TENSORS))
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from salaad.config.command_line import TrainOptions
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
@@ -17,9 +18,9 @@ def register(name: str, method: type[Method]) -> None:
     Raises:
         ValueError: the name is taken, or is that of a section every configuration has.
     """
-    taken = {*_METHODS, *(field.name for field in fields(RunConfig))}
+    taken = {*_METHODS, *dir(RunConfig()), *(field.name for field in fields(TrainOptions)), "config"}
     if name in taken or not name.isidentifier():
-        raise ValueError(f"a method cannot be called {name!r}; give a name of letters that none of {taken} has")
+        raise ValueError(f"a method cannot be called {name!r}; give a name of letters that means nothing else here")
     _METHODS[name], SETTINGS[name] = method, method.Settings
 
 

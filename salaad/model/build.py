@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
@@ -40,6 +47,10 @@ class NewModel:
     def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
         """The model in float32 on the CPU, with random weights that `seed` fixes."""
         torch.manual_seed(seed)
+        return self.without_weights(pad_id, eos_id)
+
+    def without_weights(self, pad_id: int | None, eos_id: int | None) -> PreTrainedModel:
+        """The model of `build`, whose weights are random and of no meaning yet."""
         self.config.pad_token_id, self.config.eos_token_id, self.config.bos_token_id = pad_id, eos_id, None
         return without_weights(self.config)
 
@@ -68,6 +79,14 @@ class ModelFolder:
         """The model in float32 on the CPU, to be trained on; it has its own weights and special tokens already."""
         torch.manual_seed(seed)
         return self.read(torch.float32)
+
+    def without_weights(self, pad_id: int | None, eos_id: int | None) -> PreTrainedModel:
+        """The model of `build`, whose weights are random and of no meaning yet."""
+        model = without_weights(self.config)
+        if is_file(self.path / "generation_config.json"):
+            with _in_a_sentence(self.path):
+                model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
+        return model
 
     def load(
         self, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None

@@ -130,7 +130,7 @@ class Checkpoints:
         candidates, wrong = sorted(self._all(), reverse=True), []
         try:
             named = self.latest()
-            # Those behind it are of a life that was given up, whose records are gone.
+            # Those behind it belong to a start that was given up, whose records are gone.
             candidates = [path for path in candidates if named is None or path <= named]
         except UserError as error:
             wrong.append(str(error))
@@ -198,7 +198,7 @@ class Checkpoints:
         for path in (*partial.rglob("*"), partial):
             flush(path)
         replaced = self.folder / f".replaced-{final.name}"
-        if final.exists():  # written by an earlier life of this run that was resumed from before it
+        if final.exists():  # by an earlier start of this run, which was resumed from before it
             final.replace(replaced)
         partial.replace(final)
         self.point_to(final)
@@ -216,7 +216,7 @@ class Checkpoints:
 
     def _delete_old(self, newest: Path) -> None:
         """`latest` names `newest`."""
-        # Later ones are of a life that this run has gone back from.
+        # Later ones belong to a start that this run has gone back from.
         older = sorted((path for path in self._all() if path != newest), key=lambda path: (path < newest, path))
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
             if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
@@ -229,7 +229,7 @@ def _together(action: Callable[[], None], rank: int | None = None) -> None:
     try:
         if rank in (None, distributed.rank()):
             action()
-    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # libraries and `files` have own classes
+    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # safetensors' error is no OSError
         problem = " ".join(str(error).split())[:200]
     problems = [found for found in distributed.gather(problem) if found is not None]
     if problems:

@@ -9,7 +9,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import CHECKSUMS, digest_of, is_file, read_object, verify
 from salaad.common.locks import keep_from_deletion
 from salaad.common.validation import section
-from salaad.config.methods import SETTINGS
+from salaad.config.methods import SETTINGS, SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.model.build import ModelFolder
 from salaad.model.weight_headers import is_count
@@ -41,6 +41,11 @@ class ModelOnDisk:
     digest: str
     cache: Path
     output: Path
+
+    @property
+    def blocks(self) -> SalaadConfig:
+        """Which weights the run that trained it takes for blocks; all projections where that is not known."""
+        return SalaadConfig(**self.run.get("salaad", {}))
 
     @classmethod
     def open(cls, path: Path) -> "ModelOnDisk":

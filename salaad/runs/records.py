@@ -29,7 +29,7 @@ class Recorder:
     Args:
         folder: the run's folder.
         config: the run's configuration.
-        start: step the run goes on from; later lines of an interrupted life are dropped.
+        start: step the run goes on from; later lines of an interrupted start are dropped.
         tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
@@ -76,8 +76,10 @@ class Recorder:
         self._bar.update(row["step"] - self._bar.n)
         loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
         shown = {"loss": loss, "tok/s": f"{row['tokens_per_second']:.0f}"}
-        for column, label in self._progress.items() if self._latest else ():
-            shown[label] = f"{fmean(columns[column] for columns in self._latest.values()):.3f}"
+        for column, label in self._progress.items():
+            values = [columns[column] for columns in self._latest.values() if column in columns]
+            if values:
+                shown[label] = f"{fmean(values):.3f}"
         self._bar.set_postfix(shown)
 
     def blocks(self, records: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:

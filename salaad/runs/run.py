@@ -134,7 +134,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> None:
-    """Create the folder and its config.yaml, in which every life of the run leaves its versions and commit.
+    """Create the folder and its config.yaml, in which every start of the run leaves its versions and commit.
 
     A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto finds the same way.
 
@@ -150,12 +150,12 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     if checkpoint is None and checkpoints.begun():
         raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
     (folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended, and now goes on from before
-    life = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
+    start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
     path = folder / "config.yaml"
     earlier = (
         [line for line in path.read_text().splitlines() if line.startswith("#")] if checkpoint and path.exists() else []
     )
-    write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in life.items())], path)
+    write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in start.items())], path)
     if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
         checkpoints.point_to(checkpoint)
     elif checkpoint:

@@ -51,19 +51,22 @@ def summarize(folder: Path, after_last_line: Mapping[str, float]) -> str:
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The Markdown of a summary.json."""
+    variants = summary["variants"]
+    # Whatever a method says of its variants as a share, such as SALAAD of L + S.
+    shares = [key for key in ("rank_ratio", "density") if any(key in row for row in variants.values())]
     rows = [
         (
             name,
             f"{row['perplexity']:.2f}",
             millions(row["parameters"]),
-            f"{row['rank_ratio']:.3f}" if "rank_ratio" in row else "–",
-            f"{row['density']:.3f}" if "density" in row else "–",
+            *(f"{row[key]:.3f}" if key in row else "–" for key in shares),
             f"{row['tokens']:,}",
             row["precision"],
         )
-        for name, row in summary["variants"].items()
+        for name, row in variants.items()
     ]
-    header = ("variant", "perplexity", "parameters", "rank ratio", "density", "validation tokens", "precision")
+    named = [key.replace("_", " ") for key in shares]
+    header = ("variant", "perplexity", "parameters", *named, "validation tokens", "precision")
     total = sum(summary["seconds"].values())
     split = ", ".join(f"{phase} {seconds / total:.1%}" for phase, seconds in summary["seconds"].items())
     return (

@@ -23,7 +23,7 @@ class NonFinite:
         config: `on_nonfinite` and `max_skipped`.
         folder: of the run, for diagnosis.json.
         recorder: tells of them.
-        discarded: in the run's earlier lives.
+        discarded: in earlier starts of the run.
         remedy: what to change in the configuration after a divergence (`Method.remedy`).
 
     Attributes:

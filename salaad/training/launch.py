@@ -44,7 +44,7 @@ def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parame
     """Wrap `loss` for data parallelism; the gradients of the parameters `apart` are averaged by `average_gradients`.
 
     After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
-    or more that changes the order of sums. So a gradient that nobody uses goes first, in every life of a run alike.
+    or more that changes the order of sums. So a gradient that nobody uses goes first, in every start of a run alike.
     """
     distributed.exclude_from_averaging(loss, apart)
     wrapped = accelerator.prepare(loss)

@@ -4,7 +4,6 @@ from transformers import PretrainedConfig
 
 from salaad.common.formats import markdown_table, mebibytes, millions
 from salaad.config.run import RunConfig
-from salaad.methods.optimizer import optimizer_class
 from salaad.methods.registry import method_of
 from salaad.model.build import count_parameters, outline, training_flops
 from salaad.model.loss import SummedLoss
@@ -35,10 +34,9 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     """Find what is wrong with a configuration that its sections cannot see each for itself, before anything is made.
 
     Raises:
-        UserError: an optimizer that torch does not have, a model with logits the loss does not know, or whatever the
-            method cannot train.
+        UserError: a model with logits the loss does not know, or whatever the method cannot train, such as with an
+            optimizer that torch does not have.
     """
-    optimizer_class(config.optimizer.name)
     model = outline(description)
     SummedLoss(model)
     method_of(config).check(model, config)

@@ -20,7 +20,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.base import Method
 from salaad.methods.optimizer import load_optimizer_state, place_schedule
 from salaad.methods.registry import method_of
-from salaad.model.build import ModelFolder, NewModel, without_weights
+from salaad.model.build import ModelFolder, NewModel
 from salaad.runs.checkpoints import RunState
 from salaad.runs.records import Recorder
 
@@ -43,15 +43,15 @@ def model_to_train(
         UserError: the checkpoint cannot be opened.
     """
     method = method_of(config)
+    exported = checkpoint is not None and method.replaces_modules
     if checkpoint is None:
         model = source.build(config.seed, pad_id, eos_id)
-        method.rebuild(model, config)
-    elif not method.replaces_modules:
+    elif not exported:
         model = ModelFolder(checkpoint / "model").build(config.seed)
-    else:  # model/ is an export; the weights as they are trained lie beside it
-        torch.manual_seed(config.seed)
-        model = without_weights(source.config)
-        method.rebuild(model, config)
+    else:
+        model = source.without_weights(pad_id, eos_id)
+    method.rebuild(model, config)
+    if exported:  # model/ is another form of the model; the weights as they are trained lie beside it
         with _in_a_sentence(checkpoint / _WEIGHTS) as path:
             load_model(model, path)
     return model
@@ -86,7 +86,7 @@ class TrainingParts:
         self.method.save(folder)
         torch.save(_random_state(), folder / "state" / _random_file())
         if distributed.rank() == 0:
-            self.method.export(folder / "model")
+            self._export(folder / "model", recorder)
             if self.method.replaces_modules:
                 save_model(self.model, str(folder / _WEIGHTS))
             self.tokenizer.save_pretrained(folder / "model")
@@ -94,14 +94,24 @@ class TrainingParts:
             state.write(folder)
             recorder.secure()
 
+    def _export(self, folder: Path, recorder: Recorder) -> None:
+        try:
+            self.method.export(folder)
+        except UserError as error:
+            if not self.method.replaces_modules:  # then there would be no weights in the checkpoint at all
+                raise
+            self.model.config.save_pretrained(folder)
+            recorder.say(f"{folder.name}/ of this checkpoint holds no weights ({error})")
+
     def restore(self, checkpoint: Path, state: RunState) -> None:
         """Take over what `write` wrote, at any world size. The model has its weights from `model_to_train` already."""
+        self.method.load_state_dict(state.method)
+        with _in_a_sentence(checkpoint):
+            self.method.load(checkpoint)
         with _in_a_sentence(checkpoint / "state" / "optimizer.pt") as path:
             load_optimizer_state(self.optimizer, torch.load(path, map_location="cpu", weights_only=True))
         # The step alone places the schedule, so that a new folder may go on with another peak.
         place_schedule(self.schedule, state.step)
-        self.method.load_state_dict(state.method)
-        self.method.load(checkpoint)
         random = checkpoint / "state" / _random_file()
         if random.exists():  # a rank that the earlier world did not have goes on with its own
             with _in_a_sentence(random):

@@ -34,8 +34,8 @@ def solver_table() -> str:
         rounds.append((name, *(f"{total['update of the authors'] / total['update']:.1f}×" for total in totals)))
         cells = {(*row["shape"], row["phase"], row["rung"]): row for row in result["rows"]}
         for n, m, phase in dict.fromkeys((*row["shape"], row["phase"]) for row in result["rows"]):
-            exact, ours, single = (cells[n, m, phase, rung] for rung in ("exact", "auto", "orthogonal"))
-            whole, theirs = (cells[n, m, phase, rung] for rung in ("update", "update of the authors"))
+            exact, ours, single = (cells[n, m, phase, solver] for solver in ("exact", "auto", "orthogonal"))
+            whole, theirs = (cells[n, m, phase, solver] for solver in ("update", "update of the authors"))
             rows.append(
                 (
                     f"{n}×{m}",

@@ -61,7 +61,7 @@ class TwoFactors(Method):
     def __init__(self, model, config) -> None:
         super().__init__(model, config)
         self.products = {name: part for name, part in model.named_modules() if isinstance(part, Product)}
-        self.mean_sizes = torch.zeros(len(self.products))
+        self.mean_sizes: Tensor | None = None
         self.restarts = 0
         self._records: list[BlockRecord] = []
 
@@ -96,7 +96,7 @@ class TwoFactors(Method):
 
     def after_step(self, optimizer, step, discarded) -> None:
         sizes = torch.stack([part.B.detach().norm().cpu() for part in self.products.values()])
-        self.mean_sizes = 0.9 * self.mean_sizes + 0.1 * sizes
+        self.mean_sizes = sizes if self.mean_sizes is None else 0.9 * self.mean_sizes + 0.1 * sizes
         if step % self.config.settings.restart_every == 0:
             self.restarts += 1
             with torch.no_grad():
@@ -121,7 +121,7 @@ class TwoFactors(Method):
         plain.save_pretrained(folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"mean_sizes": self.mean_sizes}
+        return {} if self.mean_sizes is None else {"mean_sizes": self.mean_sizes}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self.mean_sizes = tensors["mean_sizes"]
@@ -133,7 +133,16 @@ class TwoFactors(Method):
         self.restarts = state["restarts"]
 
 
+class FrozenHead(Method):
+    """Plain pretraining of all but the LM head."""
+
+    @classmethod
+    def rebuild(cls, model, config) -> None:
+        model.get_output_embeddings().requires_grad_(False)
+
+
 register("two_factors", TwoFactors)
+register("frozen_head", FrozenHead)
 
 if __name__ == "__main__":  # what `accelerate launch` starts: train.py with this method known
     import train

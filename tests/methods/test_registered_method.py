@@ -75,6 +75,9 @@ def test_two_interruptions_leave_no_trace(options, trained, tmp_path, monkeypatc
     assert lines(tmp_path / "run") == lines(trained)
     assert lines(tmp_path / "run", "blocks.jsonl") == lines(trained, "blocks.jsonl")
     assert lines(tmp_path / "run", "evaluations.jsonl") == lines(trained, "evaluations.jsonl")
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        first, second = (last_checkpoint(run) / "model" / file for run in (trained, tmp_path / "run"))
+        assert first.read_bytes() == second.read_bytes(), file
     whole, pieces = state_of(trained), state_of(tmp_path / "run")
     assert whole.keys() == pieces.keys()
     for name, tensor in whole.items():
@@ -129,6 +132,34 @@ def test_what_the_method_has_no_form_for_is_refused_in_a_sentence(trained, own_c
     assert "holds no L and S" in said and "--rpca" in said
 
 
+def test_a_method_without_an_export_saves_and_goes_on_all_the_same(options, own_caches, tmp_path, monkeypatch, capsys):
+    def export(self, folder):
+        raise UserError("two factors have no dense form; use them as they are")
+
+    monkeypatch.setattr(TwoFactors, "export", export)
+    run_training(options(train__steps=6, train__save_every=3), tmp_path / "run")
+    assert "model/ of this checkpoint holds no weights (two factors have no dense form" in capsys.readouterr().out
+    further = [*options(train__steps=8), f"--resume={tmp_path / 'run/checkpoints/step-0000003'}"]
+    run_training(further, tmp_path / "further")
+    again = lines(tmp_path / "further")
+    assert [row["step"] for row in again] == [4, 5, 6, 7, 8]
+    assert [row["loss"] for row in again[:3]] == [row["loss"] for row in lines(tmp_path / "run")[3:]]
+    assert "holds no model.safetensors" in refused("evaluate.py", "perplexity", "--checkpoint", tmp_path / "run")
+
+
+def test_a_model_that_is_changed_without_new_modules_is_changed_after_a_resume_too(toy, tmp_path):
+    chosen = {"method": "frozen_head", "train__save_every": 2}
+    run_training(toy(train__steps=4, **chosen), tmp_path / "whole")
+    further = [*toy(train__steps=4, **chosen), f"--resume={tmp_path / 'whole/checkpoints/step-0000002'}"]
+    run_training(further, tmp_path / "further")
+    newest = "model/model.safetensors"
+    whole, further = (load_file(last_checkpoint(tmp_path / run) / newest) for run in ("whole", "further"))
+    before = load_file(tmp_path / "whole/checkpoints/step-0000002" / newest)
+    assert torch.equal(whole["lm_head.weight"], before["lm_head.weight"])
+    assert not torch.equal(whole["model.norm.weight"], before["model.norm.weight"])
+    assert all(torch.equal(further[name], tensor) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -154,7 +185,7 @@ def test_a_run_goes_on_with_its_own_method_and_settings_only(options, toy, train
     assert lines(tmp_path / "further")[-1]["step"] == 14
 
 
-@pytest.mark.parametrize("name", ["salaad", "train", "two factors"])
+@pytest.mark.parametrize("name", ["salaad", "train", "settings", "output", "config", "two factors"])
 def test_a_name_that_is_taken_or_no_name_is_refused(name):
     with pytest.raises(ValueError, match="cannot be called"):
         register(name, FullRank)

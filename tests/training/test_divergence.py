@@ -175,7 +175,7 @@ def test_step_unless_leaves_weight_and_state_to_the_bit():
         assert not torch.equal(p, kept) and bool(p.isfinite().all()), name
 
 
-# The ladder of decompositions.
+# The solvers, one behind the other.
 
 
 def failing(*names: str):
@@ -199,7 +199,7 @@ def failing(*names: str):
     return patch
 
 
-LADDER = [
+SOLVERS_IN_ORDER = [
     ((), "gram"),
     (("eigh",), "exact"),
     (("eigh:nan",), "exact"),
@@ -211,7 +211,7 @@ def matrix(n: int = 24, m: int = 40) -> torch.Tensor:
     return torch.randn(n, m, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("broken", "solver"), LADDER)
+@pytest.mark.parametrize(("broken", "solver"), SOLVERS_IN_ORDER)
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_where_a_rung_fails_the_next_one_gives_the_same(monkeypatch, broken, solver, shape):
     Z, tau = matrix(*shape), 6.0
@@ -276,10 +276,10 @@ def test_a_result_that_is_not_finite_never_becomes_the_surrogate(monkeypatch):
 
 @pytest.mark.parametrize("broken", [("eigh",), ("eigh:nan",), ("eigh", "svd:float32")])
 def test_starting_and_deploying_survive_an_eigh_that_fails(monkeypatch, broken):
-    """The last rung adds noise N, which turns the leading subspace by ‖N‖_F over the gap below the kept rank.
+    """The last solver adds noise N, which turns the leading subspace by ‖N‖_F over the gap below the kept rank.
 
     So the truncated weight moves by at most √2·‖N‖_F·σ₁/gap (Wedin). Of a random matrix the gap can be so small that no
-    rung's answer is better than another's; here the singular values that are left out are halved.
+    solver's answer is better than another's; here the singular values that are left out are halved.
     """
     U, sigma, Vh = torch.linalg.svd(matrix().double(), full_matrices=False)
     rank = max(1, round(SalaadConfig().rank_ratio * len(sigma)))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.common.formats import millions
 from salaad.config.methods import SalaadConfig
@@ -38,6 +37,7 @@ class SalaadMethod(Method):
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        super().check(model, config)
         find_blocks(model, config.settings)
         if config.train.precision == "bf16" and config.optimizer.name not in ("Adam", "AdamW"):
             raise UserError(
@@ -73,9 +73,6 @@ class SalaadMethod(Method):
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
         return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]
-
-    def after_backward(self) -> None:  # noqa: D102
-        distributed.average_gradients(self.float32_gradients())
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
         self.salaad.step()

@@ -1,9 +1,9 @@
 """Other ways to the singular-value threshold than those of salaad/spectral.py, on the same matrices: what they cost.
 
-    python scripts/research/try_rungs.py --output results/admm/tried.json
-    python scripts/research/try_rungs.py --device cuda
+    python scripts/research/try_solvers.py --output results/admm/tried.json
+    python scripts/research/try_solvers.py --device cuda
 
-Beside the JSON a table is written, with our own choice of rung in each phase. The TF32 and bfloat16 rows round what
+Beside the JSON a table is written, with our own choice of solver in each phase. The TF32 and bfloat16 rows round what
 goes into each product as a device does that has such products, which shows their error anywhere, not their speed.
 """
 
