@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -115,12 +117,12 @@ def shown(label: str, row: Mapping[str, Any], deployment: CheckpointDeployment) 
 
 def write_text(output: Path) -> str:
     """Compress the SALAAD run to half its parameters, open the folder as any user would, and let it write a line."""
-    run = output / "salaad"
-    folder = output / f"half-{ModelOnDisk.open(run).digest[:8]}"
+    run = ModelOnDisk.open(output / "salaad")
+    folder = output / f"half-{run.digest[:8]}"
     said = ""
     if not folder.exists():
         how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}
-        said = compress(CompressOptions(checkpoint=str(run), output=str(folder), **how))
+        said = compress(CompressOptions(checkpoint=run.name, output=str(folder), **how), run)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")
