@@ -30,7 +30,7 @@ def installed(tmp_path_factory) -> Path:
     offline = ["--no-index", "--no-deps"]
     # Without isolation, which would fetch the build backend: torch has brought a setuptools that can build it.
     wheel = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(wheel, check=True, capture_output=True, timeout=120)
+    subprocess.run(wheel, check=True, capture_output=True, timeout=120, env=alone())
     shutil.rmtree(source)
     venv.create(folder / "environment", with_pip=False)
     python = folder / "environment" / "bin" / "python"
@@ -38,14 +38,18 @@ def installed(tmp_path_factory) -> Path:
     # A folder that a .pth file names is searched, but its own .pth files, such as this checkout's, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     install = [*pip, "--python", str(python), "install", *offline, *map(str, folder.glob("*.whl"))]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    subprocess.run(install, check=True, capture_output=True, timeout=120, env=alone())
     return python
+
+
+def alone() -> dict[str, str]:
+    """The environment without a path on which Python, and pip, would find this checkout."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def run(python: Path, code: str, folder: Path) -> str:
     """What `code` prints, run in `folder` by the environment's interpreter alone."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SALAAD_CACHE": str(folder / "cache")}
+    environment = alone() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SALAAD_CACHE": str(folder / "cache")}
     begin = "import salaad, sys; assert salaad.__file__.startswith(sys.prefix), salaad.__file__\n"
     done = subprocess.run(
         [python, "-c", begin + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
