@@ -133,7 +133,8 @@ class CheckpointDeployment:
             self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
         self._models: dict[torch.dtype, PreTrainedModel] = {}
 
-    def check(self, variants: list[Variant]) -> None:  # noqa: D102
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had: there are no L and S, or a budget is below the floor."""
         for variant in variants:
             if variant.stored and not self._names:
                 raise UserError(
@@ -265,7 +266,8 @@ class ElasticDeployment:
         with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
             return self.entry.queue(file.unit_counts())
 
-    def check(self, variants: list[Variant]) -> None:  # noqa: D102
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had: it would change the units, or no such size is in the folder."""
         for variant in variants:
             if variant.budget is not None and not variant.stored:
                 size = variant.name.partition("@")[0]
