@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, run_command
+from salaad.common.errors import NotFiniteError, NotSavedError, run_command
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions, read_command_line
@@ -25,7 +25,7 @@ from salaad.model.build import ModelFolder, NewModel, model_source
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.runs import run
-from salaad.runs.checkpoints import Checkpoints, NotSavedError, RunState
+from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.runs.records import Recorder
 from salaad.runs.summary import summarize, summary_table
 from salaad.training.agreement import Agreement

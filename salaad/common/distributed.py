@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from salaad.common.errors import UserError
+from salaad.common.errors import NotSavedError, UserError
 
 T = TypeVar("T")
 
@@ -23,6 +24,18 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, torch.compile or both."""
+    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod
+    return module
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over processes, of which each holds a part."""
+    return hasattr(tensor, "device_mesh")  # a DTensor, whose import takes half a second
 
 
 def barrier() -> None:
@@ -71,6 +84,23 @@ def raise_first(problem: UserError | None) -> None:
     problems = [found for found in gather(problem) if found is not None]
     if problems:
         raise problems[0]
+
+
+def together(action: Callable[[], None], only: int | None = None) -> None:
+    """Run `action` on every rank, or on that named by `only`; collective.
+
+    Raises:
+        NotSavedError: on every rank, what went wrong on any: an OSError, a RuntimeError or a UserError.
+    """
+    problem = None
+    try:
+        if only in (None, rank()):
+            action()
+    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # safetensors' error is no OSError
+        problem = " ".join(str(error).split())[:200]
+    problems = [found for found in gather(problem) if found is not None]
+    if problems:
+        raise NotSavedError(problems[0])
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -36,6 +36,10 @@ class NotFiniteError(UserError):
         self.block = block
 
 
+class NotSavedError(Exception):
+    """A checkpoint could not be written; the text says why. The one before is untouched."""
+
+
 class Stopped(BaseException):
     """A stop was requested; a BaseException, so that no `except Exception` catches it."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from salaad.common.errors import UserError
-from salaad.common.validation import at_least, check, one_or_more
+from salaad.common.validation import at_least, check, one_or_more, require_types
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class SalaadConfig(MethodConfig):
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
+        require_types(type(self), vars(self), "salaad")
         for name in ("rank_ratio", "gamma"):
             value = getattr(self, name)
             check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")

@@ -129,13 +129,13 @@ def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T
     return {name: value for name, value in inside.items() if hasattr(model, name.partition(".")[0])}
 
 
-def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
+def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     """Replace the named blocks of a dense model by layers of U·V + S, in place, where those take less memory.
 
     Elsewhere the dense weight becomes U·V + S. A tied weight stays dense, as the other module reads it as a whole.
 
     Args:
-        model: a causal LM; its dtype is that of the result.
+        model: any model; its dtype is that of the result.
         blocks: module name → U·V + S of its weight, in the orientation in which the module holds it.
     """
     tied = tied_modules(model)
@@ -155,15 +155,20 @@ def factor(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
     return model
 
 
-def tied_modules(model: PreTrainedModel) -> set[str]:
+def tied_modules(model: nn.Module) -> set[str]:
     """Names of the modules that share a weight with another module."""
-    return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    if isinstance(model, PreTrainedModel):
+        return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    return {name for names in holders.values() if len(names) > 1 for name in names}
 
 
-def mark_factored(model: PreTrainedModel) -> None:
-    """Set the quantizer by which `save_pretrained` stores the blocks that are layers of U·V + S."""
+def mark_factored(model: nn.Module) -> None:
+    """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S."""
     stored = slr_modules(model)
-    if stored:
+    if stored and isinstance(model, PreTrainedModel):
         entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()})
         model.hf_quantizer = SlrQuantizer(entry)
         model.is_quantized, model.quantization_method = True, FORMAT_NAME

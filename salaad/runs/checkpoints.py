@@ -15,11 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from salaad.common import distributed
-from salaad.common.errors import UserError
-from salaad.common.files import flush, read_object, replacing, verify, write_checksums, write_json
+from salaad.common.errors import NotSavedError, UserError
+from salaad.common.files import flush, is_file, read_object, replacing, verify, write_checksums, write_json
 from salaad.common.locks import delete_unless_kept
 
 NAME = re.compile(r"step-\d{7,}")
@@ -61,6 +59,11 @@ class RunState:
             UserError: it is broken, or of another version.
         """
         path = checkpoint / "state" / "trainer.json"
+        if not is_file(path) and is_file(checkpoint / "surrogate" / "index.json"):
+            raise UserError(
+                f"{checkpoint} was saved from another training loop and holds no optimizer or data position; go on in "
+                f"that loop by Salaad.load, or begin a new run from its model with --model.path {checkpoint}"
+            )
         stored = read_object(path)
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in stored]
@@ -74,10 +77,6 @@ class RunState:
     def write(self, checkpoint: Path) -> None:
         """Write the state where `read` finds it."""
         write_json(vars(self), checkpoint / "state" / "trainer.json")
-
-
-class NotSavedError(Exception):
-    """A checkpoint could not be written; the text says why. The one before is untouched."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,9 @@ class Checkpoints:
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
         try:
-            _together(lambda: self._prepare(partial), rank=0)
-            _together(lambda: write(partial))
-            _together(lambda: self._finish(partial, final), rank=0)
+            distributed.together(lambda: self._prepare(partial), only=0)
+            distributed.together(lambda: write(partial))
+            distributed.together(lambda: self._finish(partial, final), only=0)
         except NotSavedError:
             if distributed.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -221,19 +220,6 @@ class Checkpoints:
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
             if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
                 delete_unless_kept(path)
-
-
-def _together(action: Callable[[], None], rank: int | None = None) -> None:
-    """Run `action` on every rank, or on one; raise on all what went wrong on any."""
-    problem = None
-    try:
-        if rank in (None, distributed.rank()):
-            action()
-    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # safetensors' error is no OSError
-        problem = " ".join(str(error).split())[:200]
-    problems = [found for found in distributed.gather(problem) if found is not None]
-    if problems:
-        raise NotSavedError(problems[0])
 
 
 def _link(source: str, target: str) -> None:

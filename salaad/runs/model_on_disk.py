@@ -1,4 +1,7 @@
-"""Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it."""
+"""Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it.
+
+`Salaad.save` and `SalaadCallback` write a Hugging Face folder with L and S in a folder `surrogate` of its own.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,22 +98,27 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
 def _model_folder(folder: Path) -> ModelOnDisk:
     entry = read_object(folder / "config.json").get("quantization_config")
     elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
+    surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
     if not is_file(folder / CHECKSUMS):
-        digest = digest_of(sorted(filter(is_file, folder.iterdir())))
+        places = [folder] if surrogate is None else [folder, surrogate]
+        digest = digest_of(sorted(path for place in places for path in place.iterdir() if is_file(path)))
     elif elastic:
         digest = verify(folder, "config.json") + digest_of([folder / CHECKSUMS])  # a size reads a part of the rest
     else:
-        digest = verify(folder, "*.safetensors", "config.json")
+        digest = verify(folder, "*.safetensors", "config.json", *(["surrogate/*"] if surrogate else []))
     record = read_object(folder / RECORD) if is_file(folder / RECORD) else {}
     parameters = record.get("parameters")
     if record and not (isinstance(parameters, list) and len(parameters) == 2 and all(map(is_count, parameters))):
         raise UserError(f"{folder / RECORD} does not count the parameters; give a whole copy of the folder")
+    run = record.get("run", {})
+    if surrogate is not None:  # saved from a training loop that is not ours, of which the settings alone are known
+        run = {"salaad": read_object(surrogate / "index.json").get("settings", {})}
     name = folder.resolve().name
     return ModelOnDisk(
         name=name,
         folder=ModelFolder(folder),
-        surrogate=None,
-        run=_run_of(record.get("run", {}), folder / RECORD),
+        surrogate=surrogate,
+        run=_run_of(run, folder / RECORD),
         parameters=parameters[1] if record else None,
         digest=digest,
         cache=cache_folder() / digest[:16],

@@ -129,7 +129,7 @@ def train(micro_batches: int = 1) -> dict[str, Any]:
         "restored": all(torch.equal(value, before[name]) for name, value in model.state_dict().items()),
         "owners": salaad.owners,
         "owned": list(salaad.surrogates),
-        "state": salaad.state_dict(),
+        "state": salaad.counts(),
     }
 
 
@@ -235,6 +235,8 @@ def bfloat16_step() -> dict[str, Any]:
     """One backward pass in pure bfloat16, as the trainer does it."""
     rank, ranks = distributed.rank(), distributed.world_size()
     model = toy(torch.bfloat16)
+    for layer in (model[0], model[2], model[4]):
+        layer.weight.grad_dtype = torch.float32
     salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=1e-3, rank_ratio=0.4))
     mine = rows(0)[rank::ranks].bfloat16()
     alone = torch.autograd.grad(loss_of(model(mine)), list(salaad.weights.values()))

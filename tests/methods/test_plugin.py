@@ -298,7 +298,7 @@ def test_training_goes_on_after_deployed_as_if_nothing_had_happened():
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-# ---- pure bfloat16
+# ---- pure bfloat16, with gradients in float32 as train.py keeps them
 
 
 class Injected(nn.Module):
@@ -308,6 +308,7 @@ class Injected(nn.Module):
         super().__init__()
         self.layer = nn.Linear(*X.shape[::-1], bias=False)
         self.layer.weight = nn.Parameter(X.clone())
+        self.layer.weight.grad_dtype = torch.float32
 
     def backward(self, gradient: Tensor) -> None:
         (self.layer.weight * gradient.to(self.layer.weight.dtype)).sum().backward()

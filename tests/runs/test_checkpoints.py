@@ -16,11 +16,11 @@ import torch
 
 import train
 from salaad.common import locks
-from salaad.common.errors import UserError
+from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import verify, write_checksums
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
-from salaad.runs.checkpoints import Checkpoints, NotSavedError
+from salaad.runs.checkpoints import Checkpoints
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reliability.toy_run import toy_arguments
 from tests.helpers.training import (

@@ -17,7 +17,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.base import BlockRecord, Method
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
-from salaad.methods.salaad.storage import load_surrogates, save_surrogates
+from salaad.methods.salaad.storage import load_surrogates
 from salaad.methods.salaad.surrogate import KEPT
 from salaad.model.roles import find_blocks
 
@@ -33,7 +33,10 @@ class SalaadMethod(Method):
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
-        self.salaad = Salaad(model, config.settings)
+        for X in find_blocks(model, config.settings).values():
+            if X.dtype == torch.bfloat16:
+                X.grad_dtype = torch.float32  # to nearest, the penalty would be rounded away
+        self.salaad = Salaad(model, config.settings, most_records=None)
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
@@ -100,16 +103,16 @@ class SalaadMethod(Method):
         return sum(value.nbytes for s in self.salaad.surrogates.values() for value in s.state_dict().values())
 
     def save(self, folder: Path) -> None:  # noqa: D102
-        save_surrogates(self.salaad.surrogates, folder / "surrogate")
+        self.salaad.write(folder / "surrogate")
 
     def load(self, folder: Path) -> None:  # noqa: D102
         load_surrogates(self.salaad.surrogates, folder / "surrogate")
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return self.salaad.state_dict()
+        return self.salaad.counts()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
-        self.salaad.load_state_dict(state)
+        self.salaad.load_counts(state)
 
 
 def _remark(step: int, name: str) -> str:

@@ -5,10 +5,14 @@ optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
 salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad import ownership
+from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
+from salaad.methods.salaad.watch import Watch
 from salaad.model.build import restored
 from salaad.model.roles import find_blocks
 
@@ -25,23 +30,38 @@ from salaad.model.roles import find_blocks
 class Salaad:
     """The surrogates of a model's blocks.
 
+    It is a context, at whose end it lets go of the model: the penalty no longer joins.
+
     Args:
-        model: any torch module with 2-D weights, on its final device, not yet wrapped for data parallelism.
+        model: any torch module with 2-D weights, on its final device and in its final dtype.
         config: targets, ρ, roles and schedule.
+        scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
+        most_records: updates of a block that are kept for `drain_records`, the newest; all of them for None.
 
     Attributes:
         blocks: names of all blocks, the same on every rank.
         owners: block → rank that owns it.
         surrogates: block → `Surrogate`, for the blocks that this rank owns.
         steps: optimizer steps counted so far.
+
+    Raises:
+        UserError: a role matches nothing, or a weight cannot be watched (`Watch`).
     """
 
-    def __init__(self, model: nn.Module, config: SalaadConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SalaadConfig | None = None,
+        *,
+        scaler: Any = None,
+        most_records: int | None = 100,
+    ) -> None:
         self.config = config or SalaadConfig()
-        self.model = model
-        self.weights = find_blocks(model, self.config)
+        self.model = distributed.unwrapped(model)
+        self.scaler = scaler
+        self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
-        self._check_weights()
+        self._watch = Watch(self.model, self.weights, self._has_joined_nothing)
         costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(costs, distributed.world_size())
         self.surrogates: dict[str, Surrogate] = {}
@@ -52,21 +72,31 @@ class Salaad:
                     self.surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
         self.steps = 0
         self._updated_at: dict[str, int] = dict.fromkeys(self.surrogates, 0)
-        self._records: list[tuple[int, str, Tensor]] = []
+        most = None if most_records is None else most_records * len(self.surrogates)
+        self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
         self._pending: set[str] = set(self.surrogates)
-        for name, X in self.weights.items():
-            if X.dtype == torch.bfloat16:
-                # The penalty is about 1e-4 of the gradient: an addition in bfloat16 would round it away.
-                X.grad_dtype = torch.float32
-            if name in self.surrogates:
-                X.register_post_accumulate_grad_hook(partial(self._join_gradient, name))
+        self._scale: float | None = None
+        self._hooks = [
+            self.weights[name].register_post_accumulate_grad_hook(partial(self._join_gradient, name))
+            for name in self.surrogates
+        ]
+        self.closed = False
 
-    def _check_weights(self) -> None:
-        for name, X in self.weights.items():
-            if not X.requires_grad:
-                raise UserError(f"block {name} is frozen, so nothing can draw it; unfreeze it or leave out its role")
-            if not X.isfinite().all():
-                raise NotFiniteError(name, 0)
+    def __enter__(self) -> Self:
+        """This object."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """`close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self.closed:
+            self._watch.end()
+        self.closed = True
 
     def _rho(self, name: str) -> float:
         """Eq. 5: ρ = c / (N·sqrt(n·m)), unless an absolute ρ was given."""
@@ -77,12 +107,37 @@ class Salaad:
     def _join_gradient(self, name: str, X: Tensor) -> None:
         # Only the first backward after a step: with gradient accumulation ℓ_ρ still counts once. The mean over the
         # ranks, of whom this one alone adds it, then is the coupled gradient.
-        if name in self._pending:
-            self._pending.discard(name)
-            self.surrogates[name].add_penalty_gradient(X.grad, X, scale=distributed.world_size())
+        if name not in self._pending:
+            return
+        if self._scale is None:
+            self._scale = distributed.world_size() * (1.0 if self.scaler is None else self.scaler.get_scale())
+        self._pending.discard(name)
+        seed = self.steps * len(self.blocks) + self.blocks.index(name)
+        self.surrogates[name].add_penalty_gradient(X.grad, X, self._scale, seed)
+
+    def _has_joined_nothing(self) -> bool:
+        return 0 < len(self.surrogates) == len(self._pending)
+
+    def join_gradients(self) -> None:
+        """Add the penalty to gradients that no backward accumulated, as those of `torch.autograd.grad`.
+
+        To be called before the optimizer's step; blocks that a backward has reached since the last step are passed
+        over. Of several ranks the owner adds it as many times as there are ranks, before the gradients are averaged.
+        """
+        for name in tuple(self._pending):
+            if self.weights[name].grad is not None:
+                self._join_gradient(name, self.weights[name])
 
     def step(self) -> None:
-        """Count an optimizer step and update the blocks that the schedule names."""
+        """Count an optimizer step and update the blocks that the schedule names.
+
+        Raises:
+            UserError: the penalty no longer reaches the weights, as `Watch.check` finds.
+            NotFiniteError: a weight of this rank's updates holds NaN or infinity.
+        """
+        if self.closed:
+            raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
+        self._watch.check(self.scaler)
         self.steps += 1
         self.skip()
         K = self.config.every
@@ -94,6 +149,7 @@ class Salaad:
     def skip(self) -> None:
         """Let the penalty join the next backward, in place of `step`, where a gradient was thrown away."""
         self._pending = set(self.surrogates)
+        self._scale = None
 
     def finish(self) -> None:
         """When training ends: a last update for the blocks that the last step did not update."""
@@ -105,6 +161,8 @@ class Salaad:
         X = self.weights[name]
         with _true_fp32(X):
             statistics = self.surrogates[name].update(X)
+        if self.surrogates[name].kept and not X.isfinite().all():
+            raise NotFiniteError(name, self.steps)
         self._updated_at[name] = self.steps
         self._records.append((self.steps, name, statistics))
 
@@ -119,7 +177,7 @@ class Salaad:
             raise NotFiniteError(name, self.steps)
         rows = torch.stack([values for *_, values in self._records]).tolist() if self._records else []
         mine = [(step, name, row) for (step, name, _), row in zip(self._records, rows, strict=True)]
-        self._records = []
+        self._records.clear()
         order = {name: i for i, name in enumerate(self.blocks)}
         records = sorted(
             chain.from_iterable(distributed.gather(mine)), key=lambda record: (record[0], order[record[1]])
@@ -148,15 +206,99 @@ class Salaad:
             "parameters": sum(p.numel() for p in self.model.parameters()) - dense + sum(parameters),
         }
 
-    def state_dict(self) -> dict:
-        """Step counts, the same on every rank; the surrogates' tensors are saved block by block beside it."""
+    def counts(self) -> dict[str, Any]:
+        """Steps counted, and when each block was updated; the same on every rank, collective."""
         updated = {name: step for part in distributed.gather(self._updated_at) for name, step in part.items()}
         return {"steps": self.steps, "updated_at": updated}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` gave, at any world size."""
-        self.steps = state["steps"]
-        self._updated_at = {name: state["updated_at"][name] for name in self.surrogates}
+    def load_counts(self, counts: Mapping[str, Any]) -> None:
+        """Take over what `counts` gave, at any world size."""
+        self.steps = counts["steps"]
+        self._updated_at = {name: counts["updated_at"][name] for name in self.surrogates}
+        self.skip()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs to go on to the bit with the weights as they are: tensors and plain values.
+
+        L, S and dual are those of this rank's blocks; `save` is what another number of ranks can read.
+        """
+        state = {name: surrogate.state_dict() for name, surrogate in self.surrogates.items()}
+        return {"settings": asdict(self.config), **self.counts(), "surrogates": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, on this rank; the model's weights have to be those of that time.
+
+        Raises:
+            UserError: a part is missing or of another shape; then nothing is taken over.
+        """
+        for key in ("steps", "updated_at", "surrogates"):
+            if key not in state:
+                raise UserError(
+                    f"the state has no {key}, so L and S would begin anew; give a whole Salaad.state_dict()"
+                )
+        for name, surrogate in self.surrogates.items():
+            if name not in state["surrogates"] or name not in state["updated_at"]:
+                raise UserError(
+                    f"the state lacks block {name}; give the state of a Salaad with the same roles and, of this rank, "
+                    "from as many ranks, or read what Salaad.save wrote with Salaad.load"
+                )
+            surrogate.require_fitting(state["surrogates"][name], name)
+        for name, surrogate in self.surrogates.items():
+            surrogate.load_state_dict(state["surrogates"][name])
+        self.load_counts(state)
+
+    def save(self, folder: Path | str, tokenizer: Any = None) -> None:
+        """Write the model and its L, S, dual, thresholds and counts into a new folder; collective.
+
+        The folder opens with `from_pretrained`, is cut by compress.py, measured by evaluate.py and read by `load`, at
+        any number of ranks. Of a model without `save_pretrained` it holds no weights.
+
+        Args:
+            folder: one that is not there yet.
+            tokenizer: saved beside the model, which text needs.
+
+        Raises:
+            UserError: the folder is there, or cannot be written.
+        """
+        storage.save_folder(Path(folder), (self.model, tokenizer), self.write)
+
+    def write(self, folder: Path) -> None:
+        """Write all that `load` reads beside the model's weights, into a folder that is there; collective."""
+        norms = {name: storage.norm_of(X) for name, X in self.weights.items()}
+        storage.save_surrogates(
+            self.surrogates, folder, {"settings": asdict(self.config), **self.counts(), "norms": norms}
+        )
+
+    @classmethod
+    def load(
+        cls, model: nn.Module, folder: Path | str, config: SalaadConfig | None = None, *, scaler: Any = None
+    ) -> Self:
+        """A `Salaad` on `model` that goes on from what `save`, `SalaadCallback` or train.py wrote; collective.
+
+        Args:
+            model: with the weights it had then.
+            folder: that of `save`, a checkpoint of the Trainer or one of train.py.
+            config: other settings with which to go on; those that were saved unless given.
+            scaler: as of `Salaad`.
+
+        Raises:
+            UserError: the folder holds no whole state, or that of a model with other blocks or other weights.
+        """
+        surrogates = Path(folder) / "surrogate"
+        about = storage.read_about(surrogates)
+        if not {"settings", "steps", "updated_at"} <= set(about):
+            raise UserError(
+                f"{surrogates} does not say settings and steps, so an older version wrote it; go on with train.py, or "
+                "with that version"
+            )
+        salaad = cls(model, config or SalaadConfig(**about["settings"]), scaler=scaler)
+        try:
+            storage.load_surrogates(salaad.surrogates, surrogates, salaad.weights)
+            salaad.load_counts(about)
+        except UserError:
+            salaad.close()
+            raise
+        return salaad
 
     @contextmanager
     @torch.no_grad()

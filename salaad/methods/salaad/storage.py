@@ -1,24 +1,33 @@
 """The surrogates of a model on disk: safetensors shards and an index, which any world size can open."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import UserError
-from salaad.common.files import inside, read_object, write_json
+from salaad.common.errors import NotSavedError, UserError
+from salaad.common.files import inside, read_object, require_new, write_checksums, write_json
 from salaad.methods.salaad.surrogate import Surrogate, target_of
 from salaad.model.weight_headers import FLOATS, is_count
 
 FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
 
 
-def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
-    """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; collective."""
+def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path, about: Mapping[str, Any] | None = None) -> None:
+    """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; collective.
+
+    Args:
+        surrogates: block → its state, of the blocks that this rank owns.
+        folder: one that is there.
+        about: what else the index is to say, the same on every rank.
+    """
     shard = f"shard-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
     tensors = {
         f"{name}/{key}": value.detach().cpu().contiguous()
@@ -33,20 +42,78 @@ def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
     if tensors:
         save_file(tensors, folder / shard)
     if distributed.rank() == 0 and index:
-        write_json({"format": FORMAT, "blocks": index}, folder / "index.json")
+        write_json({"format": FORMAT, **(about or {}), "blocks": index}, folder / "index.json")
 
 
-def load_surrogates(surrogates: Mapping[str, Surrogate], folder: Path) -> None:
-    """Fill this rank's surrogates from the shards of any world size.
+def save_folder(folder: Path, parts: Iterable[Any], write: Callable[[Path], None]) -> None:
+    """A new folder, whole or not at all; collective.
+
+    Args:
+        folder: one that is not there yet.
+        parts: a model and a tokenizer, of which rank 0 saves what has a `save_pretrained`.
+        write: writes every rank's share of `surrogate/`.
 
     Raises:
-        UserError: as `stored_blocks`, or a block has another shape than in this model.
+        UserError: the folder is there, or cannot be written.
     """
+    partial = folder.with_name(f".partial-{folder.name}")
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "surrogate").mkdir(parents=True)
+
+    def finish() -> None:
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(partial)
+        write_checksums(partial)
+        partial.replace(folder)
+
+    distributed.first_decides(lambda: require_new(folder))
+    try:
+        distributed.together(prepare, only=0)
+        distributed.together(lambda: write(partial / "surrogate"))
+        distributed.together(finish, only=0)
+    except NotSavedError as error:
+        raise UserError(f"{folder} cannot be written ({error}); give a folder in a place with room") from None
+    finally:
+        if distributed.rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def norm_of(X: Tensor) -> float:
+    """‖X‖_F, by which a weight is known again."""
+    return float(torch.linalg.vector_norm(X.detach().double()))
+
+
+def load_surrogates(
+    surrogates: Mapping[str, Surrogate], folder: Path, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Fill this rank's surrogates from the shards of any world size.
+
+    Args:
+        surrogates: block → what is filled.
+        folder: of the shards.
+        weights: block → weight, to be compared with that of the time, as far as its norm is known.
+
+    Raises:
+        UserError: as `stored_blocks`, or a block has another shape or another weight than in this model.
+    """
+    norms = read_about(folder).get("norms", {}) if weights else {}
     for name, _, state in stored_blocks(folder, surrogates):
-        found, wanted = tuple(state["target"].shape), tuple(surrogates[name].T.shape)
-        if found != wanted:
-            raise UserError(f"{folder} has {name} as {found}, the model as {wanted}; give a checkpoint of this model")
+        surrogates[name].require_fitting(state, name)
+        # Sums of float64 differ in their last digits between machines.
+        if name in norms and not math.isclose(norm_of(weights[name]), norms[name], rel_tol=1e-9):
+            raise UserError(
+                f"the model's weight in block {name} is not that which {folder} was saved beside; load the model's "
+                "weights of that time first"
+            )
         surrogates[name].load_state_dict(state)
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What the index of the surrogates in `folder` says beside its blocks: settings and step counts, if any."""
+    return {key: value for key, value in read_object(folder / "index.json").items() if key not in ("format", "blocks")}
 
 
 def read_index(folder: Path) -> dict[str, dict[str, Any]]:

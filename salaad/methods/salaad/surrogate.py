@@ -21,7 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
+from salaad.methods.salaad.rounding import add_rounded
 from salaad.prox import clip, effective_rank, soft_threshold, truncate
 from salaad.spectral import SOLVERS as SPECTRAL_SOLVERS
 from salaad.spectral import SvtResult, threshold
@@ -64,6 +66,9 @@ class Surrogate:
         config: targets, controller step sizes, inner iterations, solver.
 
     It starts with L₀ = X₀ truncated to rank Γ̂·min(n, m), S₀ = dual₀ = 0 and thresholds of 0.
+
+    Attributes:
+        kept: the last update changed nothing, as no solver converged or the result was not finite.
     """
 
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
@@ -79,6 +84,7 @@ class Surrogate:
         self.R = torch.zeros_like(X)
         self.T = L
         self.basis: Tensor | None = None
+        self.kept = False
         self.rank = effective_rank(self.sigma, config.gamma, config.energy)
 
     @torch.no_grad()
@@ -98,9 +104,9 @@ class Surrogate:
             found, dual, delta = self._iterate(X)
         except torch.linalg.LinAlgError:
             found, delta = None, None
-        if found is not None and bool(
-            (delta + self.T.sum()).isfinite()
-        ):  # the dual is clipped: only T shows an infinite L
+        # The dual is clipped: only T shows an infinite L.
+        self.kept = found is None or not bool((delta + self.T.sum()).isfinite())
+        if not self.kept:
             solver, bound = found.solver, found.bound
             self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
             density = self._density(dual)
@@ -143,9 +149,15 @@ class Surrogate:
         return clip(self.R, self._tau_R)
 
     @torch.no_grad()
-    def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0) -> None:
-        """Add scale·ρ(X − T), the gradient of ℓ_ρ (eq. 6), to `gradient` (n×m) in place."""
-        gradient.add_(X, alpha=scale * self.rho).sub_(self.T, alpha=scale * self.rho)
+    def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0, seed: int = 0) -> None:
+        """Add scale·ρ(X − T), the gradient of ℓ_ρ (eq. 6), to `gradient` (n×m) in place.
+
+        To one in bfloat16 it is added by a rounding up or down at random, which `seed` fixes.
+        """
+        if gradient.dtype == torch.bfloat16:
+            add_rounded(gradient, (X.float() - self.T).mul_(scale * self.rho), seed)
+        else:
+            gradient.add_(X, alpha=scale * self.rho).sub_(self.T, alpha=scale * self.rho)
 
     @torch.no_grad()
     def penalty(self, X: Tensor) -> Tensor:
@@ -214,6 +226,17 @@ class Surrogate:
             "thresholds": torch.stack([self.tau_L, self.tau_S, self._tau_R]),
             **basis,
         }
+
+    def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
+        """Raise a UserError, in which `name` is the block's, unless `load_state_dict` can load `state`."""
+        mine = self.state_dict()
+        missing = {"target", "residual", "sigma", "thresholds"} - set(state)
+        if missing:
+            raise UserError(f"the state of block {name} lacks its {min(missing)}; give a whole one")
+        for key in ("target", "residual", "thresholds"):
+            found, wanted = tuple(state[key].shape), tuple(mine[key].shape)
+            if found != wanted:
+                raise UserError(f"the state has block {name} as {found}, the model as {wanted}; give one of this model")
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, onto this block's device."""

@@ -1,0 +1,60 @@
+"""A small model out of a training loop, without a folder in between: what `Salaad.compress` does."""
+
+import copy
+from itertools import chain
+
+from torch import nn
+
+from salaad.common import distributed
+from salaad.common.budgets import parse_budget
+from salaad.common.errors import UserError
+from salaad.compression.cut import Whole, cut
+from salaad.compression.split import Parts
+from salaad.compression.variants import Variant
+from salaad.factored.fixed_size import factor
+from salaad.factored.slr import Slr
+from salaad.methods.salaad.plugin import Salaad
+from salaad.model.build import count_parameters
+
+
+def compress(
+    salaad: Salaad, budget: str | float | None = None, *, kappa: float | None = None, refine: int | None = None
+) -> nn.Module:
+    """A copy of the model whose blocks are L + S cut to a budget, stored as U·V + S where that is smaller; collective.
+
+    The same cut as that of compress.py. The model and its training are left as they are.
+
+    Args:
+        salaad: whose model it is.
+        budget: parameters of the whole model, such as 194_000_000 or "194M", or a fraction of the dense one, such as
+            0.5; all of L + S unless given.
+        kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
+        refine: alternating projections that follow; 20 by energy, none by HPA, unless given.
+
+    Returns:
+        The small model, for inference, on the device and in the dtype of the model; the same on every rank.
+
+    Raises:
+        UserError: the budget is below what is never compressed, or κ is outside [0, 1].
+    """
+    if kappa is not None and not 0 <= kappa <= 1:
+        raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
+    if kappa is not None and budget is None:
+        raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
+    parts = _parts(salaad)
+    dense = count_parameters(salaad.model)
+    fixed = dense - sum(X.numel() for X in salaad.weights.values())
+    variant = Variant("L+S")
+    if budget is not None:
+        alternations = (20 if kappa is None else 0) if refine is None else refine
+        variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
+    whole = Whole(parts, fixed, lambda name: parts[name].dense(), device=next(salaad.model.parameters()).device)
+    small = cut(whole, variant)
+    return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
+
+
+def _parts(salaad: Salaad) -> Parts:
+    """L + S of all blocks in the model's order, on the CPU, from their owners."""
+    mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
+    every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
+    return {name: every[name] for name in salaad.blocks}

@@ -1,0 +1,112 @@
+"""SALAAD in the `Trainer` of transformers, and in whatever is made of it, such as TRL's.
+
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    callback = SalaadCallback(trainer, SalaadConfig(every=10))
+    trainer.train()                            # resume_from_checkpoint works as ever
+    small = callback.salaad.compress(0.5)
+
+Each `checkpoint-N` of the Trainer gets a folder `surrogate` beside its weights, so that compress.py, evaluate.py and
+`Salaad.load` open it too.
+"""
+
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from salaad.common import distributed
+from salaad.common.errors import UserError
+from salaad.config.methods import SalaadConfig
+from salaad.methods.salaad.plugin import Salaad
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_LOGGED = ("rank_ratio", "density", "error")
+
+
+class SalaadCallback(TrainerCallback):
+    """The penalty, the ADMM and their checkpoints in a Trainer. It adds itself.
+
+    Args:
+        trainer: a Trainer that has not begun yet.
+        config: targets, ρ, roles and schedule.
+        resume_from_checkpoint: what `trainer.train` is given, if that lies outside the Trainer's output folder.
+
+    Attributes:
+        salaad: the `Salaad` of the training, from its first step on; afterwards its last state.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        config: SalaadConfig | None = None,
+        *,
+        resume_from_checkpoint: str | Path | None = None,
+    ) -> None:
+        self.config = config or SalaadConfig()
+        self.salaad: Salaad | None = None
+        self._trainer, self._folder = trainer, resume_from_checkpoint
+        # First in line, since figures that are to be reported have to be among the logs before those that report them.
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin, or go on from the checkpoint that the Trainer goes on from."""
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        model = self._trainer.model
+        if state.global_step == 0:
+            self.salaad = Salaad(model, self.config, scaler=scaler)
+            return
+        folder = Path(self._folder or _checkpoint(args, state.global_step))
+        if not (folder / "surrogate" / "index.json").is_file():
+            raise UserError(
+                f"the Trainer goes on at step {state.global_step}, but {folder} holds no L and S; name the checkpoint "
+                "by SalaadCallback(trainer, config, resume_from_checkpoint=FOLDER)"
+            )
+        self.salaad = Salaad.load(model, folder, self.config, scaler=scaler)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step and update the blocks whose time has come; all of them after the last."""
+        self.salaad.step()
+        if state.global_step >= state.max_steps:
+            self.salaad.finish()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Add the penalty and the means of rank, density and error over the blocks to what is reported."""
+        if "loss" not in logs:  # those of an evaluation, or of the end
+            return
+        newest = {name: record for _, name, record in self.salaad.drain_records()}
+        figures = {
+            f"salaad/{key}": mean(getattr(record, key) for record in newest.values()) for key in _LOGGED if newest
+        }
+        figures["salaad/penalty"] = float(self.salaad.penalty())
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write L, S and the thresholds beside the weights that the Trainer has just written."""
+        final = _checkpoint(args, state.global_step) / "surrogate"
+        partial = final.with_name(".partial-surrogate")
+        distributed.together(lambda: partial.mkdir(parents=True, exist_ok=True), only=0)
+        distributed.together(lambda: self.salaad.write(partial))
+        distributed.together(lambda: partial.replace(final), only=0)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the model go; L and S are then those of the weights that it ends with."""
+        self.salaad.close()
+        best = state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self.salaad = Salaad.load(self._trainer.model, best, self.config)
+            self.salaad.close()
+
+
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"

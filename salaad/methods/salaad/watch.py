@@ -1,0 +1,126 @@
+"""What would part the penalty from the weights in somebody else's training loop, found out and said in one sentence.
+
+Nothing here waits for the device: identities, dtypes and flags are compared.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from salaad.common import distributed
+from salaad.common.errors import NotFiniteError, UserError
+
+_WATCHED = WeakIdKeyDictionary()  # weight → the object that watches it
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Watch:
+    """Whether the penalty still reaches the weights.
+
+    Args:
+        model: the model whose weights they are.
+        weights: block → weight.
+        pending: tells whether the penalty has yet to join the gradient of every block of this rank.
+
+    Raises:
+        UserError: a weight is frozen, spread over processes, of a dtype without room for the penalty, or watched.
+        NotFiniteError: a weight holds NaN or infinity.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter], pending: Callable[[], bool]) -> None:
+        self._weights = weights
+        for name, X in weights.items():
+            _check(name, X)
+        self._modules = {name: model.get_submodule(name) for name in weights}
+        self._kinds = {name: (X.dtype, X.device) for name, X in weights.items()}
+        self._pending, self._missed, self._looked_for_scalers = pending, False, False
+        # The optimizer's hook is one of the process and must not keep the model; those of the weights do.
+        noticing = weakref.WeakMethod(self._notice)
+        self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
+        for X in weights.values():
+            _WATCHED[X] = weakref.ref(self)
+
+    def end(self) -> None:
+        """Let another watch the weights."""
+        self._hook.remove()
+        for X in self._weights.values():
+            _WATCHED.pop(X, None)
+
+    def _notice(self, optimizer: Optimizer) -> None:
+        """Called before every step of any optimizer: are its gradients without the penalty?"""
+        if self._pending():
+            moved = {id(X) for group in optimizer.param_groups for X in group["params"] if X.grad is not None}
+            self._missed |= any(id(X) in moved for X in self._weights.values())
+
+    def check(self, scaler: Any) -> None:
+        """Called after every step of the optimizer.
+
+        Args:
+            scaler: the `GradScaler` whose scale the penalty shares, if there is one.
+
+        Raises:
+            UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
+                penalty never joined; the loss is scaled by a scaler that the penalty does not know.
+        """
+        for name, X in self._weights.items():
+            if self._modules[name]._parameters.get("weight") is not X:
+                raise UserError(
+                    f"the model has another weight in block {name} than the one that is watched, as "
+                    "load_state_dict(assign=True), a new nn.Parameter or FSDP leave behind; make the Salaad after that"
+                )
+            if (X.dtype, X.device) != self._kinds[name] or not X.requires_grad:
+                was = " on ".join(str(part) for part in self._kinds[name])
+                raise UserError(
+                    f"block {name} was {was} and trained, and is now {X.dtype} on {X.device}"
+                    f"{'' if X.requires_grad else ' and frozen'}; make the Salaad after the model is as it trains"
+                )
+        missed, self._missed = self._missed, False
+        if missed:
+            raise UserError(
+                "the optimizer moved the weights, but no backward since the last step reached a block, as "
+                "torch.autograd.grad calls no hooks; call loss.backward(), or salaad.join_gradients() before the "
+                "optimizer's step"
+            )
+        if not self._looked_for_scalers:
+            self._looked_for_scalers = True
+            if any(other is not scaler for other in _scalers_in_use()):
+                raise UserError(
+                    "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
+                    "Salaad(model, config, scaler=scaler)"
+                )
+
+
+def _check(name: str, X: nn.Parameter) -> None:
+    if not X.requires_grad:
+        raise UserError(f"block {name} is frozen, so nothing can draw it; unfreeze it or leave out its role")
+    if distributed.is_sharded(X):
+        raise UserError(
+            f"block {name} is spread over the processes (DTensor, as FSDP makes it), and a block is updated as a whole "
+            "matrix by its owner; train with DistributedDataParallel, which keeps weights whole"
+        )
+    if X.dtype not in _DTYPES:
+        raise UserError(
+            f"block {name} is {X.dtype}, which has no room for the penalty beside the gradient; keep the weights in "
+            "float32 under torch.autocast, or in bfloat16"
+        )
+    if not X.isfinite().all():
+        raise NotFiniteError(name, 0)
+    other = _WATCHED.get(X)
+    if other is not None and other() is not None:
+        raise UserError(
+            f"block {name} is watched by another Salaad already, and the penalty would count twice; call close() on "
+            "that one, or use it as a context: with Salaad(model, config) as salaad"
+        )
+
+
+def _scalers_in_use() -> list[Any]:
+    """Every enabled `GradScaler` of this process that has scaled a loss."""
+    kinds = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+    return [scaler for scaler in kinds if scaler.is_enabled() and scaler._scale is not None]
