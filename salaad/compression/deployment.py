@@ -162,10 +162,10 @@ class CheckpointDeployment:
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
-        refine, calibrated = options.refine, options.calibrate > 0
+        refine, calibrated = options.alternations, options.calibrate > 0
         if budget is None:
             return Variant("L+S", refine=refine, calibrated=calibrated)
-        if options.elastic or options.allocation == "energy":
+        if options.by_energy:
             return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
         self.check([Variant(options.budget, budget, 0.0)])
         # Rounded, so that the name says all of it and the same cut can be asked for by it.
@@ -289,7 +289,7 @@ class ElasticDeployment:
         """The size that is asked for; whatever would change the units is refused."""
         asked = {
             "--kappa": options.kappa is not None,
-            "--allocation energy": options.allocation == "energy",
+            f"--allocation {options.allocation}": options.allocation is not None,
             "--refine": options.refine,
             "--calibrate": options.calibrate,
             "--elastic": options.elastic,

@@ -11,6 +11,7 @@ from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
+from salaad.config.commands import ALTERNATIONS
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.plugin import Salaad
@@ -46,7 +47,7 @@ def compress(
     fixed = dense - sum(X.numel() for X in salaad.weights.values())
     variant = Variant("L+S")
     if budget is not None:
-        alternations = (20 if kappa is None else 0) if refine is None else refine
+        alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
     whole = Whole(parts, fixed, lambda name: parts[name].dense(), device=next(salaad.model.parameters()).device)
     small = cut(whole, variant)

@@ -83,7 +83,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         }
         about = {"from": source.name, "digest": source.digest, "parts": deployment.kind}
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
-        about |= {"refine": options.refine, "calibrate": options.calibrate, "elastic": options.elastic}
+        about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)

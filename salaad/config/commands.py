@@ -7,6 +7,8 @@ from salaad.common.validation import at_least, check, one_or_more
 
 # The paper's downstream tasks.
 DEFAULT_TASKS = ("mmlu", "arc_challenge", "copa", "hellaswag", "boolq", "piqa")
+# Alternating projections that follow a cut by energy unless told otherwise.
+ALTERNATIONS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +169,15 @@ class CompressOptions:
             causal-LM folder.
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
-        kappa: the part of the removed parameters that the low-rank side gives, from 0 to 1; without it L's share of
-            L + S, at which both sides lose the same fraction.
-        allocation: hpa takes the same fractions of every block; energy keeps what has most energy per parameter, by
-            one threshold for the whole model.
+        allocation: energy keeps what has most energy per parameter, by one threshold for the whole model; hpa, the
+            paper's way, takes the same fractions of every block; energy unless --kappa is given.
+        kappa: of hpa, the part of the removed parameters that the low-rank side gives, from 0 to 1; without it L's
+            share of L + S, at which both sides lose the same fraction.
         refine: alternating projections that bring the cut as near to L + S as trained (to X with --rpca or --godec) as
-            its ranks and counts allow.
+            its ranks and counts allow; 20 by energy and none by hpa unless given.
         calibrate: sequences of training text by which the worth of what is kept is measured.
-        elastic: write one folder that opens at any size, its units ordered by energy; with --budget and --refine they
-            are fitted to that size, and larger sizes add to it.
+        elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
+            for that size, and larger sizes add to it.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
         dtype: dtype of the stored weights.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
@@ -190,9 +192,9 @@ class CompressOptions:
     checkpoint: str
     output: str
     budget: str | None = None
+    allocation: Literal["energy", "hpa"] | None = None
     kappa: float | None = None
-    allocation: Literal["hpa", "energy"] = "hpa"
-    refine: int = 0
+    refine: int | None = None
     calibrate: int = 0
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
@@ -206,7 +208,9 @@ class CompressOptions:
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
-        at_least(self, 0, "refine", "calibrate")
+        at_least(self, 0, "calibrate")
+        if self.refine is not None:
+            at_least(self, 0, "refine")
         if self.kappa is not None:
             check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
             by_energy = self.elastic or self.allocation == "energy"
@@ -217,7 +221,8 @@ class CompressOptions:
             check(cut, "--refine and --calibrate fit what is cut, but nothing is; give a --budget too")
         else:
             check(self.format == "factored", "--elastic stores parts, --format dense none; leave one of them out")
-            both = (self.budget is None) == (self.refine == 0)
+            check(self.allocation != "hpa", "--elastic orders its units by energy; leave --allocation hpa out")
+            both = self.refine is None or (self.budget is None) == (self.refine == 0)
             check(both, "--elastic fits its units to a size by --refine N and --budget SIZE; give both, or neither")
         check(not (self.rpca and self.godec), "--rpca and --godec are two ways to split; give one of them")
         post_hoc = self.rpca or self.godec
@@ -227,3 +232,15 @@ class CompressOptions:
             if value is not None:
                 check(self.godec, f"--{name} is {value}, which is GoDec's; add --godec or leave it out")
                 check(0 < value <= 1, f"--{name} is {value}, outside (0, 1]; give the part of what there could be")
+
+    @property
+    def by_energy(self) -> bool:
+        """Whether the cut is by energy: unless --kappa or --allocation say that it is by HPA."""
+        return self.kappa is None and self.allocation != "hpa"
+
+    @property
+    def alternations(self) -> int:
+        """Alternations of the refinement: of what is cut by energy some unless told otherwise."""
+        if self.refine is not None:
+            return self.refine
+        return ALTERNATIONS if self.budget is not None and self.by_energy else 0

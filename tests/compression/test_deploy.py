@@ -93,7 +93,7 @@ def test_without_a_kappa_both_sides_lose_the_same_fraction(runs, tmp_path):
     whole = low_rank + sparse
     dense = sum(t.numel() for t in load_file(last_checkpoint(runs / "salaad") / "model/model.safetensors").values())
     budget = dense - sum(L.numel() for L, _, _ in parts.values()) + round(kept * whole)
-    compress(runs / "salaad", tmp_path / "made", budget=budget)
+    compress(runs / "salaad", tmp_path / "made", budget=budget, allocation="hpa")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     modules = [model.get_submodule(name) for name in parts]
     ranks = sum(module.U.shape[1] * sum(module.shape) for module in modules)
@@ -126,7 +126,7 @@ def test_a_factored_folder_and_a_dense_one_of_the_same_cut_have_the_perplexity_o
 
 
 def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_commands(runs, tmp_path):
-    compress(runs / "salaad", tmp_path / "made", budget="0.7", allocation="energy", dtype="float32")
+    compress(runs / "salaad", tmp_path / "made", budget="0.7", allocation="energy", refine=0, dtype="float32")
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
     dense, kept = record["parameters"]
     assert 0 <= round(0.7 * dense) - kept < 544  # the largest block's n + m: one unit
@@ -341,8 +341,25 @@ def test_refinement_brings_a_cut_nearer_to_l_plus_s_at_the_same_size(runs, tmp_p
     assert [record["refine"] for record in records] == [0, 1, 5]
 
 
+def test_a_budget_alone_is_cut_by_energy_and_refined_and_a_kappa_or_hpa_is_the_papers_cut(runs, tmp_path):
+    """The same bits as with all that is meant spelled out."""
+    for short, long in (
+        ((), ("--allocation", "energy", "--refine", 20)),
+        (("--kappa", 0.5), ("--allocation", "hpa", "--kappa", 0.5, "--refine", 0)),
+        (("--allocation", "hpa"), ("--allocation", "hpa", "--refine", 0)),
+        (("--elastic",), ("--elastic", "--refine", 20)),
+    ):
+        folders = [tmp_path / "-".join(map(str, ("cut", *options))) for options in (short, long)]
+        for folder, options in zip(folders, (short, long), strict=True):
+            compress(runs / "salaad", folder, *options, budget="0.6")
+        assert len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1, short
+        records = [json.loads((folder / "compression.json").read_text()) for folder in folders]
+        assert records[0]["refine"] == records[1]["refine"] == long[-1]
+    assert len({path.read_bytes() for path in tmp_path.glob("*/model.safetensors")}) == 4
+
+
 def test_refinement_of_what_is_not_cut_changes_nothing(runs, tmp_path):
-    for made, refine in (("a", ()), ("b", ("--refine", 5))):
+    for made, refine in (("a", ("--refine", 0)), ("b", ())):
         compress(runs / "salaad", tmp_path / made, *refine, budget="100M")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
@@ -375,7 +392,7 @@ def test_calibration_changes_what_is_kept_within_the_same_budget(runs, tmp_path)
     parts, kept = dense_parts(runs / "salaad"), []
     for sequences in (0, 8):
         made = tmp_path / str(sequences)
-        compress(runs / "salaad", made, budget="0.5", allocation="energy", calibrate=sequences, dtype="float32")
+        compress(runs / "salaad", made, budget="0.5", refine=0, calibrate=sequences, dtype="float32")
         record = json.loads((made / "compression.json").read_text())
         dense, size = record["parameters"]
         assert record["calibrate"] == sequences and 0 <= round(0.5 * dense) - size < 544

@@ -87,7 +87,8 @@ def compressed(runs: Path, tmp_path: Path) -> Path:
         (("--budget", "0.7", "--refine", -1), "give 0 or more"),
         (("--budget", "0.7", "--calibrate", -1), "give 0 or more"),
         (("--elastic", "--refine", 3), "give both, or neither"),
-        (("--elastic", "--budget", "0.7"), "give both, or neither"),
+        (("--elastic", "--budget", "0.7", "--refine", 0), "give both, or neither"),
+        (("--elastic", "--allocation", "hpa"), "leave --allocation hpa out"),
         (("--elastic", "--format", "dense"), "leave one of them out"),
         (("--elastic", "--refine", 3, "--budget", "0.7", "--format", "dense"), "leave one of them out"),
         (("--elastic", "--kappa", 0.5), "--kappa"),
@@ -261,6 +262,7 @@ def test_a_budget_that_is_no_size_is_refused(elastic, budget, words):
                 ("--calibrate", 3, "--calibrate"),
                 ("--kappa", 0.5, "--kappa"),
                 ("--allocation", "energy", "--allocation energy"),
+                ("--allocation", "hpa", "--allocation hpa"),
                 ("--format", "dense", "--format dense"),
             )
         ),

@@ -61,7 +61,8 @@ def floor_and_whole(runs) -> tuple[int, int]:
 
 def of_one_size(runs: Path, output: Path, budget: object, dtype: str, *arguments: object) -> Path:
     """The folder that compress.py makes of the run by energy, at one budget or of all of L + S."""
-    asked = () if budget is None else ("--budget", budget, "--allocation", "energy")
+    asked = () if budget is None else ("--budget", budget)
+    asked += () if budget is None or "--refine" in arguments else ("--refine", 0)
     compress(runs / "salaad", output, *asked, *arguments, dtype=dtype)
     return output
 
@@ -171,7 +172,7 @@ def test_a_split_of_a_vanilla_model_is_stored_in_the_same_way(runs, tmp_path):
     split = ("compress.py", "--checkpoint", runs / "full_rank", "--godec", "--roles", '["lm_head","down","embedding"]')
     ok(*split, "--elastic", "--output", tmp_path / "elastic")
     for budget in (20_000, 0.5):
-        ok(*split, "--budget", budget, "--allocation", "energy", "--output", tmp_path / f"{budget}")
+        ok(*split, "--budget", budget, "--refine", 0, "--output", tmp_path / f"{budget}")
         found = open_folder(tmp_path / "elastic", budget=budget)
         assert "lm_head" in slr_modules(found)
         assert_same_model(found, open_folder(tmp_path / f"{budget}"))
