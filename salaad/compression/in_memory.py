@@ -14,6 +14,7 @@ from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
+from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.model.build import count_parameters
 
@@ -55,7 +56,7 @@ def compress(
 
 
 def _parts(salaad: Salaad) -> Parts:
-    """L + S of all blocks in the model's order, on the CPU, from their owners."""
+    """L + S of all blocks, on the CPU, from their owners; in the order of a checkpoint."""
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
     every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
-    return {name: every[name] for name in salaad.blocks}
+    return {name: every[name] for name in ownership.dearest_first(ownership.costs_of(salaad.weights))}

@@ -20,10 +20,14 @@ def costs_of(blocks: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: update_cost(*X.shape) for name, X in blocks.items()}
 
 
+def dearest_first(costs: Mapping[str, float]) -> list[str]:
+    """The blocks sorted by cost, the largest first, ties by name."""
+    return sorted(costs, key=lambda name: (-costs[name], name))
+
+
 def assign_owners(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
-    """Block → owner: round-robin over the blocks sorted by cost, largest first, ties by name."""
-    ordered = sorted(costs, key=lambda name: (-costs[name], name))
-    owners = {name: i % ranks for i, name in enumerate(ordered)}
+    """Block → owner: round-robin over the blocks, the dearest first."""
+    owners = {name: i % ranks for i, name in enumerate(dearest_first(costs))}
     return {name: owners[name] for name in costs}
 
 

@@ -5,6 +5,7 @@ optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
 salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ class Salaad:
         self.owners = ownership.assign_owners(costs, distributed.world_size())
         self.surrogates: dict[str, Surrogate] = {}
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
-        for name in sorted(self.blocks, key=lambda name: (-costs[name], name)):
+        for name in ownership.dearest_first(costs):
             if self.owners[name] == distributed.rank():
                 with _true_fp32(self.weights[name]):
                     self.surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
@@ -76,8 +77,10 @@ class Salaad:
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
         self._pending: set[str] = set(self.surrogates)
         self._scale: float | None = None
+        # The hooks do not keep this object: the cycle with the weights would be one that Python cannot free.
+        join = weakref.WeakMethod(self._join_gradient)
         self._hooks = [
-            self.weights[name].register_post_accumulate_grad_hook(partial(self._join_gradient, name))
+            self.weights[name].register_post_accumulate_grad_hook(partial(_call, join, name))
             for name in self.surrogates
         ]
         self.closed = False
@@ -311,6 +314,11 @@ class Salaad:
                         X.copy_(self.surrogates[name].deployed())
                 distributed.broadcast(X.data, self.owners[name])
             yield
+
+
+def _call(method: weakref.WeakMethod, *arguments: Any) -> None:
+    if (found := method()) is not None:
+        found(*arguments)
 
 
 def _is_finite(value: float) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import inside, read_object, require_new, write_checksums, write_json
+from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import Surrogate, target_of
 from salaad.model.weight_headers import FLOATS, is_count
 
@@ -131,7 +132,9 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
     wrong = [name for name, entry in blocks.items() if not _is_entry(entry)] if isinstance(blocks, dict) else ["blocks"]
     if wrong:
         raise UserError(f"{folder / 'index.json'} has no sound entry for {wrong[0]}; give a whole checkpoint")
-    return blocks
+    # Not in the order of the ranks that wrote them: of units of equal value a cut keeps the first.
+    order = ownership.dearest_first({name: ownership.update_cost(*entry["shape"]) for name, entry in blocks.items()})
+    return {name: blocks[name] for name in order}
 
 
 def _is_entry(entry: Any) -> bool:

@@ -40,8 +40,9 @@ class Watch:
             _check(name, X)
         self._modules = {name: model.get_submodule(name) for name in weights}
         self._kinds = {name: (X.dtype, X.device) for name, X in weights.items()}
-        self._pending, self._missed, self._looked_for_scalers = pending, False, False
-        # The optimizer's hook is one of the process and must not keep the model; those of the weights do.
+        self._pending, self._missed = pending, False
+        self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
+        # The hook is one of the process and must not keep the model.
         noticing = weakref.WeakMethod(self._notice)
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
         for X in weights.values():
@@ -54,10 +55,15 @@ class Watch:
             _WATCHED.pop(X, None)
 
     def _notice(self, optimizer: Optimizer) -> None:
-        """Called before every step of any optimizer: are its gradients without the penalty?"""
-        if self._pending():
-            moved = {id(X) for group in optimizer.param_groups for X in group["params"] if X.grad is not None}
-            self._missed |= any(id(X) in moved for X in self._weights.values())
+        """Called before every step of any optimizer: are its gradients without the penalty, and who scaled them?"""
+        pending = self._pending()
+        if not pending and self._scalers is not None:
+            return
+        moved = {id(X) for group in optimizer.param_groups for X in group["params"] if X.grad is not None}
+        if any(id(X) in moved for X in self._weights.values()):
+            self._missed |= pending
+            if self._scalers is None:
+                self._scalers = _scalers_of(optimizer)
 
     def check(self, scaler: Any) -> None:
         """Called after every step of the optimizer.
@@ -88,13 +94,11 @@ class Watch:
                 "torch.autograd.grad calls no hooks; call loss.backward(), or salaad.join_gradients() before the "
                 "optimizer's step"
             )
-        if not self._looked_for_scalers:
-            self._looked_for_scalers = True
-            if any(other is not scaler for other in _scalers_in_use()):
-                raise UserError(
-                    "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
-                    "Salaad(model, config, scaler=scaler)"
-                )
+        if any(other is not scaler for other in self._scalers or ()):
+            raise UserError(
+                "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
+                "Salaad(model, config, scaler=scaler)"
+            )
 
 
 def _check(name: str, X: nn.Parameter) -> None:
@@ -120,7 +124,7 @@ def _check(name: str, X: nn.Parameter) -> None:
         )
 
 
-def _scalers_in_use() -> list[Any]:
-    """Every enabled `GradScaler` of this process that has scaled a loss."""
-    kinds = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
-    return [scaler for scaler in kinds if scaler.is_enabled() and scaler._scale is not None]
+def _scalers_of(optimizer: Optimizer) -> list[Any]:
+    """The `GradScaler` that is about to let this optimizer step, found among all objects of the process: once."""
+    scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+    return [scaler for scaler in scalers if scaler.is_enabled() and id(optimizer) in scaler._per_optimizer_states]

@@ -1,0 +1,296 @@
+"""A training loop that is not ours: it saves, goes on to the bit, and ends in a small model."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from salaad import Salaad, SalaadConfig
+from salaad.common.errors import UserError
+from salaad.factored.fixed_size import slr_modules
+from tests.helpers import deploying
+from tests.helpers.ranks import run_ranks
+
+# Strong enough that L, S, dual and both thresholds are at work within a few steps.
+CONFIG = SalaadConfig(
+    rho=0.05, rank_ratio=0.2, density=0.2, delta_alpha=0.1, delta_beta=0.05, every=2, schedule="staggered"
+)
+IDS = torch.randint(3, 64, (20, 2, 12), generator=torch.Generator().manual_seed(7))
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    )
+
+
+class Loop:
+    """A loop as anybody would write it, with an optimizer that has no state of its own to lose."""
+
+    def __init__(self, model: nn.Module, salaad: Salaad) -> None:
+        self.model, self.salaad = model, salaad
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def run(self, first: int, last: int) -> None:
+        for tokens in IDS[first:last]:
+            mine = tokens[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else tokens
+            self.model(input_ids=mine, labels=mine).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.salaad.step()
+
+
+def numbers(loop: Loop) -> dict[str, Tensor]:
+    """Every weight and every tensor of L, S and dual that this rank has."""
+    state = loop.salaad.state_dict()["surrogates"]
+    blocks = {f"{name}/{key}": tensor for name, part in state.items() for key, tensor in part.items()}
+    return {**loop.model.state_dict(), **blocks}
+
+
+def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def whole() -> Loop:
+    model = llama()
+    loop = Loop(model, Salaad(model, CONFIG))
+    loop.run(0, 11)
+    return loop
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tiny_tokenizer_dir) -> Path:
+    """The folder of the same loop after five steps."""
+    model = llama()
+    loop = Loop(model, Salaad(model, CONFIG))
+    loop.run(0, 5)
+    folder = tmp_path_factory.mktemp("loop") / "saved"
+    loop.salaad.save(folder, AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    return folder
+
+
+# ---- going on
+
+
+def test_a_loop_that_saves_and_loads_ends_to_the_bit_like_one_that_never_stopped(whole, saved, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    loop = Loop(model, Salaad.load(model, saved))
+    assert loop.salaad.config == CONFIG
+    loop.run(5, 8)
+    loop.salaad.save(str(tmp_path / "again"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True)
+    loop = Loop(model, Salaad.load(model, str(tmp_path / "again")))
+    loop.run(8, 11)
+    assert_equal(numbers(loop), numbers(whole))
+    assert loop.salaad.counts() == whole.salaad.counts()
+    lively = loop.salaad.surrogates.values()
+    assert all(s.nnz and s.rank and s.alpha and s.beta and s.dual().any() for s in lively)
+
+
+def test_state_dict_and_load_state_dict_go_on_to_the_bit(whole, tmp_path):
+    model = llama()
+    loop = Loop(model, Salaad(model, CONFIG))
+    loop.run(0, 5)
+    torch.save({"model": model.state_dict(), "salaad": loop.salaad.state_dict()}, tmp_path / "mine.pt")
+    loop.run(5, 7)  # what was taken is not changed by going on
+
+    stored = torch.load(tmp_path / "mine.pt", weights_only=True)
+    model = llama()
+    model.load_state_dict(stored["model"])
+    second = Loop(model, Salaad(model, CONFIG))
+    second.salaad.load_state_dict(stored["salaad"])
+    second.run(5, 11)
+    assert_equal(numbers(second), numbers(whole))
+
+
+@pytest.mark.parametrize("key", ["steps", "updated_at", "surrogates"])
+def test_a_state_without_one_of_its_parts_is_refused(whole, key):
+    state = {name: value for name, value in whole.salaad.state_dict().items() if name != key}
+    with pytest.raises(UserError, match=f"the state has no {key}, so L and S would begin anew"):
+        Salaad(llama(), CONFIG).load_state_dict(state)
+
+
+def test_a_state_of_fewer_blocks_or_of_another_model_is_refused_and_nothing_is_taken_over(whole):
+    state = whole.salaad.state_dict()
+    salaad = Salaad(llama(), CONFIG)
+    before = {name: s.T.clone() for name, s in salaad.surrogates.items()}
+    name = salaad.blocks[3]
+    some = {**state, "surrogates": {key: value for key, value in state["surrogates"].items() if key != name}}
+    with pytest.raises(UserError, match=f"the state lacks block {name}"):
+        salaad.load_state_dict(some)
+    other = {**state["surrogates"][name], "target": torch.zeros(3, 4)}
+    with pytest.raises(UserError, match=rf"the state has block {name} as \(3, 4\)"):
+        salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: other}})
+    del other["thresholds"]
+    with pytest.raises(UserError, match=f"the state of block {name} lacks its thresholds"):
+        salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: other}})
+    assert all(torch.equal(s.T, before[name]) for name, s in salaad.surrogates.items())
+
+
+def test_loading_beside_other_weights_than_those_of_that_time_is_refused(saved):
+    model = llama()
+    with pytest.raises(
+        UserError, match=r"is not that which .* was saved beside; load the model's weights of that time"
+    ):
+        Salaad.load(model, saved)
+    Salaad(model, CONFIG)  # the one that was refused has let go of the weights
+
+
+def test_other_settings_may_be_given_to_go_on_with(saved):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    salaad = Salaad.load(model, saved, SalaadConfig(rho=0.2, every=3))
+    assert (salaad.config.every, salaad.steps) == (3, 5)
+    assert {s.rho for s in salaad.surrogates.values()} == {0.2}
+
+
+def test_save_overwrites_nothing(saved):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
+        Salaad.load(model, saved).save(saved)
+
+
+def test_a_folder_without_l_and_s_is_refused_in_a_sentence(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match="cannot be read"):
+        Salaad.load(llama(), tmp_path / "plain")
+
+
+# ---- several ranks
+
+
+def two_ranks(folder: str) -> dict[str, Tensor]:
+    """Five steps on two ranks, saved; what was saved goes on for six more."""
+    model = llama()
+    together = dataclasses.replace(CONFIG, schedule="synchronous")  # the other depends on who owns what
+    loop = Loop(DistributedDataParallel(model), Salaad(model, together))
+    loop.run(0, 5)
+    loop.salaad.save(folder)
+    small = loop.salaad.compress(0.5)
+    loop.salaad.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    loop = Loop(DistributedDataParallel(model), Salaad.load(model, folder))
+    loop.run(5, 11)
+    with torch.no_grad():
+        return {"small": small(input_ids=IDS[0]).logits, **model.state_dict()}
+
+
+def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path):
+    model = llama()
+    whole = Loop(model, Salaad(model, dataclasses.replace(CONFIG, schedule="synchronous")))
+    whole.run(0, 11)
+    first, second = run_ranks(two_ranks, 2, tmp_path, str(tmp_path / "both"))
+    assert_equal(first, second)
+    for name, value in whole.model.state_dict().items():
+        # Gradients agree to float32 rounding at first; training lets that grow a little.
+        assert (first[name] - value).norm() <= 1e-3 * value.norm(), name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "both", local_files_only=True)
+    alone = Salaad.load(model, tmp_path / "both")
+    assert sorted(alone.surrogates) == sorted(alone.blocks)
+    small = alone.compress(0.5)
+    with torch.no_grad():
+        torch.testing.assert_close(first["small"], small(input_ids=IDS[0]).logits, rtol=1e-4, atol=1e-4)
+
+
+# ---- a small model
+
+
+@pytest.mark.parametrize("budget", ["0.5", 0.5, None])
+def test_compress_gives_the_model_that_compress_py_writes(saved, tmp_path, budget):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    salaad = Salaad.load(model, saved)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    small = salaad.compress(budget)
+    words = [] if budget is None else ["--budget=0.5"]
+    deploying.compress(saved, tmp_path / "small", *words, dtype="float32")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "small", local_files_only=True)
+    assert slr_modules(small).keys() == slr_modules(written).keys() != set()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            small(input_ids=IDS[0]).logits, written(input_ids=IDS[0]).logits, rtol=1e-4, atol=1e-4
+        )
+    generated = small.generate(IDS[0, :1, :4], max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] > 4
+    assert_equal(before, model.state_dict())
+    Loop(model, salaad).run(5, 7)  # training goes on
+
+
+def test_compress_by_hpa_is_the_cut_of_compress_py_with_the_same_kappa(saved, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    small = Salaad.load(model, saved).compress(0.4, kappa=0.3)
+    deploying.compress(saved, tmp_path / "small", budget=0.4, kappa=0.3, dtype="float32")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "small", local_files_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            small(input_ids=IDS[0]).logits, written(input_ids=IDS[0]).logits, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_any_module_can_be_compressed_a_tied_weight_stays_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24), nn.Linear(24, 32, bias=False))
+    model[2].weight = model[0].weight
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.5, rank_ratio=0.2, density=0.1, every=1))
+    small = salaad.compress()
+    x = torch.randn(3, 24)
+    with salaad.deployed():
+        expected = model(x)
+    torch.testing.assert_close(small(x), expected, rtol=1e-4, atol=1e-5)
+    assert small[2].weight is small[0].weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"budget": 100}, "below the floor"),
+        ({"budget": 0.5, "kappa": 1.5}, "outside [0, 1]"),
+        ({"kappa": 0.5}, "nothing is cut; give a budget"),
+        ({"budget": "half"}, "is no number"),
+    ],
+)
+def test_what_cannot_be_compressed_is_said_in_a_sentence(saved, arguments, words):
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    with pytest.raises(UserError) as error:
+        Salaad.load(model, saved).compress(**arguments)
+    assert words in str(error.value)
+
+
+# ---- our commands on such a folder
+
+
+def test_the_commands_open_what_save_wrote(saved, tmp_path):
+    assert "density of S" in deploying.evaluate("rpca", saved, tmp_path / "tables")
+    assert "0.5@0.5" in deploying.compress(saved, tmp_path / "cut", budget=0.5, kappa=0.5)
+
+
+def test_train_py_says_what_to_do_with_such_a_folder(saved):
+    from salaad.runs.checkpoints import RunState
+
+    with pytest.raises(UserError, match=r"holds no optimizer or data position; go on in that loop by Salaad\.load"):
+        RunState.read(saved)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every": "10"}, "salaad.every is '10', but has to be int"),
+        ({"every": 2.5}, "salaad.every is 2.5, but has to be int"),
+        ({"rank_ratio": "low"}, "salaad.rank_ratio is 'low', but has to be float"),
+        ({"embedding": 1}, "salaad.embedding is 1, but has to be bool"),
+        ({"roles": (1,)}, "salaad.roles is (1,), but has to be"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_as_on_the_command_line(settings, words):
+    with pytest.raises(UserError) as error:
+        SalaadConfig(**settings)
+    assert words in str(error.value)
