@@ -1,0 +1,222 @@
+"""SALAAD in transformers' own Trainer: to the bit over interruptions, the same on two ranks, reported, deployable."""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+from salaad import Salaad, SalaadCallback, SalaadConfig
+from salaad.common.errors import UserError
+from tests.helpers import deploying
+from tests.helpers.ranks import run_ranks
+from tests.methods.test_own_loop import llama
+
+CONFIG = SalaadConfig(rho=0.05, rank_ratio=0.2, density=0.2, delta_alpha=0.1, delta_beta=0.05, every=2)
+ROWS = torch.randint(3, 64, (96, 12), generator=torch.Generator().manual_seed(3))
+
+
+class StopAt(TrainerCallback):
+    """Ends a start of the training after a step, as a kill would, with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = control.should_save = True
+
+
+class Reporter(TrainerCallback):
+    """In the place of Weights & Biases: keeps what is reported."""
+
+    lines: ClassVar[list[dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.lines.append(dict(logs))
+
+
+def trainer_in(folder: Path, **options: Any) -> tuple[Trainer, LlamaForCausalLM]:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "max_steps": 12,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 2,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 1,
+            **options,
+        },
+    )
+    model = llama()
+    rows = [{"input_ids": row, "labels": row} for row in ROWS]
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4]), model
+
+
+def numbers(salaad: Salaad) -> dict[str, Tensor]:
+    blocks = {f"{name}/{key}": t for name, s in salaad.surrogates.items() for key, t in s.state_dict().items()}
+    return {**{name: value.clone() for name, value in salaad.model.state_dict().items()}, **blocks}
+
+
+def train(folder: Path, stops: tuple[int, ...] = (), **options: Any) -> SalaadCallback:
+    """A whole training, interrupted after some of its steps."""
+    for i, stop in enumerate((*stops, None)):
+        trainer, _ = trainer_in(folder, **options)
+        callback = SalaadCallback(trainer, CONFIG)
+        if stop is not None:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=True if i else None)
+    return callback
+
+
+def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> SalaadCallback:
+    return train(tmp_path_factory.mktemp("trainer") / "whole", save_strategy="steps", save_steps=4)
+
+
+def test_twelve_steps_are_five_and_four_and_three_to_the_bit(whole, tmp_path):
+    parts = train(tmp_path, stops=(5, 9))
+    assert_equal(numbers(parts.salaad), numbers(whole.salaad))
+    assert parts.salaad.counts() == whole.salaad.counts()
+    assert parts.salaad.steps == 12
+
+
+def test_the_penalty_is_what_makes_the_difference(whole, tmp_path):
+    trainer, model = trainer_in(tmp_path)
+    trainer.train()
+    trained = whole.salaad.model.state_dict()
+    assert any(not torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_the_trainer_does_what_a_loop_by_hand_does(whole):
+    """The same batches in the same order through plain torch, with torch's own AdamW and clipping."""
+    model = llama()
+    trainer, _ = trainer_in(Path("unused"))
+    batches = list(trainer.get_train_dataloader())
+    salaad = Salaad(model, CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(12):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (12 - step) / 12
+        for batch in batches[2 * step : 2 * step + 2]:
+            (model(**batch).loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        salaad.step()
+    mine, theirs = numbers(salaad), numbers(whole.salaad)
+    for name in model.state_dict():
+        # The Trainer weighs the micro-batches by their tokens, which rounds otherwise; twelve steps let that grow.
+        assert (mine[name] - theirs[name]).norm() <= 2e-2 * theirs[name].norm(), name
+
+
+def on_two_ranks(folder: str, stops: tuple[int, ...]) -> dict[str, Tensor]:
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+    callback = train(Path(folder), stops, per_device_train_batch_size=1, ddp_backend="gloo")
+    assert len(callback.salaad.surrogates) == len(callback.salaad.blocks) / 2
+    return {name: value.clone() for name, value in callback.salaad.model.state_dict().items()}
+
+
+def test_two_ranks_are_to_the_bit_over_interruptions_too_and_train_as_one(whole, tmp_path):
+    through, _ = run_ranks(on_two_ranks, 2, tmp_path, str(tmp_path / "through"), ())
+    parts, other = run_ranks(on_two_ranks, 2, tmp_path, str(tmp_path / "parts"), (5, 9))
+    assert_equal(through, parts)
+    assert_equal(parts, other)
+    trained = whole.salaad.model.state_dict()
+    for name, value in parts.items():
+        # The ranks' batches are the halves of one rank's, in another order of summation.
+        assert (value - trained[name]).norm() <= 2e-2 * trained[name].norm(), name
+
+
+def test_what_is_reported_has_rank_density_and_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Reporter, "lines", [])
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Reporter)
+    trainer, _ = trainer_in(tmp_path, report_to=["tensorboard"])
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.train()
+    keys = {f"salaad/{key}" for key in ("rank_ratio", "density", "error", "penalty")}
+    steps = [line for line in Reporter.lines if "loss" in line]
+    assert len(steps) == 6
+    assert all(keys <= set(line) for line in steps)
+    assert [line["salaad/density"] for line in trainer.state.log_history if "loss" in line] == [
+        line["salaad/density"] for line in steps
+    ]
+    summary = callback.salaad.summary()
+    assert steps[-1]["salaad/rank_ratio"] == pytest.approx(summary["rank_ratio"])
+    assert steps[-1]["salaad/density"] == pytest.approx(summary["density"])
+
+
+def test_a_checkpoint_of_the_trainer_opens_with_our_commands_and_in_a_loop(whole, tmp_path, tiny_tokenizer_dir):
+    checkpoint = Path(whole._trainer.args.output_dir) / "checkpoint-8"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True)
+    assert Salaad.load(model, checkpoint).steps == 8
+    AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(checkpoint)
+    assert "0.5@energy" in deploying.compress(checkpoint, tmp_path / "small", budget=0.5)
+
+
+def test_after_training_the_model_is_free_and_compresses(whole):
+    small = whole.salaad.compress(0.5)
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in whole.salaad.model.parameters())
+    Salaad(whole.salaad.model, CONFIG).close()
+
+
+def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
+    trainer, model = trainer_in(
+        tmp_path,
+        save_strategy="steps",
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    scores = iter((1.0, 3.0, 2.0))
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: {**evaluate(*args, **kwargs), "eval_loss": next(scores)}
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.train()
+    assert callback.salaad.steps == 4
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4", local_files_only=True)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.state_dict().items())
+
+
+def test_a_checkpoint_without_l_and_s_is_not_gone_on_from_silently(tmp_path):
+    trainer, _ = trainer_in(tmp_path)
+    trainer.add_callback(StopAt(4))
+    trainer.train()
+    trainer, _ = trainer_in(tmp_path)
+    SalaadCallback(trainer, CONFIG)
+    with pytest.raises(UserError, match=r"goes on at step 4, but .*checkpoint-4 holds no L and S; name the checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_outside_the_output_folder_is_named_to_the_callback(whole, tmp_path):
+    first = tmp_path / "first"
+    train(first, stops=(5,))
+    trainer, _ = trainer_in(tmp_path / "second")
+    callback = SalaadCallback(trainer, CONFIG, resume_from_checkpoint=first / "checkpoint-5")
+    trainer.train(resume_from_checkpoint=str(first / "checkpoint-5"))
+    assert_equal(numbers(callback.salaad), numbers(whole.salaad))
