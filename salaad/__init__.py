@@ -1,23 +1,26 @@
 """SALAAD: pretrain a language model whose weights are drawn towards low-rank plus sparse, deploy it at any size."""
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import salaad.factored  # noqa: F401  enters the folder formats into transformers' registry: from_pretrained opens them
-from salaad.compression.in_memory import compress
+from salaad.common.lazy import later
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.plugin import Salaad
 
-# Compression lies above the methods, which import nothing of it: the class gets this verb where the two come together.
-Salaad.compress = compress
-
-_LATER = {"SalaadCallback": "salaad.methods.salaad.trainer_callback"}  # what takes long to import, and few need
+if TYPE_CHECKING:
+    from salaad.methods.salaad.plugin import Salaad
+    from salaad.methods.salaad.trainer_callback import SalaadCallback
 
 __all__ = ["Salaad", "SalaadCallback", "SalaadConfig"]
 
+_find = later(
+    __name__,
+    {"Salaad": "salaad.methods.salaad.plugin", "SalaadCallback": "salaad.methods.salaad.trainer_callback"},
+)
+
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for by its name."""
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """What takes long to import, when it is asked for."""
+    found = _find(name)
+    import_module("salaad.compression.in_memory")  # gives Salaad its `compress`
+    return found

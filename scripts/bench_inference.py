@@ -33,7 +33,8 @@ from salaad.config.run import RunConfig
 from salaad.factored import cpu_kernels
 from salaad.factored.fixed_size import factor, resident_bytes, slr_modules
 from salaad.factored.slr import Slr
-from salaad.model.build import count_parameters, describe_model, load_model
+from salaad.model.build import describe_model, load_model
+from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
 

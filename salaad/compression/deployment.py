@@ -29,8 +29,8 @@ from salaad.factored.any_size import FORMAT_NAME, ElasticConfig, ElasticFile
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
-from salaad.model.build import count_parameters, restored
 from salaad.model.loss import SummedLoss
+from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import find_blocks
 from salaad.model.weight_headers import check_block, weight_files
 from salaad.runs.model_on_disk import ModelOnDisk

@@ -12,11 +12,10 @@ from salaad.compression.cut import Whole, cut
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
-from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
-from salaad.model.build import count_parameters
+from salaad.model.parameters import count_parameters
 
 
 def compress(
@@ -39,6 +38,8 @@ def compress(
     Raises:
         UserError: the budget is below what is never compressed, or κ is outside [0, 1].
     """
+    from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
+
     if kappa is not None and not 0 <= kappa <= 1:
         raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
     if kappa is not None and budget is None:
@@ -60,3 +61,7 @@ def _parts(salaad: Salaad) -> Parts:
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
     every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
     return {name: every[name] for name in ownership.dearest_first(ownership.costs_of(salaad.weights))}
+
+
+# The methods lie below compression and import nothing of it: the class gets this verb here.
+Salaad.compress = compress

@@ -22,7 +22,7 @@ from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import memory_bytes, resident_bytes, slr_modules, tied_modules
-from salaad.model.build import count_parameters
+from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 

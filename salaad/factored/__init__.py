@@ -3,7 +3,10 @@
 Begin with `slr`, one weight as U·V + S; then `layers`. Importing the package registers both with transformers.
 """
 
-from salaad.factored import any_size, fixed_size  # noqa: F401  entering the registry
-from salaad.factored.layers import SlrEmbedding, SlrLinear
+from salaad.common.lazy import later
+from salaad.factored import registration
+
+registration.register()
 
 __all__ = ["SlrEmbedding", "SlrLinear"]
+__getattr__ = later(__name__, dict.fromkeys(__all__, "salaad.factored.layers"))

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.budgets import format_count, parse_budget, to_remove
@@ -60,7 +59,6 @@ _ASKED = "_asked_budget"
 _DENSER = 1000  # largest ratio of the numbers in tied weights, which stay dense in memory, to those in the files
 
 
-@register_quantization_config(FORMAT_NAME)
 class ElasticConfig(QuantizationConfigMixin):
     """The entry `quantization_config` in config.json.
 
@@ -127,7 +125,6 @@ class ElasticConfig(QuantizationConfigMixin):
         return queue.keep(budget - self.fixed)
 
 
-@register_quantizer(FORMAT_NAME)
 class ElasticQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves an elastic folder."""
 

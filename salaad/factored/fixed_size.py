@@ -2,7 +2,7 @@
 
 `config.json` is that of the dense model plus an entry `quantization_config`, which lists the blocks stored as U·V + S
 with their rank and number of entries. transformers opens such a folder through its quantizer registry, in which
-importing this module enters `SlrQuantizer`.
+`registration` enters `SlrQuantizer`.
 """
 
 import re
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -36,7 +35,6 @@ FORMAT_VERSION = 1
 T = TypeVar("T")
 
 
-@register_quantization_config(FORMAT_NAME)
 class SlrConfig(QuantizationConfigMixin):
     """The entry `quantization_config` in config.json: name → [rank, nnz] of the blocks stored as U·V + S."""
 
@@ -65,7 +63,6 @@ class CheckedQuantizer(HfQuantizer):
         return config
 
 
-@register_quantizer(FORMAT_NAME)
 class SlrQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 

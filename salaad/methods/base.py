@@ -30,7 +30,7 @@ from salaad.common import distributed
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.methods.optimizer import build_optimizer, optimizer_class
-from salaad.model.build import count_parameters
+from salaad.model.parameters import count_parameters
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
 _BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}

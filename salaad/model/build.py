@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
+from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
 
 _LARGEST_CONFIG = 2**20  # bytes; transformers copies every list in it many times
@@ -200,23 +200,6 @@ def outline(description: PretrainedConfig) -> PreTrainedModel:
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
     """A causal LM from its folder, for inference: `ModelFolder(folder).load(dtype, device)`."""
     return ModelFolder(folder).load(dtype, device)
-
-
-@contextmanager
-@torch.no_grad()
-def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context the weights may be overwritten; at its end they are restored."""
-    originals = {name: X.detach().clone() for name, X in weights.items()}
-    try:
-        yield
-    finally:
-        for name, X in weights.items():
-            X.copy_(originals[name])
-
-
-def count_parameters(model: nn.Module) -> int:
-    """The number of parameters of a model; a tied weight counts once."""
-    return sum(p.numel() for p in model.parameters())
 
 
 def training_flops(model: PreTrainedModel, sequence_length: int) -> float:

@@ -5,8 +5,9 @@ from transformers import PretrainedConfig
 from salaad.common.formats import markdown_table, mebibytes, millions
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
-from salaad.model.build import count_parameters, outline, training_flops
+from salaad.model.build import outline, training_flops
 from salaad.model.loss import SummedLoss
+from salaad.model.parameters import count_parameters
 
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:

@@ -9,7 +9,8 @@ import pytest
 from salaad.common.budgets import parse_budget
 from salaad.config.command_line import read_command_line
 from salaad.config.commands import DEFAULT_TASKS
-from salaad.model.build import count_parameters, describe_model, outline
+from salaad.model.build import describe_model, outline
+from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from scripts.reproduction import trainings
 from scripts.reproduction.catalogue import ITEMS

@@ -24,7 +24,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
-from salaad.model.build import restored
+from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
 
 

@@ -1,0 +1,24 @@
+"""The parameters of any torch model: how many there are, and putting them back as they were."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+@torch.no_grad()
+def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within this context the weights may be overwritten; at its end they are restored."""
+    originals = {name: X.detach().clone() for name, X in weights.items()}
+    try:
+        yield
+    finally:
+        for name, X in weights.items():
+            X.copy_(originals[name])
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters of a model; a tied weight counts once."""
+    return sum(p.numel() for p in model.parameters())
