@@ -110,7 +110,7 @@ class Trainer:
             stop=self.request,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
-        self.parts = TrainingParts(self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
+        self.parts = TrainingParts(source, self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
         if checkpoint:
             self.parts.restore(checkpoint, state)
         self.recorder = Recorder(

@@ -22,6 +22,7 @@ from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import memory_bytes, resident_bytes, slr_modules, tied_modules
+from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
@@ -67,12 +68,14 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     deployment.check([variant])
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
-    tokenizer = load_tokenizer(str(source.folder.path))
+    tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = (_all_sizes if options.elastic else _one_size)(deployment, variant, options)
 
     with new_folder(output) as folder:
         content.save(folder)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        carry_over(source.folder.path, folder)
         on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         dense_bytes = deployment.dense * getattr(torch, options.dtype).itemsize
         sizes = {
@@ -81,7 +84,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
             "bytes_on_disk": (dense_bytes, on_disk),
             "bytes_in_memory": (dense_bytes, content.bytes_in_memory),
         }
-        about = {"from": source.name, "digest": source.digest, "parts": deployment.kind}
+        about = {"from": source.name, "base": source.base, "digest": source.digest, "parts": deployment.kind}
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
         about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}

@@ -16,7 +16,7 @@ class OutputOptions:
     """What all evaluations share.
 
     Args:
-        checkpoint: a run, one of its checkpoints, or any Hugging Face causal-LM folder.
+        checkpoint: a run, one of its checkpoints, any Hugging Face causal-LM folder, or the name of one on the hub.
         output: folder for tables and pictures; RUN/evaluation, or evaluation/NAME for a Hugging Face folder, when none
             is given.
     """
@@ -166,7 +166,7 @@ class CompressOptions:
 
     Args:
         checkpoint: a run, one of its checkpoints, or an elastic folder; with --rpca or --godec any Hugging Face
-            causal-LM folder.
+            causal-LM folder, or the name of one on the hub.
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
         allocation: energy keeps what has most energy per parameter, by one threshold for the whole model; hpa, the

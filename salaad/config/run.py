@@ -24,7 +24,8 @@ class ModelConfig:
         num_hidden_layers: number of Transformer layers.
         num_attention_heads: heads per layer; must divide the hidden size.
         vocab_size: rows of the embedding and of the LM head.
-        path: a Hugging Face causal-LM folder to go on from; the sizes above are then ignored.
+        path: a Hugging Face causal-LM folder to go on from, or the name of a model on the hub; the sizes above are
+            then ignored.
     """
 
     hidden_size: int = 128

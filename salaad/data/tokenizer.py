@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
+from salaad.model.folders import has_tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
@@ -45,6 +46,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
 
 def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
     if local:
+        if Path(spec).is_dir() and not has_tokenizer(Path(spec)):
+            raise UserError(f"{spec} holds no tokenizer; put its files there, or name another folder by data.tokenizer")
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
             if is_file(Path(spec) / name):
                 read_object(Path(spec) / name, _LARGEST_CONFIG)

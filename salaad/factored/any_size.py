@@ -177,9 +177,10 @@ class ElasticQuantizer(CheckedQuantizer):
             else:
                 slr = slr.to(outline.U.device, outline.U.dtype)
                 outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
+        parameters = self.quantization_config.fixed + sum(slr.parameters for slr in self._blocks.values())
         del self._blocks, self._modules
         self.remove_quantization_config(model)
-        mark_factored(model)  # in memory it is a model of a fixed size
+        mark_factored(model, parameters)  # in memory it is a model of a fixed size
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:

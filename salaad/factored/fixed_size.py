@@ -7,6 +7,7 @@ with their rank and number of entries. transformers opens such a folder through 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from salaad.common.errors import UserError
 from salaad.factored import packing
 from salaad.factored.layers import SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.slr import Slr
+from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
     check_block,
     check_entry,
@@ -36,12 +38,25 @@ T = TypeVar("T")
 
 
 class SlrConfig(QuantizationConfigMixin):
-    """The entry `quantization_config` in config.json: name → [rank, nnz] of the blocks stored as U·V + S."""
+    """The entry `quantization_config` in config.json.
 
-    def __init__(self, blocks: dict[str, list[int]] | None = None, format: int = FORMAT_VERSION, **_: Any) -> None:
+    Args:
+        blocks: name → [rank, nnz] of the blocks stored as U·V + S.
+        parameters: of the whole model by the paper's count, which takes a block that is stored dense for U·V + S too.
+        format: version of the format.
+    """
+
+    def __init__(
+        self,
+        blocks: dict[str, list[int]] | None = None,
+        parameters: int | None = None,
+        format: int = FORMAT_VERSION,
+        **_: Any,
+    ) -> None:
         self.quant_method = FORMAT_NAME
         self.format = format
         self.blocks = check_entry(blocks or {}, 2)
+        self.parameters = parameters
 
 
 class CheckedQuantizer(HfQuantizer):
@@ -136,6 +151,7 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
         blocks: module name → U·V + S of its weight, in the orientation in which the module holds it.
     """
     tied = tied_modules(model)
+    parameters = count_parameters(model) + sum(slr.parameters - prod(slr.shape) for slr in blocks.values())
     for name, slr in blocks.items():
         module = model.get_submodule(name)
         X = module.weight
@@ -148,7 +164,7 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
             else:  # GPT-2's Conv1D keeps its weight as in×out
                 layer = SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
             model.set_submodule(name, layer.train(module.training))
-    mark_factored(model)
+    mark_factored(model, parameters)
     return model
 
 
@@ -162,11 +178,14 @@ def tied_modules(model: nn.Module) -> set[str]:
     return {name for names in holders.values() if len(names) > 1 for name in names}
 
 
-def mark_factored(model: nn.Module) -> None:
-    """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S."""
+def mark_factored(model: nn.Module, parameters: int) -> None:
+    """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S.
+
+    `parameters` is the paper's count of the whole model.
+    """
     stored = slr_modules(model)
     if stored and isinstance(model, PreTrainedModel):
-        entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()})
+        entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()}, parameters)
         model.hf_quantizer = SlrQuantizer(entry)
         model.is_quantized, model.quantization_method = True, FORMAT_NAME
         model.hf_quantizer.postprocess_model(model)

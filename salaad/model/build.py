@@ -19,6 +19,7 @@ from transformers import (
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
+from salaad.model.folders import local_folder
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
 
@@ -176,9 +177,10 @@ def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | Model
     """
     if config.path is None:
         return NewModel(config, sequence_length)
-    if not is_file(Path(config.path) / "config.json"):
+    folder = local_folder(config.path, "model.path")
+    if not is_file(folder / "config.json"):
         raise UserError(f"model.path {config.path} holds no config.json; give the folder of a Hugging Face causal LM")
-    return ModelFolder(Path(config.path))
+    return ModelFolder(folder)
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:

@@ -15,7 +15,9 @@ from salaad.common.validation import section
 from salaad.config.methods import SETTINGS, SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.model.build import ModelFolder
-from salaad.model.weight_headers import is_count
+from salaad.model.folders import is_cached, is_hub_name, local_folder
+from salaad.model.parameters import count_parameters
+from salaad.model.weight_headers import check_block, check_entry, is_count
 from salaad.runs.checkpoints import Checkpoints
 
 RECORD = "compression.json"
@@ -30,7 +32,8 @@ class ModelOnDisk:
         folder: the Hugging Face folder, compared with its own config.json.
         surrogate: the folder of its L and S, if it was trained with any.
         run: the configuration of the run that trained it, as far as known.
-        parameters: of a folder that compress.py made, the paper's count; None of others.
+        parameters: of a folder with blocks as U·V + S, the paper's count; None of others.
+        base: name on the hub of the model that this is, or was made of, as far as known.
         digest: changes when any of these files does.
         cache: folder for what is derived from it.
         output: folder for the tables made of it, unless the user names another.
@@ -41,6 +44,7 @@ class ModelOnDisk:
     surrogate: Path | None
     run: dict[str, Any]
     parameters: int | None
+    base: str | None
     digest: str
     cache: Path
     output: Path
@@ -54,9 +58,14 @@ class ModelOnDisk:
     def open(cls, path: Path) -> "ModelOnDisk":
         """Find out what `path` is and compare its files with their checksums, where it has any.
 
+        Args:
+            path: a run, a checkpoint, a Hugging Face folder, or the name of a model on the hub.
+
         Raises:
             UserError: it is nothing we know, or some file is not what was written.
         """
+        if is_hub_name(str(path)):
+            return _model_folder(local_folder(str(path), "--checkpoint"), str(path))
         if is_file(path / "checkpoints" / "latest"):
             path = _newest_of(Checkpoints(path / "checkpoints"))
         if is_file(path / "model" / "config.json"):
@@ -80,6 +89,7 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
     keep_from_deletion(folder)
     digest = verify(folder, "model/*", "surrogate/*")
     surrogate = folder / "surrogate"
+    config = _run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state")
     own = folder.resolve()
     inside = own.parent.name == "checkpoints"  # and not copied out of its run
     run = own.parent.parent
@@ -87,15 +97,17 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
         name=f"{run.name}/{own.name}" if inside else own.name,
         folder=ModelFolder(folder / "model"),
         surrogate=surrogate if is_file(surrogate / "index.json") else None,
-        run=_run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state"),
+        run=config,
         parameters=None,
+        base=_base_of(config),
         digest=digest,
         cache=run / "cache" / digest[:16] if inside else cache_folder() / digest[:16],
         output=run / "evaluation" if inside else Path("evaluation") / own.name,
     )
 
 
-def _model_folder(folder: Path) -> ModelOnDisk:
+def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
+    """A Hugging Face folder, by its name on the hub if it has one."""
     entry = read_object(folder / "config.json").get("quantization_config")
     elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
     surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
@@ -113,17 +125,40 @@ def _model_folder(folder: Path) -> ModelOnDisk:
     run = record.get("run", {})
     if surrogate is not None:  # saved from a training loop that is not ours, of which the settings alone are known
         run = {"salaad": read_object(surrogate / "index.json").get("settings", {})}
-    name = folder.resolve().name
+    base, name = record.get("base"), hub_name or folder.resolve().name
+    run, model = _run_of(run, folder / RECORD), ModelFolder(folder)
     return ModelOnDisk(
         name=name,
-        folder=ModelFolder(folder),
+        folder=model,
         surrogate=surrogate,
-        run=_run_of(run, folder / RECORD),
-        parameters=parameters[1] if record else None,
+        run=run,
+        parameters=parameters[1] if record else _parameters_in_parts(model),
+        base=hub_name or (base if isinstance(base, str) else _base_of(run)),
         digest=digest,
         cache=cache_folder() / digest[:16],
         output=Path("evaluation") / name,
     )
+
+
+def _parameters_in_parts(folder: ModelFolder) -> int | None:
+    """The paper's count of a folder with blocks as U·V + S, which `save_pretrained` may have written: no record is."""
+    entry = getattr(folder.config, "quantization_config", None) or {}
+    if entry.get("quant_method") != "salaad":
+        return None
+    if is_count(entry.get("parameters")):
+        return entry["parameters"]
+    count = count_parameters(folder.outline)  # an earlier version did not write it
+    for name, (rank, nnz) in check_entry(entry.get("blocks"), 2).items():
+        n, m = check_block(folder.outline, name, rank, nnz)
+        count += rank * (n + m) + nnz - n * m
+    return count
+
+
+def _base_of(run: dict[str, Any]) -> str | None:
+    """The model on the hub that a run went on from."""
+    model = run.get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    return path if isinstance(path, str) and is_cached(path) else None
 
 
 def _run_of(config: Any, place: Path) -> dict[str, Any]:

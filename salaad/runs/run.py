@@ -13,6 +13,7 @@ from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
 from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
+from salaad.model.folders import has_tokenizer, local_folder
 from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.runs.records import RECORDS
 
@@ -195,9 +196,10 @@ def with_own_tokenizer(config: RunConfig) -> DataConfig:
     """
     if config.model.path is None or config.data.tokenizer is not None:
         return config.data
-    if not any((Path(config.model.path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    folder = local_folder(config.model.path, "model.path")
+    if not has_tokenizer(folder):
         raise UserError(f"model.path {config.model.path} holds no tokenizer; name the model's own with data.tokenizer")
-    return replace(config.data, tokenizer=config.model.path)
+    return replace(config.data, tokenizer=str(folder))
 
 
 def require_shared_storage(folder: Path) -> None:

@@ -21,6 +21,7 @@ from salaad.methods.base import Method
 from salaad.methods.optimizer import load_optimizer_state, place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
+from salaad.model.folders import carry_over
 from salaad.runs.checkpoints import RunState
 from salaad.runs.records import Recorder
 
@@ -62,6 +63,7 @@ class TrainingParts:
     """The parts of a run that change while it trains.
 
     Args:
+        source: what the run began with; licence and card of a folder go into `model/` too.
         model: its export goes into `model/`, beside the tokenizer, as a Hugging Face folder.
         tokenizer: saved, never changed.
         method: its tensors go into `surrogate/` or `state/`.
@@ -69,6 +71,7 @@ class TrainingParts:
         schedule: placed by the step.
     """
 
+    source: NewModel | ModelFolder
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     method: Method
@@ -90,6 +93,8 @@ class TrainingParts:
             if self.method.replaces_modules:
                 save_model(self.model, str(folder / _WEIGHTS))
             self.tokenizer.save_pretrained(folder / "model")
+            if isinstance(self.source, ModelFolder):
+                carry_over(self.source.path, folder / "model")
             torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
             state.write(folder)
             recorder.secure()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.files import write_checksums
+from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, ok, rows_of
 from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
 from tests.helpers.training import ROOT, last_checkpoint
@@ -153,6 +154,33 @@ def test_the_line_of_the_readme_opens_the_model_and_it_writes(runs, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     model, tokenizer = eval(line), AutoTokenizer.from_pretrained("salaad-194m")
     assert model.generate(**tokenizer("the rank", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4).shape[1] > 4
+
+
+def test_a_factored_folder_saved_again_has_the_parameters_of_the_first(runs, tmp_path):
+    compress(runs / "salaad", tmp_path / "made", budget="0.5")
+    record = json.loads((tmp_path / "made" / "compression.json").read_text())
+    assert 0 < record["factored_blocks"] < record["blocks"]  # the count of one that is stored dense is kept too
+    AutoModelForCausalLM.from_pretrained(tmp_path / "made").save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(tmp_path / "made").save_pretrained(tmp_path / "again")
+    compress(runs / "salaad", tmp_path / "elastic", elastic=True)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "elastic", budget=record["budget"])
+    small.save_pretrained(tmp_path / "small")
+    shutil.copytree(tmp_path / "again", tmp_path / "older")
+    config = json.loads((tmp_path / "older" / "config.json").read_text())
+    del config["quantization_config"]["parameters"]
+    (tmp_path / "older" / "config.json").write_text(json.dumps(config))
+    text = {"data.source": "files", "data.validation_files": record["run"]["data"]["validation_files"][0]}
+    for name in ("made", "again"):
+        evaluate("perplexity", tmp_path / name, tmp_path, **text, **{"data.sequence_length": 32}, dtype="float32")
+    made, again = rows_of(tmp_path, "perplexity")
+    assert made["parameters"] == again["parameters"] == record["parameters"][1]
+    assert made["perplexity"] == again["perplexity"]
+    of_size = ModelOnDisk.open(tmp_path / "small").parameters
+    assert record["budget"] - 544 < of_size <= record["budget"]  # the largest block's n + m: one unit
+    # An earlier version wrote no count into config.json: that of the tensors, those of a dense block all counted.
+    stored = load_file(tmp_path / "older" / "model.safetensors")
+    numbers = sum(tensor.numel() for name, tensor in stored.items() if not name.endswith("S_packed"))
+    assert ModelOnDisk.open(tmp_path / "older").parameters == numbers
 
 
 def test_rpca_of_a_vanilla_model_adds_up_to_it(runs, tmp_path):

@@ -406,7 +406,8 @@ BAD_INPUT = [
     ({"salaad__roles": "re:nothing"}, r"matches no 2-D weight"),
     ({"data__files": "missing/*.jsonl"}, r"missing/\*.jsonl"),
     ({"model__vocab_size": 100}, r"512.*100|100.*512"),
-    ({"model__path": "nowhere"}, r"model.path nowhere holds no config.json"),
+    ({"model__path": "nowhere"}, r"model.path nowhere is no folder.*hf download nowhere"),
+    ({"model__path": "./no/where"}, r"model.path ./no/where holds no config.json"),
     ({"optimizer__name": "Adma"}, r"optimizer.name is 'Adma'.*AdamW"),
     ({"data__tokenizer": "nobody/nothing"}, r"nobody/nothing"),
 ]

@@ -189,10 +189,15 @@ def test_saving_again_gives_the_same_bytes(case, tmp_path):
 def test_config_json_is_that_of_the_dense_model_but_for_one_entry(case, tmp_path):
     case.dense.save_pretrained(tmp_path)
     plain, factored = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, case.folder))
+    shapes = {name: case.dense.get_submodule(name).weight.shape for name in case.blocks}
+    parameters = sum(parameter.numel() for parameter in case.dense.parameters()) + sum(
+        slr.rank * sum(shapes[name]) + slr.nnz - shapes[name].numel() for name, slr in case.blocks.items()
+    )
     assert factored.pop("quantization_config") == {
         "quant_method": "salaad",
         "format": 1,
         "blocks": {name: [case.blocks[name].rank, case.blocks[name].nnz] for name in slr_modules(case.model)},
+        "parameters": parameters,
     }
     assert factored == plain
 

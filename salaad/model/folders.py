@@ -1,0 +1,101 @@
+"""Hugging Face folders as others made them: where a name on the hub lies, and what there is beside config and weights.
+
+Tokenizers are opened in `salaad.data.tokenizer`; here is only said whether there is one.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from salaad.common.errors import UserError
+from salaad.common.files import inside, is_file
+from salaad.model.weight_headers import weight_files
+
+# Configuration, weights, tokenizers and what says how a model may be used; not the same weights in other formats.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*"]
+_UNWANTED = ["*/*", "consolidated*"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_TERMS = re.compile(r"(licen[sc]e|notice|copying)([._-].*)?", re.IGNORECASE)
+CARD, SOURCE_CARD = "README.md", "README.source.md"
+
+
+def local_folder(name: str, option: str) -> Path:
+    """The folder of a model: `name` itself if it is a path, else where the hub's cache keeps the model of that name.
+
+    A model that is not in the cache, or only in part, is downloaded.
+
+    Args:
+        name: a path, or the name of a model on the hub, such as `openai-community/gpt2`.
+        option: what the user gave it by, for the error.
+
+    Raises:
+        UserError: there is no such folder, and neither the cache nor the hub has a model of this name.
+    """
+    if not is_hub_name(name):
+        return Path(name)
+    try:
+        folder = Path(_snapshot(name, local=True))
+        if _has_weights(folder):
+            return folder
+    except OSError:
+        pass
+    try:
+        folder = Path(_snapshot(name, local=False))
+    except Exception as error:  # no network, no such name, no access, a full disk
+        raise UserError(
+            f"{option} {name} is no folder, and no model of this name is in the hub's cache or can be had from the hub "
+            f"({type(error).__name__}); give an existing folder, or fetch the model with: hf download {name}"
+        ) from None
+    if not _has_weights(folder):
+        raise UserError(
+            f"{option} {name} lies in the hub's cache without its weights, or they are no safetensors ({folder}); give "
+            f"another folder, or fetch the model with: hf download {name}"
+        )
+    return folder
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this can only be the name of a model on the hub: `org/name` or `name`, and nothing here is called so."""
+    try:
+        validate_repo_id(name)
+        return not Path(name).exists() and ("/" not in name or not Path(name).parent.exists())
+    except (HFValidationError, OSError):
+        return False
+
+
+def is_cached(name: str) -> bool:
+    """Whether this is the name of a model in the hub's cache."""
+    return is_hub_name(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except UserError:
+        return False
+
+
+def _snapshot(name: str, local: bool) -> str:
+    return snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds files of a tokenizer."""
+    return any(is_file(folder / name) for name in _TOKENIZERS) or any(folder.glob("*.model"))
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """Copy licence and notices from one folder to another, and the source's model card as `README.source.md`.
+
+    Raises:
+        UserError: one of them is a link that leads out of `source`.
+    """
+    names = {path.name: path.name for path in sorted(source.iterdir()) if _TERMS.fullmatch(path.name)}
+    card = next((name for name in (SOURCE_CARD, CARD) if is_file(source / name)), None)
+    for name, own in {**names, **({card: SOURCE_CARD} if card else {})}.items():
+        if is_file(source / name):
+            shutil.copyfile(inside(source, name), target / own)
