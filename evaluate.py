@@ -12,6 +12,7 @@ from transformers import logging
 from salaad.common.budgets import parse_count
 from salaad.common.errors import run_command
 from salaad.common.files import require_writable
+from salaad.compression.card import add_perplexity
 from salaad.compression.deployment import CheckpointDeployment, Deployment, open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
@@ -51,6 +52,7 @@ def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig
     evaluation = evaluation_of(deployment, options, data)
     rows = [evaluation(variant) for variant in variants]
     show(perplexity_table(rows), rows, path)
+    add_perplexity(source.folder.path, perplexity_table(rows))
 
 
 def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) -> None:

@@ -107,6 +107,9 @@ class CheckpointDeployment:
         source: the model on disk.
         post_hoc: split X after the fact instead of taking L + S from training.
 
+    Attributes:
+        shapes: block → (n, m).
+
     Raises:
         UserError: a split is asked of a model whose weights are stored in parts.
     """
@@ -121,12 +124,12 @@ class CheckpointDeployment:
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
         if post_hoc is not None:
             names = list(find_blocks(model, post_hoc.blocks))
-            self._shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in names}
+            self.shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in names}
         else:
             index = {} if source.surrogate is None else read_index(source.surrogate)
-            self._shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
-        self._names = names = list(self._shapes)
-        self.fixed = self.dense - sum(n * m for n, m in self._shapes.values())
+            self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
+        self._names = names = list(self.shapes)
+        self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "trained"
         if post_hoc is not None:
             how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
@@ -179,7 +182,7 @@ class CheckpointDeployment:
             make = partial(trained_parts, self.source.surrogate, self._names)
         else:
             make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, best_device())
-        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self._shapes, make)
+        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, make)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """L + S of every block of a model on disk: as it was trained, or split after the fact; kept once found."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from salaad.rpca import not_a_finite_matrix, rpca
 
 Parts = dict[str, Slr]
 _ALTERNATIONS = 50  # of GoDec, which ends at a plateau
+_ROOM = 1.15  # of GoDec's L + S over what a budget keeps of it, so that blocks may differ in what they keep
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,23 @@ class PostHoc:
     method: Literal["rpca", "godec"] = "rpca"
     rank_ratio: float = 0.25
     density: float = 0.25
+
+    def with_room(self, shapes: Collection[tuple[int, int]], parameters: int, raised: Collection[str]) -> "PostHoc":
+        """GoDec whose L + S has room for so many parameters, and some more to choose from.
+
+        Args:
+            shapes: (n, m) of all blocks.
+            parameters: that a budget leaves to them.
+            raised: which of `rank_ratio` and `density` may be raised, alike, up to 1.
+        """
+        per_ratio = {
+            "rank_ratio": sum(min(n, m) * (n + m) for n, m in shapes),
+            "density": sum(n * m for n, m in shapes),
+        }
+        given = sum(getattr(self, name) * count for name, count in per_ratio.items() if name not in raised)
+        free = sum(per_ratio[name] for name in raised)
+        ratio = min(1.0, (_ROOM * parameters - given) / free) if free else 0.0
+        return replace(self, **{name: max(ratio, getattr(self, name)) for name in raised})
 
     @property
     def label(self) -> str:

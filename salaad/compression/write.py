@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from salaad.common.budgets import format_count, parse_budget
+from salaad.common.budgets import format_count, parse_budget, parse_count
 from salaad.common.errors import UserError
 from salaad.common.files import new_folder, require_new, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
+from salaad.compression.card import Usage, history, not_smaller, write_card
 from salaad.compression.deployment import Deployment, open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -62,8 +63,13 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     """
     output = Path(options.output)
     require_new(output)
-    deployment = open_deployment(source, split_of(source, options))
+    split = split_of(source, options)
+    deployment = open_deployment(source, split)
     budget = None if options.budget is None else parse_budget(options.budget, deployment.dense)
+    if options.godec and budget is not None:
+        raised = [name for name in ("rank_ratio", "density") if getattr(options, name) is None]
+        split = split.with_room(deployment.shapes.values(), budget - deployment.fixed, raised)
+        deployment = open_deployment(source, split)
     variant = deployment.variant_for(options, budget)
     deployment.check([variant])
     if options.calibrate:
@@ -91,18 +97,22 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
-    name = "all units" if options.elastic else f"{variant.name}, {options.format}"
-    return "\n\n".join([size_table(name, sizes), content.note, opening(output, options)])
+        name = "all units" if options.elastic else f"{variant.name}, {options.format}"
+        warning = not_smaller(options, content.blocks - content.factored, content.blocks, dense_bytes, on_disk)
+        found = "\n\n".join([size_table(name, sizes), content.note, *warning])
+        usage = usage_of(deployment, options, content, tokenizer is not None)
+        how = history(source.name, deployment.kind, options, variant)
+        write_card(folder, usage, how=how, sizes=found, base=source.base)
+    return f"{found}\n\n{usage.said()}"
 
 
 def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
     sized = deployment.sized(variant, getattr(torch, options.dtype), options.format == "factored")
     factored = len(slr_modules(sized.model))
     note = (
-        f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense"
-        + (", since the budget is at or above L + S, all of L + S" if sized.whole else "")
-        + f"; weights in {options.dtype}."
+        f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; weights in {options.dtype}."
     )
+    note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
     numbers, memory = count_parameters(sized.model), resident_bytes(sized.model)
     save = sized.model.save_pretrained
     return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, factored, sized.kappa, note)
@@ -127,12 +137,19 @@ def _all_sizes(deployment: Deployment, variant: Variant, options: CompressOption
     return FolderContent(save, total, total, in_memory, len(parts), len(parts), None, note)
 
 
-def opening(output: Path, options: CompressOptions) -> str:
-    """How the folder is used."""
-    if options.format == "dense":
-        return f"{output} opens with AutoModelForCausalLM.from_pretrained."
-    asked = f'from_pretrained("{output}", budget=0.5)' if options.elastic else "from_pretrained"
-    return f"{output} opens with AutoModelForCausalLM.{asked} after `import salaad`."
+def usage_of(deployment: Deployment, options: CompressOptions, content: FolderContent, has_tokenizer: bool) -> Usage:
+    """How the folder is opened and measured; of an elastic one at the size it was fitted to, or a middle one."""
+    source, size, evaluation = deployment.source, None, None
+    if options.elastic:
+        most, size = content.parameters, options.budget
+        if size is None or parse_budget(size, deployment.dense) > most:
+            middle = (deployment.fixed + most) // 2
+            size = format_count(middle) if parse_count(format_count(middle)) <= most else str(middle)
+    if has_tokenizer:
+        positions = getattr(source.folder.config, "max_position_embeddings", None)
+        shorter = "data" not in source.run and positions is not None and positions < DataConfig().sequence_length
+        evaluation = ("--data.sequence_length", str(positions)) if shorter else ()
+    return Usage(options.output, options.elastic or content.factored > 0, size, evaluation)
 
 
 def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:

@@ -182,8 +182,9 @@ class CompressOptions:
         dtype: dtype of the stored weights.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
         godec: take L + S of a given rank and density from alternating projections of the dense weights.
-        rank_ratio: with --godec, the rank of L over the shorter side; a quarter without it.
-        density: with --godec, the entries of S over all; a quarter without it.
+        rank_ratio: with --godec, the rank of L over the shorter side; without it a quarter, or more if the budget has
+            room for it.
+        density: with --godec, the entries of S over all; without it a quarter, or more if the budget has room for it.
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: with --rpca or --godec, split the embedding too.

@@ -9,12 +9,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, logging
+from transformers import AutoModelForCausalLM, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import UserError
 from salaad.model import folders
 from tests.helpers.deploying import compress, evaluate, ok, refused, rows_of
+from tests.helpers.models import save_gpt2
 from tests.helpers.training import last_checkpoint, run_training
 
 logging.set_verbosity_error()
@@ -28,11 +29,7 @@ LICENSE, CARD = "Do what you like.\n", "---\nlicense: mit\n---\n# Tiny\n"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
     """A GPT-2 as transformers saves it: config and weights, nothing else."""
-    torch.manual_seed(3)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 32}
-    folder = tmp_path_factory.mktemp("plain") / "plain"
-    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).save_pretrained(folder)
-    return folder
+    return save_gpt2(tmp_path_factory.mktemp("plain") / "plain")
 
 
 @pytest.fixture(scope="module")
