@@ -63,7 +63,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
     deployments["SALAAD"].check(variants)
     if options.vanilla is not None:
-        vanilla = ModelOnDisk.open(Path(options.vanilla))
+        vanilla = ModelOnDisk.open(Path(options.vanilla), "--vanilla")
         for method in options.ways_to_split:
             split = PostHoc(source.blocks, method)
             deployments[f"vanilla + {split.label}"] = CheckpointDeployment(vanilla, split)

@@ -60,7 +60,7 @@ class PerplexityOptions(TextOptions):
         variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
             (one threshold for the whole model), or BUDGET of an elastic folder; a budget is a parameter count of the
             whole model or a fraction of the dense one. Without it X, and L+S where there is one.
-        refine: alternating projections that follow each cut.
+        refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         calibrate: sequences of training text by which worth is measured at each cut.
     """
 
@@ -114,7 +114,7 @@ class LmEvalOptions(EvaluationOptions):
 
     Args:
         variants: what to evaluate, separated by commas: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder.
-        refine: alternating projections that follow each cut.
+        refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         tasks: names of the harness's tasks, separated by commas.
         task_data: folder with local copies of the tasks' data, for machines without a hub.
         limit: rows per task at the most; all when none is given.

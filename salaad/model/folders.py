@@ -15,9 +15,10 @@ from salaad.common.errors import UserError
 from salaad.common.files import inside, is_file
 from salaad.model.weight_headers import weight_files
 
-# Configuration, weights, tokenizers and what says how a model may be used; not the same weights in other formats.
+# Configuration, weights, tokenizers and what says how a model may be used; not the same weights in other formats, nor
+# what lies in folders, unless it may be L and S in `surrogate/`.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*"]
-_UNWANTED = ["*/*", "consolidated*"]
+_UNWANTED = ["[!s]*/*", "consolidated*"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _TERMS = re.compile(r"(licen[sc]e|notice|copying)([._-].*)?", re.IGNORECASE)
 CARD, SOURCE_CARD = "README.md", "README.source.md"

@@ -55,17 +55,18 @@ class ModelOnDisk:
         return SalaadConfig(**self.run.get("salaad", {}))
 
     @classmethod
-    def open(cls, path: Path) -> "ModelOnDisk":
+    def open(cls, path: Path, option: str = "--checkpoint") -> "ModelOnDisk":
         """Find out what `path` is and compare its files with their checksums, where it has any.
 
         Args:
             path: a run, a checkpoint, a Hugging Face folder, or the name of a model on the hub.
+            option: what the user gave it by, for errors.
 
         Raises:
             UserError: it is nothing we know, or some file is not what was written.
         """
         if is_hub_name(str(path)):
-            return _model_folder(local_folder(str(path), "--checkpoint"), str(path))
+            return _model_folder(local_folder(str(path), option), str(path))
         if is_file(path / "checkpoints" / "latest"):
             path = _newest_of(Checkpoints(path / "checkpoints"))
         if is_file(path / "model" / "config.json"):
@@ -73,7 +74,7 @@ class ModelOnDisk:
         if is_file(path / "config.json"):
             return _model_folder(path)
         raise UserError(
-            f"--checkpoint {path} is no run, no checkpoint and no Hugging Face folder; give one such as "
+            f"{option} {path} is no run, no checkpoint and no Hugging Face folder; give one such as "
             "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
 
@@ -124,8 +125,11 @@ def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_n
     for _ in range(2):
         folder = folders.local_folder(NAME, "--checkpoint")
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
-    assert len(asked) == 1
-    assert "*.safetensors" in asked[0]["allow_patterns"] and not any("bin" in p for p in asked[0]["allow_patterns"])
+    [options] = asked
+    listed = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "LICENSE", "surrogate/index.json"]
+    others = ["pytorch_model.bin", "onnx/config.json", "original/params.json", "consolidated.safetensors", "code.py"]
+    filters = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*listed, *others], **filters)) == listed
 
 
 def test_a_path_that_does_not_exist_is_no_name_on_the_hub(hub, tmp_path, monkeypatch):

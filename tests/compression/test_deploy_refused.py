@@ -180,6 +180,11 @@ def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
     assert "was not written with --elastic" in sentence and cure.replace("0.7", "30K") in sentence
 
 
+def test_a_vanilla_run_that_is_none_is_named_by_its_own_option(runs, tmp_path):
+    arguments = ("--checkpoint", runs / "salaad", "--budgets", "0.7", "--vanilla", tmp_path)
+    assert refused("evaluate.py", "sweep", *arguments).startswith(f"error: --vanilla {tmp_path} is no run")
+
+
 def test_a_rival_that_is_none_is_named(runs):
     arguments = ("--checkpoint", runs / "salaad", "--vanilla", runs / "full_rank", "--budgets", "0.7")
     assert "--rivals names 'pca'" in refused("evaluate.py", "sweep", *arguments, "--rivals", "rpca,pca")
