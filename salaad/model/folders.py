@@ -5,6 +5,7 @@ Tokenizers are opened in `salaad.data.tokenizer`; here is only said whether ther
 
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -92,11 +93,11 @@ def has_tokenizer(folder: Path) -> bool:
 def carry_over(source: Path, target: Path) -> None:
     """Copy licence and notices from one folder to another, and the source's model card as `README.source.md`.
 
-    Raises:
-        UserError: one of them is a link that leads out of `source`.
+    A link that leads out of `source` is not followed: what lies there may not be meant to be published.
     """
     names = {path.name: path.name for path in sorted(source.iterdir()) if _TERMS.fullmatch(path.name)}
     card = next((name for name in (SOURCE_CARD, CARD) if is_file(source / name)), None)
     for name, own in {**names, **({card: SOURCE_CARD} if card else {})}.items():
-        if is_file(source / name):
-            shutil.copyfile(inside(source, name), target / own)
+        with suppress(UserError):
+            if is_file(file := inside(source, name)):
+                shutil.copyfile(file, target / own)
