@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, logging
@@ -79,6 +79,8 @@ def test_a_name_on_the_hub_is_the_folder_in_its_cache(hub, whole, tmp_path, text
     assert rows[0]["perplexity"] == rows[1]["perplexity"]
     record = json.loads((tmp_path / "named" / "compression.json").read_text())
     assert (record["from"], record["base"]) == (NAME, NAME)
+    bases = [ModelCard.load(tmp_path / output / "README.md").data.base_model for output in ("named", "local")]
+    assert bases == [NAME, None]
 
 
 def test_a_run_goes_on_from_a_name_on_the_hub_and_keeps_licence_and_card(hub, whole, tmp_path, toy):
