@@ -1,5 +1,24 @@
 """What a checkpoint is worth at every size: perplexity, the κ sweep, zero-shot accuracy, and its structure."""
 
+from functools import partial
+
+from salaad.common.errors import run_command
+from salaad.config.command_line import read_options
+from salaad.config.commands import (
+    LmEvalOptions,
+    OutputOptions,
+    PerplexityOptions,
+    RpcaOptions,
+    SweepOptions,
+    TextOptions,
+)
+
+COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
+read = partial(read_options, "evaluate.py", __doc__, COMMANDS, with_data=("perplexity", "sweep"))
+
+if __name__ == "__main__":
+    run_command(partial(read, None))  # help and wrong options come before the imports below, which take seconds
+
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,21 +29,11 @@ from tqdm import tqdm
 from transformers import logging
 
 from salaad.common.budgets import parse_count
-from salaad.common.errors import run_command
 from salaad.common.files import require_writable
 from salaad.compression.card import add_perplexity
 from salaad.compression.deployment import CheckpointDeployment, Deployment, open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
-from salaad.config.command_line import read_options
-from salaad.config.commands import (
-    LmEvalOptions,
-    OutputOptions,
-    PerplexityOptions,
-    RpcaOptions,
-    SweepOptions,
-    TextOptions,
-)
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
@@ -35,8 +44,6 @@ from salaad.evaluation.tables import accuracy_table, keep_rows, perplexity_table
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
-
-COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 
 
 def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig) -> None:
@@ -148,7 +155,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     run = {"perplexity": perplexity, "sweep": sweep_kappa, "lm-eval": lm_eval, "rpca": rpca_statistics}
-    command = read_options("evaluate.py", __doc__, COMMANDS, ModelOnDisk.open, with_data=("perplexity", "sweep"))
+    command = read(ModelOnDisk.open)
     if command.data is not None:
         run[command.name](command.options, command.model, command.data)
     else:

@@ -4,6 +4,12 @@ Every step is a guided learning step: the optimizer follows the gradient of ℓ(
 `method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.
 """
 
+from salaad.common.errors import run_command
+from salaad.config.command_line import read_command_line
+
+if __name__ == "__main__":
+    run_command(read_command_line)  # help and wrong options come before the imports below, which take seconds
+
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,10 +18,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, NotSavedError, run_command
+from salaad.common.errors import NotFiniteError, NotSavedError
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
-from salaad.config.command_line import TrainOptions, read_command_line
+from salaad.config.command_line import TrainOptions
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream, count_targets, merge_states
 from salaad.data.text import Text, open_text, validation_batches

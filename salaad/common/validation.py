@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from salaad.common.errors import UserError
 
+PLAIN_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 T = TypeVar("T")
 _MOST = 2**53  # beyond it a float does not hold every whole number
 
@@ -30,10 +31,17 @@ def at_least(section: object, low: float, *names: str) -> None:
 
 
 def one_or_more(section: object, *names: str) -> None:
-    """Turn a single text and a list, as YAML gives them, into a tuple."""
+    """Turn a text such as `a,b` and a list, as YAML gives them, into a tuple."""
     for name in names:
         value = getattr(section, name)
-        object.__setattr__(section, name, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(section, name, split_list(value) if isinstance(value, str) else tuple(value))
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """The items of a list with commas; a regular expression, `re:PATTERN`, is one item with all that follows."""
+    before, pattern, after = text.partition("re:")
+    items = [item.strip() for item in before.split(",") if item.strip()]
+    return (*items, pattern + after) if pattern else tuple(items)
 
 
 def section(kind: type[T], values: Any, place: Path) -> T:
@@ -69,10 +77,19 @@ def require_types(kind: type, values: Any, place: str = "") -> None:
             check(hasattr(value, "keys"), f"{key} is {_shown(value)}, but a section of its own; give its keys below it")
             require_types(wanted, value, key)
         else:
-            shown = str(wanted).removeprefix("typing.") if get_origin(wanted) else wanted.__name__
-            check(
-                _is_of(value, wanted), f"{key} is {_shown(value)}, but has to be {shown}; see --help for what it takes"
-            )
+            sentence = f"{key} is {_shown(value)}, but has to be {plain_type(wanted)}; see --help for what it takes"
+            check(_is_of(value, wanted), sentence)
+
+
+def plain_type(kind: Any) -> str:
+    """A declared type in words: of a union what may be given, of a tuple that it is a list."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is UnionType:
+        return " or ".join(plain_type(one) for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is tuple:
+        return f"a list, each {plain_type(get_args(kind)[0])}"
+    return PLAIN_TYPES.get(kind.__name__, kind.__name__)
 
 
 def _types(kind: type) -> dict[str, Any]:
@@ -107,4 +124,4 @@ def _key(section: object, name: str) -> str:
     """The name of an option as users type it: `train.steps`, `full_rank.x` of FullRankConfig, `--batch` alone."""
     kind = type(section).__name__
     words = re.findall("[A-Z][a-z]*", kind.removesuffix("Config"))
-    return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name}"
+    return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name.replace('_', '-')}"

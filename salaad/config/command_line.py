@@ -1,31 +1,25 @@
 """From the command line to a `RunConfig`: YAML beneath, `--section.key value` above, every error one sentence."""
 
-import argparse
-import difflib
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile
 
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKOUT, is_file, replacing
-from salaad.common.validation import check, require_types
+from salaad.common.validation import check
 from salaad.config.methods import SETTINGS
+from salaad.config.option_parser import OptionParser, parse, typed, with_lists
 from salaad.config.run import DataConfig, RunConfig
 
 CONFIGS = CHECKOUT / "configs"
 _LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
 _LONGEST_VALUE = 3500  # characters; Python writes out no number of more than 4300 digits
-
-# The oldest version of the library's own warnings is about its next release, not about the user's input.
-os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-set_parsing_settings(validate_defaults=False)
 
 
 @dataclass(frozen=True)
@@ -51,11 +45,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         UserError: an unknown key (with the nearest known one), a wrong type, a value out of range, a missing file.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = ArgumentParser(
+    parser = OptionParser(
         prog="train.py",
         description="Pretrain a language model with SALAAD, or full-rank beside it.",
-        exit_on_error=False,
-        allow_abbrev=False,
     )
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, by path or by its name in configs/")
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})
@@ -65,10 +57,12 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     for name, kind in settings.items():
         parser.add_class_arguments(kind, name)
     kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
-    parsed, instantiated = _parse(parser, _find_configs(arguments), *kinds)
+    parsed, instantiated = parse(parser, _find_configs(with_lists(arguments, kinds)), *kinds)
     own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
     config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
+    if not arguments:  # somebody looks what this is
+        options = TrainOptions(options.output, options.resume, dry_run=True)
     if options.output is None:
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
         options = TrainOptions(f"runs/{stem}-{config.method}", options.resume, options.dry_run)
@@ -95,7 +89,7 @@ def read_options(
     program: str,
     description: str,
     commands: Mapping[str, type],
-    open_model: Callable[[Path], Any],
+    open_model: Callable[[Path], Any] | None,
     with_data: Sequence[str] = (),
     arguments: Sequence[str] | None = None,
 ) -> Command:
@@ -106,7 +100,7 @@ def read_options(
         description: one sentence.
         commands: subcommand → dataclass of its options, `checkpoint` among them.
         open_model: opens and checks what --checkpoint names, once; the configuration of the run that trained it is its
-            attribute `run`.
+            attribute `run`. None only checks what is given.
         with_data: subcommands that also take --data.*, whose defaults are the settings the checkpoint was trained with.
         arguments: without the program's name; those of this process unless given.
 
@@ -115,52 +109,51 @@ def read_options(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in arguments if word in commands), "")
-    if command not in commands:
-        shown = [word for word in arguments if not word.startswith("-")][:1]
-        if not {"-h", "--help"} & set(arguments):
-            raise UserError(f"{program} has no command {' '.join(shown)!r}; give one of {', '.join(commands)}")
-        print(f"usage: {program} {{{','.join(commands)}}} --help\n\n{description}\n")
-        for name, kind in commands.items():
-            print(f"  {name:11} {kind.__doc__.splitlines()[0]}")
-        sys.exit(0)
+    if not arguments or command not in commands:
+        _show_commands(program, description, commands, arguments)
     arguments.remove(command) if command else None
     kind = commands[command]
-    parser = ArgumentParser(
-        prog=f"{program} {command}".strip(),
-        description=kind.__doc__.splitlines()[0],
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    arguments = _as_python_names(arguments, kind)
+    parser = OptionParser(prog=f"{program} {command}".strip(), description=kind.__doc__.splitlines()[0])
     parser.add_class_arguments(kind)
-    model = None
-    if command in with_data:
-        parser.add_class_arguments(DataConfig, "data")
-        checkpoint = _checkpoint_of(arguments)
-        if checkpoint is not None:
-            model = open_model(Path(checkpoint))
-            parser.set_defaults(_trained_with(model.run, arguments))
-    _, instantiated = _parse(parser, arguments, *([(DataConfig, "data")] if command in with_data else []))
-    options = kind(**{f.name: instantiated[f.name] for f in fields(kind)})
-    return Command(command, options, model or open_model(Path(options.checkpoint)), instantiated.get("data"))
+    sections = [(DataConfig, "data")] if command in with_data else []
+    for section, name in sections:
+        parser.add_class_arguments(section, name)
+    arguments = with_lists(_as_python_names(arguments, kind), [(kind, ""), *sections])
+    _, given = parse(parser, arguments, *sections)  # before a model is opened, which takes its time
+    options = kind(**{f.name: given[f.name] for f in fields(kind)})
+    model = None if open_model is None else open_model(Path(options.checkpoint))
+    if model is not None and sections:
+        parser.set_defaults(_trained_with(model.run, arguments))
+        _, given = parse(parser, arguments, *sections)
+    return Command(command, options, model, given.get("data"))
+
+
+def _show_commands(program: str, description: str, commands: Mapping[str, type], arguments: Sequence[str]) -> NoReturn:
+    """What a program can do, and the end: asked for with exit code 0, without being asked with 2."""
+    named = [name for name in commands if name]
+    shown = [word for word in arguments if not word.startswith("-")][:1]
+    asked = bool({"-h", "--help"} & set(arguments))
+    if arguments and not asked:
+        raise UserError(f"{program} has no command {' '.join(shown)!r}; give one of {', '.join(named)}")
+    if named:
+        usage = f"usage: {program} {{{','.join(named)}}} --help\n\n{description}\n"
+        usage += "".join(f"\n  {name:11} {commands[name].__doc__.splitlines()[0]}" for name in named)
+    else:
+        required = " ".join(typed(f.name) + " ..." for f in fields(commands[""]) if f.default is MISSING)
+        usage = f"usage: {program} {required}\n\n{description} See {program} --help."
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
 
 
 def _as_python_names(arguments: list[str], kind: type) -> list[str]:
     """Options as documented, `--task-data DIR` and a bare `--rpca`, in the library's form."""
     switches = {f"--{f.name}" for f in fields(kind) if f.type is bool}
     named = [re.sub(r"^--[a-z-]+", lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in arguments]
-    following = [*named[1:], ""]
+    following = [*named[1:], ""][: len(named)]
     return [
         f"{word}=true" if word in switches and value not in ("true", "false") else word
         for word, value in zip(named, following, strict=True)
     ]
-
-
-def _checkpoint_of(arguments: list[str]) -> str | None:
-    """The value of --checkpoint, before anything else is parsed."""
-    scanner = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    scanner.add_argument("--checkpoint")
-    return scanner.parse_known_args(arguments)[0].checkpoint
 
 
 def _trained_with(run: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
@@ -170,26 +163,6 @@ def _trained_with(run: Mapping[str, Any], arguments: list[str]) -> dict[str, Any
     # The tokenizer lies with the model; where it once came from may be gone.
     kept = ("sequence_length", "packing") if other else [key for key in data if key != "tokenizer"]
     return {f"data.{key}": data[key] for key in kept if key in data}
-
-
-def _parse(parser: ArgumentParser, arguments: list[str], *kinds: tuple[type, str]) -> tuple[Any, Any]:
-    """What is given, as read and as made; `kinds` are the dataclasses in it and their keys, whose types are compared.
-
-    The library itself takes null for a value of any type.
-    """
-    try:
-        parsed = parser.parse_args(arguments)
-        for kind, name in kinds:
-            require_types(kind, parsed if not name else parsed[name], name)
-        return parsed, parser.instantiate(parsed)
-    except argparse.ArgumentError as error:
-        raise UserError(_sentence(str(error), parser)) from None
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        # The library promises the one above. A file can make it raise others, by keys with dots, by a number where a
-        # section belongs or by digits without end, from wherever in it the value first meets an operation.
-        raise UserError(f"what is set is no configuration ({error}); see {parser.prog} --help") from None
 
 
 def _find_configs(arguments: list[str]) -> list[str]:
@@ -265,29 +238,6 @@ def _require_single_keys(node: yaml.Node | None, path: Path, place: str = "") ->
         check(
             length <= _LONGEST_VALUE, f"{path} has {place} of {length:,} characters; give {_LONGEST_VALUE:,} or fewer"
         )
-
-
-def _sentence(message: str, parser: ArgumentParser) -> str:
-    """The library's message on one line, with the nearest known key where a key is unknown."""
-    message = " ".join(message.split())
-    unknown = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    key = f"{unknown[1]}.{unknown[2]}" if unknown else None
-    if key is None:
-        plain = re.search(r"Option '([\w.]+)' is not accepted|[Uu]nrecognized arguments: --([\w.-]+)", message)
-        key = (plain[1] or plain[2]) if plain else None
-    if key is None:
-        missing = re.search(r"arguments are required: (.*)", message)
-        if missing:
-            names = ", ".join(f"--{name.strip()}" for name in missing[1].split(","))
-            return f"{names} is not given; add it, see {parser.prog} --help"
-        wrong = re.search(r'Parser key "([\w.]+)": (.*)', message)
-        if wrong:
-            return f"{wrong[1]}: {wrong[2].rstrip('.')}; see {parser.prog} --help for what it takes"
-        return f"{message.rstrip('.:')}; see {parser.prog} --help for what there is"
-    known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
-    cure = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help for the keys"
-    return f"there is no option {key}; {cure}"
 
 
 def write_config(config: RunConfig, comments: Sequence[str], path: Path) -> None:

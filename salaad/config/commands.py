@@ -1,7 +1,7 @@
 """The options of evaluate.py and compress.py, checked as far as they can be without reading a model."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from salaad.common.validation import at_least, check, one_or_more
 
@@ -57,12 +57,14 @@ class PerplexityOptions(TextOptions):
     """Perplexity of X, L + S and L + S cut to budgets, over validation text.
 
     Args:
-        variants: what to evaluate, separated by commas: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
+        variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
             (one threshold for the whole model), or BUDGET of an elastic folder; a budget is a parameter count of the
             whole model or a fraction of the dense one. Without it X, and L+S where there is one.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         calibrate: sequences of training text by which worth is measured at each cut.
     """
+
+    lists: ClassVar = ("variants",)
 
     variants: str | None = None
     refine: int = 0
@@ -78,13 +80,15 @@ class SweepOptions(TextOptions):
     """The HPA grid of budgets × κ, its best κ per budget, and the elastic curve of every way to cut.
 
     Args:
-        budgets: parameter counts of the whole model, or fractions of the dense one, separated by commas.
+        budgets: parameter counts of the whole model, or fractions of the dense one, a list.
         kappas: a list such as 0.2,0.5 or a range FIRST:LAST:STEP.
         vanilla: a run trained with method full_rank, which is split after the fact and cut to the same budgets.
-        rivals: how vanilla is split, separated by commas: rpca, godec; rpca without it.
+        rivals: how vanilla is split, a list: rpca, godec; rpca without it.
         refine: alternating projections; the cuts by energy are measured without and with them.
         calibrate: sequences of training text; the refined cuts are measured without and with them.
     """
+
+    lists: ClassVar = ("budgets", "kappas", "rivals")
 
     budgets: str
     kappas: str = "0:1:0.1"
@@ -113,14 +117,16 @@ class LmEvalOptions(EvaluationOptions):
     """Zero-shot accuracies by the installed lm-evaluation-harness.
 
     Args:
-        variants: what to evaluate, separated by commas: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder.
+        variants: what to evaluate, a list: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
-        tasks: names of the harness's tasks, separated by commas.
+        tasks: names of the harness's tasks, a list.
         task_data: folder with local copies of the tasks' data, for machines without a hub.
         limit: rows per task at the most; all when none is given.
         batch_size: rows at once, or auto.
         max_length: tokens of a row, of which a longer prompt loses its beginning; those of the model without it.
     """
+
+    lists: ClassVar = ("variants", "tasks")
 
     variants: str = "X"
     refine: int = 0
@@ -138,7 +144,7 @@ class LmEvalOptions(EvaluationOptions):
             at_least(self, 1, "max_length")
         check(all(name.strip() for name in self.tasks.split(",")), f"--tasks {self.tasks!r} names nothing; give names")
         size = self.batch_size
-        check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch_size is {size}; give auto, or 1 or more")
+        check(size == "auto" or (size.isdigit() and int(size) > 0), f"--batch-size is {size}; give auto, or 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +237,9 @@ class CompressOptions:
         for name in ("rank_ratio", "density"):
             value = getattr(self, name)
             if value is not None:
-                check(self.godec, f"--{name} is {value}, which is GoDec's; add --godec or leave it out")
-                check(0 < value <= 1, f"--{name} is {value}, outside (0, 1]; give the part of what there could be")
+                option = f"--{name.replace('_', '-')}"
+                check(self.godec, f"{option} is {value}, which is GoDec's; add --godec or leave it out")
+                check(0 < value <= 1, f"{option} is {value}, outside (0, 1]; give the part of what there could be")
 
     @property
     def by_energy(self) -> bool:

@@ -80,9 +80,9 @@ REFUSED = [
     (SalaadConfig, {"rho_constant": -1.0}, "salaad.rho_constant is -1.0", "least is 0", "give 0 or more"),
     (SalaadConfig, {"rho": -1e-6}, "salaad.rho is -1e-06", "least is 0", "give 0 or more"),
     (SalaadConfig, {"rho": math.inf}, "salaad.rho is inf", "has to be finite", "give a number of 0 or more"),
-    (SalaadConfig, {"energy": "cubed"}, "salaad.energy is 'cubed'", "nuclear, squared", "give one of"),
-    (SalaadConfig, {"schedule": "random"}, "salaad.schedule is 'random'", "synchronous, staggered", "give one of"),
-    (SalaadConfig, {"method": "lanczos"}, "salaad.method is 'lanczos'", "auto, exact, gram", "give one of"),
+    (SalaadConfig, {"energy": "cubed"}, "salaad.energy is 'cubed'", "nuclear, squared", "has to be one of"),
+    (SalaadConfig, {"schedule": "random"}, "salaad.schedule is 'random'", "synchronous, staggered", "has to be one of"),
+    (SalaadConfig, {"method": "lanczos"}, "salaad.method is 'lanczos'", "auto, exact, gram", "has to be one of"),
 ]
 
 ALLOWED = [

@@ -283,10 +283,10 @@ def test_train_py_says_what_to_do_with_such_a_folder(saved):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"every": "10"}, "salaad.every is '10', but has to be int"),
-        ({"every": 2.5}, "salaad.every is 2.5, but has to be int"),
-        ({"rank_ratio": "low"}, "salaad.rank_ratio is 'low', but has to be float"),
-        ({"embedding": 1}, "salaad.embedding is 1, but has to be bool"),
+        ({"every": "10"}, "salaad.every is '10', but has to be a whole number"),
+        ({"every": 2.5}, "salaad.every is 2.5, but has to be a whole number"),
+        ({"rank_ratio": "low"}, "salaad.rank_ratio is 'low', but has to be a number"),
+        ({"embedding": 1}, "salaad.embedding is 1, but has to be true or false"),
         ({"roles": (1,)}, "salaad.roles is (1,), but has to be"),
     ],
 )

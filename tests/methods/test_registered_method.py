@@ -165,7 +165,7 @@ def test_a_model_that_is_changed_without_new_modules_is_changed_after_a_resume_t
     [
         ({"two_factors__rank": 33}, "two_factors.rank is 33, above the shorter side of .*; give 32 or less"),
         ({"two_factors__rank": 0}, "two_factors.rank is 0, but the least is 1"),
-        ({"two_factors__rnk": 3}, "there is no option two_factors.rnk; did you mean two_factors.rank?"),
+        ({"two_factors__rnk": 3}, "there is no option --two_factors.rnk; did you mean --two_factors.rank?"),
     ],
 )
 def test_its_settings_are_checked_before_the_first_step(options, tmp_path, more, sentence):
