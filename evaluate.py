@@ -5,6 +5,7 @@ from functools import partial
 from salaad.common.errors import run_command
 from salaad.config.command_line import read_options
 from salaad.config.commands import (
+    EvaluationOptions,
     LmEvalOptions,
     OutputOptions,
     PerplexityOptions,
@@ -31,7 +32,7 @@ from transformers import logging
 from salaad.common.budgets import parse_count
 from salaad.common.files import require_writable
 from salaad.compression.card import add_perplexity
-from salaad.compression.deployment import CheckpointDeployment, Deployment, open_deployment
+from salaad.compression.deployment import CheckpointDeployment, Deployment, best_device, open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
 from salaad.config.methods import SalaadConfig
@@ -58,7 +59,7 @@ def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig
     path = result_file(source, options, "perplexity")
     evaluation = evaluation_of(deployment, options, data)
     rows = [evaluation(variant) for variant in variants]
-    show(perplexity_table(rows), rows, path)
+    show(f"{perplexity_table(rows)}\n\n{texts_read(evaluation, rows)}", rows, path)
     add_perplexity(source.folder.path, perplexity_table(rows))
 
 
@@ -84,7 +85,8 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
     flat = [{"label": label, **row} for label, mine in rows.items() for row in mine]
-    show("\n\n".join([*tables, sweep.elastic_table(rows), sweep.ways_table(rows)]), flat, path)
+    read = texts_read(evaluations["SALAAD"], rows["SALAAD"])
+    show("\n\n".join([*tables, sweep.elastic_table(rows), sweep.ways_table(rows), read]), flat, path)
     pictures = [path.with_name(name) for name in ("sweep.png", "elastic.png")]
     sweep_figure(rows["SALAAD"], pictures[0])
     elastic_figure(rows, pictures[1])
@@ -102,9 +104,10 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     path = result_file(source, options, "lm-eval")
     tokenizer = load_tokenizer(str(source.folder.path))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
+    dtype = dtype_of(options)
     rows: list[dict[str, Any]] = []
     for variant in variants:
-        with deployment.opened(variant, getattr(torch, options.dtype)) as opened:
+        with deployment.opened(variant, getattr(torch, dtype)) as opened:
             scores = lm_harness.evaluate_tasks(
                 opened.model,
                 tokenizer,
@@ -114,7 +117,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
                 batch_size=size,
                 max_length=options.max_length,
             )
-        about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": options.dtype}
+        about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": dtype}
         about |= {"refine": variant.refine, "limit": options.limit, "max_length": options.max_length}
         rows += [{**about, **asdict(score), "harness": lm_harness.harness_version()} for score in scores]
     show(accuracy_table(rows), rows, path)
@@ -134,7 +137,19 @@ def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
 def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
     """Perplexities of one model with the options of this command."""
     tokens = parse_count(options.tokens)
-    return VariantEvaluation(deployment, data, tokens=tokens, dtype=options.dtype, batch=options.batch)
+    return VariantEvaluation(deployment, data, tokens=tokens, dtype=dtype_of(options), batch=options.batch)
+
+
+def dtype_of(options: EvaluationOptions) -> str:
+    """The dtype asked for, or else the one that this machine is fast in."""
+    return options.dtype or ("bfloat16" if best_device().type == "cuda" else "float32")
+
+
+def texts_read(evaluation: VariantEvaluation, rows: Sequence[dict[str, Any]]) -> str:
+    """Which text the figures are of, and which one calibrated the cuts."""
+    sentence = f"Measured on {rows[0]['tokens']:,} tokens of {evaluation.data.name_of('validation')}."
+    calibration = evaluation.deployment.calibration
+    return sentence if calibration is None else f"{sentence} Calibrated on {calibration.described}."
 
 
 def result_file(source: ModelOnDisk, options: OutputOptions, name: str) -> Path:

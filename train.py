@@ -38,7 +38,7 @@ from salaad.training.agreement import Agreement
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
-from salaad.training.plan import check_run, plan_table
+from salaad.training.plan import check_run, plan_table, text_table
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
@@ -51,6 +51,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     check_run(config, source.config)
     if options.dry_run:
         accelerator.print(plan_table(config, source.config, distributed.world_size()))
+        accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
         return
     folder, checkpoint = run.open_run(config, options)
     if options.resume == "auto" and (folder / "summary.json").exists():

@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from salaad.common.launcher import say_last
+
 _LONGEST = 1000  # characters of a sentence
 
 # Errors of a disk or of its permissions, which are no faults of this program.
@@ -54,6 +56,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        say_last(f"error: {error}")
         leave(2)
     except Stopped:
         print("stopped before the first step of this start; the same command goes on", file=sys.stderr)

@@ -1,26 +1,13 @@
-"""Requests to stop, by SIGTERM or Ctrl-C, and the end of the launcher as such a request."""
+"""Requests to stop, by SIGTERM or Ctrl-C."""
 
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from salaad.common.errors import Stopped
-
-_SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl
-
-
-def follow_launcher() -> None:
-    """Get a SIGTERM when the launcher ends: with one process it passes no signal on, and the training would go on."""
-    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        launcher = os.getppid()
-        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
-        if os.getppid() != launcher:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopRequest:

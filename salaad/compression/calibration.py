@@ -61,6 +61,11 @@ class CalibrationText:
         """Changes with what is read."""
         return sha256(b"".join(row.tobytes() + b"|" for row in self._rows)).hexdigest()[:16]
 
+    @property
+    def described(self) -> str:
+        """How much of which text."""
+        return f"{self.sequences} sequences of {self.data.name_of('training')}"
+
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """The sequences in small batches."""
         rows = self._rows

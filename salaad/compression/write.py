@@ -99,7 +99,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         write_checksums(folder)
         name = "all units" if options.elastic else f"{variant.name}, {options.format}"
         warning = not_smaller(options, content.blocks - content.factored, content.blocks, dense_bytes, on_disk)
-        found = "\n\n".join([size_table(name, sizes), content.note, *warning])
+        read = [f"Calibrated on {deployment.calibration.described}."] if options.calibrate else []
+        found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None)
         how = history(source.name, deployment.kind, options, variant)
         write_card(folder, usage, how=how, sizes=found, base=source.base)

@@ -103,6 +103,13 @@ class DataConfig:
                 f"data.files is given, but data.source is {self.source}; set data.source to files",
             )
 
+    def name_of(self, part: Literal["training", "validation"]) -> str:
+        """The text of one part, in words."""
+        if self.source == "files":
+            return ", ".join(self.files if part == "training" else self.validation_files)
+        known = {"python-docs": "the documentation on this machine (python-docs)", "c4": "C4, from the hub"}
+        return f"{known[self.source]}, its {part} part"
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

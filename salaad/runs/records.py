@@ -5,6 +5,7 @@ import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ class Recorder:
         self._progress = progress
         self._latest: dict[str, Mapping[str, Any]] = {}
         self._skipped = 0
+        self._start, self._steps, self._began = start, config.train.steps, time.monotonic()
         if not active:
             return
         self._files = {}
@@ -75,12 +77,21 @@ class Recorder:
             self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])
         self._bar.update(row["step"] - self._bar.n)
         loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
-        shown = {"loss": loss, "tok/s": f"{row['tokens_per_second']:.0f}"}
+        speed = f"{row['tokens_per_second']:.0f}"
+        means = {}
         for column, label in self._progress.items():
             values = [columns[column] for columns in self._latest.values() if column in columns]
             if values:
-                shown[label] = f"{fmean(values):.3f}"
-        self._bar.set_postfix(shown)
+                means[label] = f"{fmean(values):.3f}"
+        if self._bar.disable:
+            self._say_progress(row["step"], {"loss": loss, "tokens/s": speed, **means})
+        self._bar.set_postfix({"loss": loss, "tok/s": speed, **means})
+
+    def _say_progress(self, step: int, shown: Mapping[str, str]) -> None:
+        """A line in place of the bar, which needs a terminal."""
+        left = (time.monotonic() - self._began) / max(1, step - self._start) * (self._steps - step)
+        figures = ", ".join(f"{value} {key}" if key == "tokens/s" else f"{key} {value}" for key, value in shown.items())
+        self.say(f"step {step:,} of {self._steps:,}: {figures}, {tqdm.format_interval(left)} left")
 
     def blocks(self, records: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:
         """A line of blocks.jsonl for every (step, block, columns, remark); a remark is printed."""

@@ -66,6 +66,7 @@ def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | Non
 
 def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
     folder = Path(options.output)
+    tunable = (*_TUNABLE, *(f"{config.method}.{name}" for name in config.settings.tunable))
     if _begun(folder):
         locks.claim(folder)
     if options.resume not in ("auto", "none"):
@@ -77,8 +78,13 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
         if own or not _begun(folder):
             verify(checkpoint, alone=True)
-            tunable = (*_TUNABLE, *(f"{config.method}.{name}" for name in config.settings.tunable))
-            _compare(RunState.read(checkpoint).config, config, checkpoint, () if own else tunable)
+            state = RunState.read(checkpoint)
+            _compare(state.config, config, checkpoint, () if own else tunable)
+            if not own and state.step >= config.train.steps:
+                raise UserError(
+                    f"--resume {checkpoint} is after step {state.step}, and train.steps is {config.train.steps}, so "
+                    "nothing is left to train; give more --train.steps, or an earlier checkpoint"
+                )
             return folder, checkpoint
         told = folder / "config.yaml"
         if not told.is_file() or f"# {BEGUN_FROM}: {checkpoint}" not in told.read_text(errors="replace").splitlines():
@@ -95,7 +101,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
     except UserError as error:
         said = f"--output {folder} holds a run without a readable config.yaml ({error})"
         raise UserError(f"{said}; give another folder") from None
-    _compare(begun_with, config, folder)
+    _compare(begun_with, config, folder, elsewhere=tunable)
     checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(RunState.read)
     for sentence in wrong:
         print(f"passed over: {sentence}", file=sys.stderr)
@@ -114,7 +120,22 @@ def _begun(folder: Path) -> bool:
     return Checkpoints(folder / "checkpoints").begun() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def _compare(old: dict[str, Any], config: RunConfig, place: Path, tunable: tuple[str, ...] = ()) -> None:
+def _compare(
+    old: dict[str, Any],
+    config: RunConfig,
+    place: Path,
+    tunable: tuple[str, ...] = (),
+    elsewhere: tuple[str, ...] = (),
+) -> None:
+    """Raise a UserError for a setting that is another than at the beginning of a run.
+
+    Args:
+        old: the configuration that the run was begun with.
+        config: what is asked for.
+        place: where `old` was found, a checkpoint or a run's folder.
+        tunable: settings that may change.
+        elsewhere: those that might in a new folder.
+    """
     # The settings of other methods change nothing that is computed.
     others = {name for name in SETTINGS if name != config.method}
     trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
@@ -122,9 +143,11 @@ def _compare(old: dict[str, Any], config: RunConfig, place: Path, tunable: tuple
     for key in sorted(before_all.keys() | now_all.keys()):
         before, now = before_all.get(key), now_all.get(key)
         if before != now and key not in (*_FREE, *tunable):
-            raise UserError(
-                f"{place} was begun with {key} {before}, but {now} is asked for; keep it, or give another --output"
-            )
+            cure = "keep it, or begin a new run with another --output"
+            if key in elsewhere:
+                newest = Checkpoints(place / "checkpoints").latest()
+                cure = f"keep it, or go on from there with it in a new folder: --resume {newest} --output NEW"
+            raise UserError(f"{place} was begun with {key} {before}, but {now} is asked for; {cure}")
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

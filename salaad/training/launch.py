@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError, leave
-from salaad.common.signals import follow_launcher
+from salaad.common.launcher import follow_launcher
 from salaad.config.run import RunConfig
 from salaad.model.loss import SummedLoss
 

@@ -1,9 +1,11 @@
-"""What a run would do, without doing it: `train.py --dry-run`."""
+"""What a run would do and read, without doing it: `train.py --dry-run`."""
 
 from transformers import PretrainedConfig
 
-from salaad.common.formats import markdown_table, mebibytes, millions
-from salaad.config.run import RunConfig
+from salaad.common.formats import markdown_table, mebibytes, megabytes, millions
+from salaad.config.run import DataConfig, RunConfig
+from salaad.data.text import open_text
+from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
 from salaad.model.build import outline, training_flops
 from salaad.model.loss import SummedLoss
@@ -29,6 +31,18 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
         *method.plan(model, config, ranks),
     ]
     return markdown_table(("plan", "value"), rows)
+
+
+def text_table(config: DataConfig, vocab_size: int) -> str:
+    """What a run would read, a Markdown table; a UserError as `open_text`."""
+    text = open_text(config, vocab_size=vocab_size)
+    rows = []
+    for part, files in (("training", text.train_files), ("validation", text.validation_files)):
+        size = sum(text.sizes.get(file, 0) for file in files)
+        known = f", {megabytes(size)}" if size else ""
+        rows.append((f"{part} text", f"{config.name_of(part)}: {len(files)} files{known}"))
+    rows.append(("tokenizer", f"{text_pieces(text.tokenizer):,} pieces, for a vocabulary of {vocab_size:,}"))
+    return "\n" + markdown_table(("text", "value"), rows)
 
 
 def check_run(config: RunConfig, description: PretrainedConfig) -> None:

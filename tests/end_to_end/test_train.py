@@ -389,12 +389,31 @@ def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path
     assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
 
 
-def test_dry_run_prints_the_plan_and_leaves_nothing(tmp_path, capsys):
-    run_training(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+def test_dry_run_prints_the_plan_looks_at_the_text_and_leaves_nothing(toy, tmp_path, capsys):
+    run_training([*toy(), "--dry-run"], tmp_path / "run")
     said = capsys.readouterr().out
-    for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "floating-point operations", "130,000"):
+    for word in ("blocks per owner", "memory per rank: ADMM", "floating-point operations"):
         assert word in said
+    assert "training text" in said and "512 pieces" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_prints_the_plan_of_a_cluster_and_says_that_its_text_is_out_of_reach(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"hub|network|offline"):
+        run_training(["--config", "1b.yaml", "--dry-run"], tmp_path / "run")
+    said = capsys.readouterr().out
+    for word in ("1339.08 M", "blocks per owner", "memory per rank: ADMM", "130,000"):
+        assert word in said
+
+
+def test_without_a_terminal_a_line_is_printed_at_every_logged_step(toy, tmp_path, capsys):
+    run_training(toy(train__steps=4, train__log_every=2), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "loss" in line]
+    rows = lines(tmp_path / "run")
+    assert [line.split(":")[0] for line in said] == ["step 2 of 4", "step 4 of 4"]
+    for line, row in zip(said, rows, strict=True):
+        assert f"loss {row['loss']:.3f}" in line
+        assert "tokens/s" in line and "left" in line
 
 
 BAD_INPUT = [
@@ -423,8 +442,14 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(toy, tmp_path, overrides, s
 
 def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
     run_training(toy(train__steps=2), tmp_path / "run")
-    with pytest.raises(UserError, match=r"begun with optimizer.lr 0.003, but 0.1 is asked for"):
+    with pytest.raises(UserError, match=r"begun with optimizer.lr 0.003, but 0.1 is asked for") as error:
         run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
+    cure = re.search(r"--resume (\S+) --output NEW", str(error.value))[1]  # which works as it is printed
+    with pytest.raises(UserError, match=r"after step 2, and train.steps is 2, so nothing is left to train; give more"):
+        run_training([*toy(train__steps=2, optimizer__lr=0.1), f"--resume={cure}"], tmp_path / "new")
+    run_training([*toy(train__steps=3, optimizer__lr=0.1), f"--resume={cure}"], tmp_path / "new")
+    with pytest.raises(UserError, match=r"begun with model.hidden_size .*begin a new run with another --output"):
+        run_training(toy(train__steps=2, model__hidden_size=48), tmp_path / "run")
     with pytest.raises(UserError, match="already holds a run"):
         run_training([*toy(train__steps=2), "--resume=none"], tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
@@ -439,4 +464,10 @@ def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
 def test_a_user_error_on_two_processes_is_said_by_the_launched_program(toy, tmp_path):
     done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
     assert done.returncode != 0
-    assert "train.batch 3 cannot be shared by 2 processes" in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].startswith("error: train.batch 3 cannot be shared by 2 processes")
+
+
+def test_the_last_line_of_a_launch_that_fails_is_our_sentence(tmp_path):
+    done = launch(["--config", "nano.yaml", "--lr", "3"], tmp_path / "run", processes=1)
+    assert done.returncode != 0
+    assert done.stderr.rstrip().splitlines()[-1] == "error: there is no option --lr; did you mean --optimizer.lr?"
