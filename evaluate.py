@@ -3,6 +3,7 @@
 from functools import partial
 
 from salaad.common.errors import run_command
+from salaad.common.validation import split_list
 from salaad.config.command_line import read_options
 from salaad.config.commands import (
     EvaluationOptions,
@@ -13,12 +14,21 @@ from salaad.config.commands import (
     SweepOptions,
     TextOptions,
 )
+from salaad.evaluation.task_names import require_known
 
 COMMANDS = {"perplexity": PerplexityOptions, "sweep": SweepOptions, "lm-eval": LmEvalOptions, "rpca": RpcaOptions}
 read = partial(read_options, "evaluate.py", __doc__, COMMANDS, with_data=("perplexity", "sweep"))
 
+
+def check_early() -> None:
+    """Help, and what is wrong with the options, before the imports below, which take seconds."""
+    command = read(None)
+    if command.name == "lm-eval":
+        require_known(split_list(command.options.tasks))
+
+
 if __name__ == "__main__":
-    run_command(partial(read, None))  # help and wrong options come before the imports below, which take seconds
+    run_command(check_early)
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -95,7 +105,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
 
 def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     """Accuracies of the installed lm-evaluation-harness, zero-shot."""
-    tasks = [name.strip() for name in options.tasks.split(",")]
+    tasks = split_list(options.tasks)
     task_data = Path(options.task_data) if options.task_data else None
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]

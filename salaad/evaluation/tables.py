@@ -49,19 +49,22 @@ def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
     def percent(value: float | None, error: float | None) -> str:
         return "–" if value is None else f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
 
+    others = any(row.get("others") for row in rows)
     lines = [
         (
             row["task"],
             row["variant"],
             percent(row["acc"], row["acc_stderr"]),
             percent(row["acc_norm"], row["acc_norm_stderr"]),
+            *([", ".join(f"{key} {value:.4g}" for key, value in row.get("others", {}).items())] if others else []),
             f"{row['samples']:,}",
             row["version"],
         )
         for row in rows
     ]
     first = rows[0]
-    table = markdown_table(("task", "variant", "acc, %", "acc_norm, %", "rows", "version"), lines)
+    columns = ("task", "variant", "acc, %", "acc_norm, %", *(["others"] if others else []), "rows", "version")
+    table = markdown_table(columns, lines)
     return f"{first['model']}, zero-shot, {first['dtype']}, lm-evaluation-harness {first['harness']}\n\n{table}"
 
 
