@@ -1,7 +1,7 @@
 """Roles: which weights of a model become blocks, chosen by their function instead of by layer.
 
-A role is one of the names below, known for LLaMA-like models and for GPT-2, or `re:PATTERN`, a regular expression that
-is searched in the module names of any other model.
+A role is one of the names below, known for the usual decoder families, or `re:PATTERN`, a regular expression that is
+searched in the module names of any other model.
 """
 
 import re
@@ -11,31 +11,21 @@ from torch import nn
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 
-# role → ends of module names. GPT-2 computes q, k and v with one weight and has no gate.
-_LLAMA = {
-    "q": ("q_proj",),
-    "k": ("k_proj",),
-    "v": ("v_proj",),
-    "o": ("o_proj",),
-    "gate": ("gate_proj",),
-    "up": ("up_proj",),
-    "down": ("down_proj",),
-    "embedding": ("embed_tokens",),
-    "lm_head": ("lm_head",),
+# role → ends of module names, of LLaMA, Mistral, Qwen, Gemma and their like; Phi-3, which computes q, k and v with one
+# weight; DeepSeek, which factors them; GPT-2; OPT; GPT-NeoX; Falcon. A fused weight is one block under all its roles.
+_ENDS = {
+    "q": ("q_proj", "q_a_proj", "q_b_proj", "qkv_proj", "attn.c_attn", "query_key_value"),
+    "k": ("k_proj", "kv_a_proj_with_mqa", "kv_b_proj", "qkv_proj", "attn.c_attn", "query_key_value"),
+    "v": ("v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "qkv_proj", "attn.c_attn", "query_key_value"),
+    "o": ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense", "self_attention.dense"),
+    "gate": ("gate_proj", "gate_up_proj"),
+    "up": ("up_proj", "gate_up_proj", "mlp.c_fc", "fc1", "dense_h_to_4h"),
+    "down": ("down_proj", "mlp.c_proj", "fc2", "dense_4h_to_h"),
+    "embedding": ("embed_tokens", "wte", "embed_in", "word_embeddings"),
+    "lm_head": ("lm_head", "embed_out"),
 }
-_GPT2 = {
-    "q": ("attn.c_attn",),
-    "k": ("attn.c_attn",),
-    "v": ("attn.c_attn",),
-    "o": ("attn.c_proj",),
-    "up": ("mlp.c_fc",),
-    "down": ("mlp.c_proj",),
-    "embedding": ("wte",),
-    "lm_head": ("lm_head",),
-}
-_FAMILIES = (_LLAMA, _GPT2)
 _OUTER = ("embedding", "lm_head")  # blocks only if asked for
-ROLES = tuple(_LLAMA)
+ROLES = tuple(_ENDS)
 
 
 def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Parameter]:
@@ -51,22 +41,21 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Paramete
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.ndim == 2
     }
-    family = next((family for family in _FAMILIES if _matches(weights, family["o"])), None)
-    roles = list(config.roles) or [role for role in family or () if role not in _OUTER]
+    roles = list(config.roles) or _own_roles(weights)
     roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
     if not roles:
         raise UserError(
-            "salaad.roles is empty and this model is of no known family; name its weights with "
-            "salaad.roles=['re:PATTERN'], a pattern over module names such as "
+            "no roles are given and this model is of no known family; name its weights by the role re:PATTERN, a "
+            "pattern over module names such as "
             f"{', '.join(list(weights)[:3]) or '(it has no 2-D weight)'}"
         )
     chosen: set[str] = set()
     for role in roles:
-        found = _select(weights, family, role)
+        found = _select(weights, role)
         if not found:
             raise UserError(
-                f"salaad.roles names {role!r}, which matches no 2-D weight of this model; choose from "
-                f"{', '.join(r for r in family or () if _matches(weights, family[r])) or 're:PATTERN'}"
+                f"the role {role!r} matches no 2-D weight of this model; choose from "
+                f"{', '.join(name for name in ROLES if _matches(weights, name)) or 're:PATTERN'}"
             )
         chosen.update(found)
     blocks: dict[str, nn.Parameter] = {}
@@ -76,17 +65,33 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Paramete
     return blocks
 
 
-def _select(weights: dict[str, nn.Parameter], family: dict | None, role: str) -> list[str]:
+def role_of(name: str) -> str | None:
+    """The role of a module, by its name; of a fused weight the first one."""
+    return next((role for role in ROLES if _ends_in(name, role)), None)
+
+
+def _own_roles(weights: dict[str, nn.Parameter]) -> list[str]:
+    """The roles that a model of a known family has, one of whose attention all is recognised."""
+    if not (_matches(weights, "q") and _matches(weights, "o")):
+        return []
+    return [role for role in ROLES if role not in _OUTER and _matches(weights, role)]
+
+
+def _select(weights: dict[str, nn.Parameter], role: str) -> list[str]:
     if role.startswith("re:"):
         try:
             pattern = re.compile(role.removeprefix("re:"))
         except re.error as error:
-            raise UserError(f"salaad.roles holds {role!r}, which is no regular expression ({error}); mend it") from None
+            raise UserError(f"the role {role!r} is no regular expression ({error}); mend it") from None
         return [name for name in weights if pattern.search(name)]
     if role not in ROLES:
-        raise UserError(f"salaad.roles names {role!r}; give any of {', '.join(ROLES)} or re:PATTERN")
-    return _matches(weights, (family or {}).get(role, ()))
+        raise UserError(f"there is no role {role!r}; give any of {', '.join(ROLES)} or re:PATTERN")
+    return _matches(weights, role)
 
 
-def _matches(weights: dict[str, nn.Parameter], ends: tuple[str, ...]) -> list[str]:
-    return [name for name in weights if any(name == end or name.endswith("." + end) for end in ends)]
+def _matches(weights: dict[str, nn.Parameter], role: str) -> list[str]:
+    return [name for name in weights if _ends_in(name, role)]
+
+
+def _ends_in(name: str, role: str) -> bool:
+    return any(name == end or name.endswith("." + end) for end in _ENDS[role])

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.common.formats import millions
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.methods.base import BlockRecord, Method
@@ -19,6 +18,7 @@ from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.storage import load_surrogates
 from salaad.methods.salaad.surrogate import KEPT
+from salaad.model import coverage
 from salaad.model.roles import find_blocks
 
 _ADMM_BYTES = 10  # per parameter: R and T of `Surrogate` in float32, and singular vectors of up to half the short side
@@ -68,7 +68,7 @@ class SalaadMethod(Method):
         counts = [list(owners.values()).count(rank) for rank in range(ranks)]
         imbalance = ownership.imbalance(ownership.costs_of(blocks), owners, ranks)
         return [
-            ("blocks", f"{len(blocks)}, {millions(sum(X.numel() for X in blocks.values()))} parameters"),
+            *coverage.said(model, blocks),
             ("blocks per owner", ", ".join(map(str, counts))),
             ("imbalance of the owners", f"{imbalance:.3f} (largest cost over mean)"),
             ("ADMM updates", f"{config.train.steps // settings.every:,} per block, {settings.schedule}"),

@@ -24,6 +24,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
+from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
 
@@ -84,6 +85,11 @@ class Salaad:
             for name in self.surrogates
         ]
         self.closed = False
+
+    def __repr__(self) -> str:
+        """What part of the model is drawn towards L + S, and what is left out for which reason."""
+        lines = [f"{what}: {how_much}" for what, how_much in coverage.said(self.model, self.weights)]
+        return "\n  ".join([f"Salaad after {self.steps:,} steps", *lines])
 
     def __enter__(self) -> Self:
         """This object."""
