@@ -421,7 +421,7 @@ BAD_INPUT = [
     ({"train__steps": "many"}, "--train.steps is many, but has to be a whole number"),
     ({"salaad__every": 0}, "salaad.every is 0, but the least is 1; give 1 or more"),
     ({"salaad__rank_ratio": 1.5}, r"salaad.rank_ratio is 1.5, outside \(0, 1\]"),
-    ({"salaad__roles": "gat"}, r"names 'gat'; give any of q, k, v"),
+    ({"salaad__roles": "gat"}, r"there is no role 'gat'; give any of q, k, v"),
     ({"salaad__roles": "re:nothing"}, r"matches no 2-D weight"),
     ({"data__files": "missing/*.jsonl"}, r"missing/\*.jsonl"),
     ({"model__vocab_size": 100}, r"512.*100|100.*512"),
