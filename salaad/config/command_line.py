@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 from jsonargparse import ActionConfigFile
 
+from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKOUT, is_file, replacing
 from salaad.common.validation import check
 from salaad.config.methods import SETTINGS
+from salaad.config.model_sizes import parameters, scaled_to
 from salaad.config.option_parser import OptionParser, parse, typed, with_lists
-from salaad.config.run import DataConfig, RunConfig
+from salaad.config.run import DataConfig, ModelConfig, RunConfig
 
 CONFIGS = CHECKOUT / "configs"
 _LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
@@ -59,6 +61,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
     parsed, instantiated = parse(parser, _find_configs(with_lists(arguments, kinds)), *kinds)
     own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
+    own["model"] = _with_sizes(own["model"])
     config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
     if not arguments:  # somebody looks what this is
@@ -67,6 +70,16 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
         options = TrainOptions(f"runs/{stem}-{config.method}", options.resume, options.dry_run)
     return config, options
+
+
+def _with_sizes(model: ModelConfig) -> ModelConfig:
+    """The model with the sizes it has; with those found for it if it is like another."""
+    if model.like is None:
+        return model
+    sizes = read_plain_yaml(_config_path(model.like)).get("model", {})
+    named = ModelConfig(**{**sizes, "vocab_size": model.vocab_size})
+    check(named.path is None, f"model.like {model.like} has no sizes but a path; give a file in configs/ with sizes")
+    return scaled_to(named, parse_budget(model.parameters, parameters(named)))
 
 
 class Command(NamedTuple):

@@ -26,6 +26,9 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the LM head.
         path: a Hugging Face causal-LM folder to go on from, or the name of a model on the hub; the sizes above are
             then ignored.
+        like: a file in configs/ whose model lends its depth, its heads and its proportions to one of `parameters`
+            parameters, with the vocabulary above; the sizes found take the place of those above.
+        parameters: of the model that is `like` another, as a number (194M) or as a fraction of that model's (0.5).
     """
 
     hidden_size: int = 128
@@ -34,8 +37,15 @@ class ModelConfig:
     num_attention_heads: int = 4
     vocab_size: int = 32000
     path: str | None = None
+    like: str | None = None
+    parameters: str | None = None
 
     def __post_init__(self) -> None:
+        check(
+            (self.like is None) == (self.parameters is None),
+            "model.like and model.parameters belong together; give both, such as like 350m and parameters 194M",
+        )
+        check(not (self.like and self.path), "model.like makes a new model, model.path goes on from one; give only one")
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         at_least(self, 1, *names)
         for name in names:

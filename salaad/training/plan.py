@@ -22,6 +22,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
+        ("sizes", _sizes(description)),
         ("steps", f"{train.steps:,}"),
         ("sequences per step", f"{train.batch} of {length} tokens, {train.batch // ranks} per rank"),
         ("tokens, padding included", f"{positions / 1e9:.3f} B"),
@@ -55,6 +56,18 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     model = outline(description)
     SummedLoss(model)
     method_of(config).check(model, config)
+
+
+def _sizes(description: PretrainedConfig) -> str:
+    """The sizes of a model in words; of another architecture than LLaMA's those it has by the same names."""
+    names = {
+        "hidden_size": "width",
+        "intermediate_size": "feed-forward width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "vocab_size": "vocabulary",
+    }
+    return ", ".join(f"{word} {value}" for name, word in names.items() if (value := getattr(description, name, None)))
 
 
 def _activations(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:

@@ -37,6 +37,8 @@ ITEMS = (
     Item("ablation130m_pairs", "ρ, Δα and Δβ", "appendix", t.once(*t.PAIRS_130M), tables.ablation_pairs_130m, RECORDS),
     Item("frequency", "ADMM update frequency K/J", "appendix", t.every_seed(*t.FREQUENCIES), tables.update_frequency,
          t.once(*t.FREQUENCIES)),
+    Item("one_training", "One training or one per size", "beyond the paper",
+         lambda scale: [t.VANILLA, t.SALAAD, *t.small_dense(scale).values()], experiments.one_training, BOTH),
     Item("embedding_why", "What gives the embedding a structure", "beyond the paper",
          lambda scale: list(t.embedding_why(scale).values()), experiments.embedding_why, RECORDS),
     Item("rpca_limit", "Where robust PCA finds L + S", "beyond the paper", t.once(t.SALAAD), experiments.rpca_limit),

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from salaad.common.budgets import parse_budget
 from salaad.common.formats import markdown_table, millions
-from salaad.evaluation.sweep import best, grid
+from salaad.compression.variants import Variant
+from salaad.evaluation.sweep import best, by_energy, grid
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.deployments import found_and_true
 from scripts.reproduction.evidence import Number, percent, span, structure_text
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import KAPPAS, evaluation, summary
+from scripts.reproduction.records import KAPPAS, REFINE, evaluation, post_hoc, summary
 
 LEFT = (1, 0.6, 0.3)  # of the singular values of L and of the entries of S, the largest
 RANKS, DENSITIES = (0, 0.05, 0.1, 0.15, 0.2, 1), (0, 0.05, 0.1, 0.2, 1)  # borders of the table
@@ -75,6 +77,39 @@ def rpca_limit(scale: Scale) -> Measured:
     ]
     table = {"blocks whose density robust PCA finds to 0.1": markdown_table(header, lines)}
     return Measured(rows, table, {"how far off the density is that robust PCA finds": "rpca_limit.png"})
+
+
+def one_training(scale: Scale) -> Measured:
+    """Perplexity over size: SALAAD cut by energy and refined, full-rank cut so after the fact, small dense models."""
+    rows = []
+    for label, run, split in (
+        ("SALAAD, one training", trainings.SALAAD, None),
+        ("full-rank, one training, cut after robust PCA", trainings.VANILLA, post_hoc(trainings.VANILLA, scale)),
+    ):
+        measure = evaluation(run.folder(scale), scale, split)
+        budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
+        variants = [Variant("X"), *([] if split else [Variant("L+S")]), *by_energy(budgets, REFINE)]
+        rows += [{"label": label, **measure(variant)} for variant in variants]
+    small = {"1": trainings.VANILLA, **trainings.small_dense(scale)}
+    for budget, run in small.items():
+        X = summary(run, scale)["variants"]["X"]
+        rows.append({"label": "dense, one training per size", "variant": "X", "budget": budget, **X})
+    pictures.one_training(rows, scale.results / "one_training.png")
+    dense = next(row["parameters"] for row in rows)
+    columns = list(dict.fromkeys(row["label"] for row in rows))
+    lines = []
+    for share in ("1", *scale.budgets):
+        budget = parse_budget(share, dense)
+        near = [[row for row in rows if row["label"] == label and _has_size(row, budget)] for label in columns]
+        lines.append((millions(budget), *(f"{min(row['perplexity'] for row in some):.2f}" for some in near)))
+    tables = {"perplexity by parameters of the whole model": markdown_table(("parameters", *columns), lines)}
+    notes = [f"cuts by energy, with {REFINE} refinements; every model saw the same tokens; seed 0"]
+    return Measured(rows, tables, {"perplexity over parameters": "one_training.png"}, notes)
+
+
+def _has_size(row: dict[str, Any], budget: int) -> bool:
+    """Whether a model is of this size; a cut may stay one unit, a dense model half a unit of width off it."""
+    return abs(row["parameters"] / budget - 1) < 0.005
 
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -25,6 +25,8 @@ SHORT = {
     "salaad.embedding": "embedding",
     "salaad.lm_head": "head",
     "train.precision": "precision",
+    "model.like": "like",
+    "model.parameters": "parameters",
 }
 
 
@@ -219,7 +221,8 @@ class Run:
 
     def flops(self, scale: Scale) -> float:
         """Floating-point operations of its forward and backward passes."""
-        return _flops_per_run(tuple(scale.command_options))
+        changes = [f"--{name}={value}" for name, value in self.changes(scale).items() if name.startswith("model.")]
+        return _flops_per_run((*scale.command_options, *changes))
 
 
 def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:

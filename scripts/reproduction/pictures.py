@@ -29,6 +29,7 @@ __all__ = [
     "kappa_share",
     "learning_dynamics",
     "lm_head",
+    "one_training",
     "rpca",
     "rpca_limit",
     "rpca_truth",
@@ -152,6 +153,20 @@ def update_frequency(runs: Mapping[int, Path], path: Path) -> None:
     panels[0].set(title=LOSS, ylabel="nats per token")
     panels[1].set(title=f"mean {ERROR}", ylim=(0, None))
     _finish(figure, panels, path, "ADMM updates")
+
+
+def one_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity over parameters of models that come from one training and of models trained size by size."""
+    figure, panel = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    labels = dict.fromkeys(row["label"] for row in rows)
+    for label, marker, color in zip(labels, "osD", OTHERS[:3], strict=True):
+        curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in rows if row["label"] == label)
+        panel.plot(*zip(*curve, strict=True), marker=marker, markersize=4, color=color, label=label, **ALONE)
+    low = min(row["perplexity"] for row in rows)
+    panel.set_ylim(0.98 * low, 1.3 * low)  # a model cut too far would flatten the others
+    panel.set(xlabel="parameters, millions", ylabel="validation perplexity")
+    dress(panel, legend=True)
+    save(figure, path)
 
 
 def blocks_of(run: Path) -> dict[str, list[dict[str, Any]]]:

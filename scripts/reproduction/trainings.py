@@ -50,6 +50,12 @@ def every_seed(*runs: Run) -> Runs:
     return lambda scale: [run.seeded(seed) for run in runs for seed in scale.seeds]
 
 
+def small_dense(scale: Scale) -> dict[str, Run]:
+    """Budget of the elastic curve → the model of that size, with the same proportions, trained full-rank."""
+    like = ("model.like", scale.size or scale.name)
+    return {budget: Run("full_rank", settings=(like, ("model.parameters", budget))) for budget in scale.budgets}
+
+
 def embedding_why(scale: Scale) -> dict[str, Run]:
     """What might give the embedding a structure where the settings of Table 1 do not.
 

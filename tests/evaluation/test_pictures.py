@@ -313,3 +313,17 @@ def test_a_run_without_what_a_picture_shows_is_refused(tmp_path):
         pictures.lm_head({1: headless}, {}, tmp_path / "it.png")
     with pytest.raises(UserError, match="no checkpoint"):
         pictures.embedding(run, headless, tmp_path / "it.png")
+
+
+def test_one_training_draws_every_model_by_its_size(tmp_path, drawn):
+    curves = {"one": {1.0: 120.0, 1.8: 101.0}, "cut": {1.0: 900.0, 1.8: 99.0}, "each": {1.0: 110.0, 1.8: 99.0}}
+    rows = [
+        {"label": label, "parameters": 1e6 * size, "perplexity": perplexity}
+        for label, curve in curves.items()
+        for size, perplexity in reversed(curve.items())
+    ]
+    pictures.one_training(rows, tmp_path / "one_training.png")
+    [panel] = drawn[0].axes
+    shown = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in panel.lines}
+    assert shown == curves
+    assert panel.get_ylim()[1] < 900  # what cannot be used does not flatten the others

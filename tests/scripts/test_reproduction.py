@@ -499,3 +499,19 @@ def test_tables_hold_the_papers_numbers_beside_ours():
     shown = accuracies(scores, paper("downstream", SCALES["1b"])).split("\n")
     assert [line.split("|")[1].strip() for line in shown[2:]] == ["X", "paper X", "paper L̃+S̃", "paper Vanilla"]
     assert "25.0" in shown[2] and "71.0" in shown[3]
+
+
+def test_the_small_dense_models_of_a_scale_have_the_sizes_of_its_cuts():
+    scale = SCALES["micro"]
+    runs = trainings.small_dense(scale)
+    assert list(runs) == list(scale.budgets)
+    whole = scale.config.model
+    dense = count_parameters(outline(describe_model(whole, 256)))
+    for budget, run in runs.items():
+        words = run.command(scale)
+        config, _ = read_command_line(words[1:])
+        count = count_parameters(outline(describe_model(config.model, 256)))
+        assert count == pytest.approx(parse_budget(budget, dense), rel=0.002)
+        assert (config.method, config.model.vocab_size) == ("full_rank", whole.vocab_size)
+        assert run.name(scale) == f"full_rank,like=micro,parameters={budget}"
+        assert run.flops(scale) < trainings.VANILLA.flops(scale)
