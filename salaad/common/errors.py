@@ -64,6 +64,9 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave(130)
+    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing raises it again
+        leave(0)
     except OSError as error:
         if error.errno not in _DISK:
             traceback.print_exc()

@@ -101,6 +101,7 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         "rpca": "found by robust PCA in the finished weights",
         "godec": "found by GoDec in the finished weights",
         "elastic": "taken from a folder of all sizes",
+        "stored": "those of a folder of one size",
     }[kind.partition("-")[0]]
     if options.elastic:
         cut = "all units are kept, in one order by energy per parameter, and a size reads the first of them"

@@ -25,10 +25,11 @@ from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.energy_allocation import UnitQueue, implied_kappa
-from salaad.factored.any_size import FORMAT_NAME, ElasticConfig, ElasticFile
+from salaad.factored.any_size import ElasticConfig, ElasticFile
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import find_blocks
@@ -109,6 +110,7 @@ class CheckpointDeployment:
 
     Attributes:
         shapes: block → (n, m).
+        in_parts: blocks that the folder stores as U·V + S already; it holds one size.
 
     Raises:
         UserError: a split is asked of a model whose weights are stored in parts.
@@ -128,9 +130,11 @@ class CheckpointDeployment:
         else:
             index = {} if source.surrogate is None else read_index(source.surrogate)
             self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
+        entry = getattr(model.config, "quantization_config", None)
+        self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
-        self.kind = "trained"
+        self.kind = "stored" if self.in_parts else "trained"
         if post_hoc is not None:
             how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
             self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
@@ -166,6 +170,8 @@ class CheckpointDeployment:
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
         refine, calibrated = options.alternations, options.calibrate > 0
+        if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
+            return Variant("X")  # the folder as it is, dense again or in another dtype
         if budget is None:
             return Variant("L+S", refine=refine, calibrated=calibrated)
         if options.by_energy:
@@ -224,7 +230,12 @@ class CheckpointDeployment:
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
         parts = self.cut(variant)
+        if self.in_parts and not factored:
+            model = as_dense(self.source.folder.load(torch.float32), dtype)
+            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
         model = self.source.folder.load(dtype)
+        if self.in_parts:
+            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
         if factored:
             factor(model, parts)
         else:
@@ -296,7 +307,6 @@ class ElasticDeployment:
             "--refine": options.refine,
             "--calibrate": options.calibrate,
             "--elastic": options.elastic,
-            "--format dense": options.format == "dense",
         }
         wrong = [name for name, given in asked.items() if given]
         if wrong:
@@ -313,8 +323,9 @@ class ElasticDeployment:
         yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """The model of the variant's size, whose blocks are in parts already."""
-        with self.opened(variant, dtype) as (model, parameters, kappa):
+        """The model of the variant's size, whose blocks are in parts already, or dense again."""
+        with self.opened(variant, dtype if factored else torch.float32) as (model, parameters, kappa):
+            model = model if factored else as_dense(model, dtype)
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
     def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
@@ -331,7 +342,7 @@ class ElasticDeployment:
 def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
     """Whatever lies in a folder, ready to be cut."""
     entry = getattr(source.folder.config, "quantization_config", None) or {}
-    elastic = entry.get("quant_method") == FORMAT_NAME and post_hoc is None
+    elastic = is_any_size(entry) and post_hoc is None
     return ElasticDeployment(source) if elastic else CheckpointDeployment(source, post_hoc)
 
 
@@ -361,6 +372,11 @@ def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
 def best_device() -> torch.device:
     """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def as_dense(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """An opened model with every weight dense, in `dtype`."""
+    return model.dequantize(dtype) if getattr(model, "hf_quantizer", None) else model.to(dtype)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
-from salaad.factored.fixed_size import memory_bytes, resident_bytes, slr_modules, tied_modules
+from salaad.factored.fixed_size import mark_factored, memory_bytes, resident_bytes, slr_modules, tied_modules
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
@@ -83,7 +83,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
             tokenizer.save_pretrained(folder)
         carry_over(source.folder.path, folder)
         on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        dense_bytes = deployment.dense * getattr(torch, options.dtype).itemsize
+        dense_bytes = deployment.dense * getattr(torch, options.float_dtype).itemsize
         sizes = {
             "parameters": (deployment.dense, content.parameters),
             "numbers_stored": (deployment.dense, content.numbers),
@@ -108,11 +108,13 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
 
 
 def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
-    sized = deployment.sized(variant, getattr(torch, options.dtype), options.format == "factored")
+    sized = deployment.sized(variant, getattr(torch, options.float_dtype), options.format == "factored")
+    mark_factored(sized.model, sized.parameters, in_int8=options.dtype == "int8")
     factored = len(slr_modules(sized.model))
     note = (
         f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; weights in {options.dtype}."
     )
+    note += " What is not U, V or S is in bfloat16." if options.dtype == "int8" else ""
     note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
     numbers, memory = count_parameters(sized.model), resident_bytes(sized.model)
     save = sized.model.save_pretrained

@@ -186,7 +186,8 @@ class CompressOptions:
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
             for that size, and larger sizes add to it.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
-        dtype: dtype of the stored weights.
+        dtype: dtype of the stored weights; int8 stores U, V and the entries of S in a byte each, with scales, the other
+            weights in bfloat16, and is opened in any float dtype.
         rpca: take L + S from robust PCA of the dense weights, whatever the model was trained with.
         godec: take L + S of a given rank and density from alternating projections of the dense weights.
         rank_ratio: with --godec, the rank of L over the shorter side; without it a quarter, or more if the budget has
@@ -206,7 +207,7 @@ class CompressOptions:
     calibrate: int = 0
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     rpca: bool = False
     godec: bool = False
     rank_ratio: float | None = None
@@ -232,6 +233,10 @@ class CompressOptions:
             check(self.allocation != "hpa", "--elastic orders its units by energy; leave --allocation hpa out")
             both = self.refine is None or (self.budget is None) == (self.refine == 0)
             check(both, "--elastic fits its units to a size by --refine N and --budget SIZE; give both, or neither")
+        parts = self.format == "factored" and not self.elastic
+        check(
+            parts or self.dtype != "int8", "--dtype int8 stores U, V and S of one size; leave it out for another folder"
+        )
         check(not (self.rpca and self.godec), "--rpca and --godec are two ways to split; give one of them")
         post_hoc = self.rpca or self.godec
         check(post_hoc or not (self.roles or self.embedding), "--roles and --embedding need --rpca or --godec; add one")
@@ -241,6 +246,11 @@ class CompressOptions:
                 option = f"--{name.replace('_', '-')}"
                 check(self.godec, f"{option} is {value}, which is GoDec's; add --godec or leave it out")
                 check(0 < value <= 1, f"{option} is {value}, outside (0, 1]; give the part of what there could be")
+
+    @property
+    def float_dtype(self) -> str:
+        """The dtype of the weights that are stored as floats."""
+        return "bfloat16" if self.dtype == "int8" else self.dtype
 
     @property
     def by_energy(self) -> bool:

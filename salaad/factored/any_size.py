@@ -39,6 +39,7 @@ from salaad.factored.fixed_size import (
 )
 from salaad.factored.slr import Slr, position_dtype
 from salaad.hpa import Kept
+from salaad.model.folder_formats import ANY_SIZE, is_any_size
 from salaad.model.weight_headers import (
     BYTES,
     FLOATS,
@@ -53,7 +54,6 @@ from salaad.model.weight_headers import (
     numbers,
 )
 
-FORMAT_NAME = "salaad-elastic"
 FORMAT_VERSION = 1
 _ASKED = "_asked_budget"
 _DENSER = 1000  # largest ratio of the numbers in tied weights, which stay dense in memory, to those in the files
@@ -82,7 +82,7 @@ class ElasticConfig(QuantizationConfigMixin):
         format: int = FORMAT_VERSION,
         **_: Any,
     ) -> None:
-        self.quant_method = FORMAT_NAME
+        self.quant_method = ANY_SIZE
         self.format = format
         blocks = check_entry(blocks or {}, 4)
         if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(blocks):
@@ -170,7 +170,7 @@ class ElasticQuantizer(CheckedQuantizer):
             if outline is module:  # a tied weight stays dense
                 module.weight.data.copy_(slr.dense())
             elif is_smaller_dense(slr, slr.values.element_size()):
-                module.weight = nn.Parameter(slr.dense().to(outline.U), requires_grad=False)
+                module.weight = nn.Parameter(slr.dense().to(outline.U))
                 if getattr(module, "bias", None) is not None:
                     module.bias = outline.bias
                 model.set_submodule(name, module)
@@ -218,8 +218,8 @@ class ElasticQuantizer(CheckedQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: U, V and S are for inference."""
-        return False
+        """True: what is opened is a model of one size."""
+        return True
 
 
 class ElasticFile:
@@ -305,7 +305,7 @@ def _ask_for(config: PreTrainedConfig, budget: str | float | None) -> None:
     if budget is None:
         return
     entry = getattr(config, "quantization_config", None)
-    if not isinstance(entry, dict) or entry.get("quant_method") != FORMAT_NAME:
+    if not is_any_size(entry):
         raise UserError(
             f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
             "written with --elastic"

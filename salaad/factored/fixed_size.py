@@ -8,7 +8,7 @@ with their rank and number of entries. transformers opens such a folder through 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from salaad.common.errors import UserError
 from salaad.factored import packing
 from salaad.factored.layers import SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.slr import Slr
+from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
     check_block,
@@ -32,7 +33,6 @@ from salaad.model.weight_headers import (
     shape_and_types,
 )
 
-FORMAT_NAME = "salaad"
 FORMAT_VERSION = 1
 T = TypeVar("T")
 
@@ -43,6 +43,7 @@ class SlrConfig(QuantizationConfigMixin):
     Args:
         blocks: name → [rank, nnz] of the blocks stored as U·V + S.
         parameters: of the whole model by the paper's count, which takes a block that is stored dense for U·V + S too.
+        numbers: how U, V and the values of S are stored: `float`, in the dtype of the model, or `int8` with scales.
         format: version of the format.
     """
 
@@ -50,11 +51,15 @@ class SlrConfig(QuantizationConfigMixin):
         self,
         blocks: dict[str, list[int]] | None = None,
         parameters: int | None = None,
+        numbers: Literal["float", "int8"] = "float",
         format: int = FORMAT_VERSION,
         **_: Any,
     ) -> None:
-        self.quant_method = FORMAT_NAME
+        self.quant_method = FIXED_SIZE
         self.format = format
+        self.numbers = numbers
+        if numbers not in ("float", "int8"):
+            raise UserError(f"config.json stores numbers as {numbers!r}; give a folder with float or int8")
         self.blocks = check_entry(blocks or {}, 2)
         self.parameters = parameters
 
@@ -92,7 +97,7 @@ class SlrQuantizer(CheckedQuantizer):
         for own, name in names_inside(model, {name: name for name in blocks}).items():
             rank, nnz = blocks[name]
             check_block(model, own, rank, nnz, headers)
-            layer = outline_of(model.get_submodule(own), rank, nnz)
+            layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8)
             stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
@@ -102,20 +107,41 @@ class SlrQuantizer(CheckedQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, module in slr_modules(model).items():
             try:
-                module.requires_grad_(False).unpack()
+                module.unpack()
             except ValueError as error:
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
+        # transformers takes what it calls quantized for rounded, which has no half() and no training of its own.
+        model.is_quantized = False
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """The model's tensors as they are stored: with the positions of S's entries packed."""
+        """The model's tensors as they are stored: the positions of S's entries packed, the numbers perhaps as int8."""
         state = model.state_dict()
         for name, module in slr_modules(model).items():
-            del state[f"{name}.S_starts"], state[f"{name}.S_columns"]
-            state[f"{name}.S_packed"] = module.packed()
+            for key in ("U", "V", "S_values", "S_starts", "S_columns"):
+                del state[f"{name}.{key}"]
+            state |= {f"{name}.{key}": tensor for key, tensor in module.packed(self.in_int8).items()}
             # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
             state[f"{name}.weight"] = torch.empty(0)
         return state, {}
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether the folder's numbers are int8."""
+        return self.quantization_config.numbers == "int8"
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The dense model, in place: each U·V + S, summed in float32, as the weight of a layer of its usual kind."""
+        with torch.device("meta"):
+            usual = type(model)(model.config)
+        for name, module in slr_modules(model).items():
+            layer, weight = usual.get_submodule(name), module.float_weight()
+            weight = (weight.mT.contiguous() if isinstance(layer, Conv1D) else weight).to(dtype)
+            layer.weight = nn.Parameter(weight)
+            if getattr(module, "bias", None) is not None:
+                layer.bias = module.bias
+            model.set_submodule(name, layer.train(module.training))
+        return model.to(dtype)
 
     def is_serializable(self) -> bool:
         """True: `save_pretrained` works."""
@@ -123,8 +149,8 @@ class SlrQuantizer(CheckedQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: U, V and S are for inference."""
-        return False
+        """True: U, V and the entries of S, whose positions stay, have gradients."""
+        return True
 
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
@@ -178,25 +204,29 @@ def tied_modules(model: nn.Module) -> set[str]:
     return {name for names in holders.values() if len(names) > 1 for name in names}
 
 
-def mark_factored(model: nn.Module, parameters: int) -> None:
+def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> None:
     """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S.
 
-    `parameters` is the paper's count of the whole model.
+    Args:
+        model: with such layers.
+        parameters: of the whole model by the paper's count.
+        in_int8: store U, V and the values of S as int8.
     """
     stored = slr_modules(model)
     if stored and isinstance(model, PreTrainedModel):
-        entry = SlrConfig({name: [module.rank, module.nnz] for name, module in stored.items()}, parameters)
+        blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
+        entry = SlrConfig(blocks, parameters, "int8" if in_int8 else "float")
         model.hf_quantizer = SlrQuantizer(entry)
-        model.is_quantized, model.quantization_method = True, FORMAT_NAME
+        model.quantization_method = FIXED_SIZE
         model.hf_quantizer.postprocess_model(model)
 
 
-def outline_of(module: nn.Module, rank: int, nnz: int) -> SlrWeight:
+def outline_of(module: nn.Module, rank: int, nnz: int, in_int8: bool = False) -> SlrWeight:
     """A layer of U·V + S in place of `module`, its tensors not filled."""
     if isinstance(module, nn.Embedding):
-        return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz)
+        return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-    return SlrLinear(m, n, rank, nnz, bias=module.bias is not None)
+    return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
 
 
 def _resident_bytes(slr: Slr, element: int) -> int:

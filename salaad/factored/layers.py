@@ -1,4 +1,9 @@
-"""Layers that compute with U·V + S as it is stored: a linear layer and an embedding."""
+"""Layers that compute with U·V + S as it is stored: a linear layer and an embedding.
+
+Eagerly on a CPU the compiled products of `cpu_kernels` are used, elsewhere torch's sparse ones. torch.compile sees each
+layer as one operation (`operators`); torch.export, and torch.compile where gradients are wanted, see products with a
+dense weight that is made of U, V and S in plain operations.
+"""
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -7,32 +12,42 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.amp import is_autocast_available
 
-from salaad.factored import cpu_kernels, packing
+from salaad.common.errors import UserError
+from salaad.factored import cpu_kernels, int8, operators, packing
 from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
-# Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
-# a dense product (measured on a CPU, widths of 128 to 2736).
-_LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
-
 
 class SlrWeight(nn.Module):
     """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, S in compressed sparse rows.
 
-    In a file the positions of S's entries are one packed buffer; `unpack` replaces it by row starts and columns, int32
-    where that holds them (the smallest dtype that torch's sparse products take).
+    In a file the positions of S's entries are one packed buffer, and U, V and the values may be int8 with scales;
+    `unpack` replaces these by row starts and columns, int32 where that holds them (the smallest dtype that torch's
+    sparse products take), and by floats.
+
+    Args:
+        n: rows.
+        m: columns.
+        rank: r of U·V.
+        nnz: entries of S.
+        in_int8: the layer is about to be read from a file whose numbers are int8.
     """
 
-    def __init__(self, n: int, m: int, rank: int, nnz: int) -> None:
-        super().__init__()
+    _is_hf_initialized = True  # transformers would fill the weight of a linear layer with random numbers
+
+    def __init__(self, n: int, m: int, rank: int, nnz: int, in_int8: bool = False) -> None:
+        nn.Module.__init__(self)
         self.shape, self.rank, self.nnz = (n, m), rank, nnz
-        self.U = nn.Parameter(torch.empty(n, rank), requires_grad=False)
-        self.V = nn.Parameter(torch.empty(rank, m), requires_grad=False)
-        self.S_values = nn.Parameter(torch.empty(nnz), requires_grad=False)
+        if in_int8:
+            for name, tensor in _int8_outlines(n, m, rank, nnz).items():
+                self.register_buffer(name, tensor)
+        else:
+            self._set_numbers(torch.empty(n, rank), torch.empty(rank, m), torch.empty(nnz))
         packed = torch.empty(packing.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
         self._cached_S: tuple[tuple, Tensor] | None = None
@@ -42,25 +57,42 @@ class SlrWeight(nn.Module):
         """Copy the numbers of `slr`, in its dtype and on its device."""
         self.rank, self.nnz = slr.rank, slr.nnz
         positions, order = slr.positions.long().sort()
-        self.U, self.V, self.S_values = (
-            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
-            for part in (slr.U, slr.V, slr.values[order])
-        )
+        parts = (slr.U, slr.V, slr.values[order])
+        self._set_numbers(*(part.clone(memory_format=torch.contiguous_format) for part in parts))
         self._set_positions(positions)
 
     def unpack(self) -> None:
-        """Turn packed positions, if there are any, into row starts and columns; a ValueError if they are broken."""
+        """Turn what is packed, if anything is, into row starts, columns and floats.
+
+        Raises:
+            ValueError: the packed positions are broken.
+        """
+        if "U_int8" in self._buffers:
+            U, V = (int8.decode(getattr(self, f"{x}_int8"), getattr(self, f"{x}_scales")) for x in "UV")
+            values = int8.decode_entries(self.S_int8, self.S_scales)
+            for name in _int8_outlines(0, 0, 0, 0):
+                del self._buffers[name]
+            self._set_numbers(U.mT.contiguous(), V, values)
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
             positions = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
             self._set_positions(positions.to(packed.device))
 
-    def packed(self) -> Tensor:
-        """The positions of S's entries as `unpack` reads them (uint8)."""
+    def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
+        """The tensors of a file, as `unpack` reads them, without the bias."""
         n, m = self.shape
-        rows = torch.arange(n, device=self.S_starts.device).repeat_interleave(self.S_starts.diff())
-        positions = rows * m + self.S_columns
-        return torch.from_numpy(packing.encode(positions.cpu().numpy(), n * m))
+        positions = operators.positions(self.S_starts, self.S_columns, m).cpu().numpy()
+        stored = {"S_packed": torch.from_numpy(packing.encode(positions, n * m))}
+        if not in_int8:
+            return {**stored, "U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
+        U, V, values = self.U.detach(), self.V.detach(), self.S_values.detach()
+        pairs = {"U": int8.encode(U.mT), "V": int8.encode(V), "S": int8.encode_entries(values)}
+        for x, (numbers, scales) in pairs.items():
+            stored |= {f"{x}_int8": numbers.contiguous(), f"{x}_scales": scales}
+        return stored
+
+    def _set_numbers(self, U: Tensor, V: Tensor, values: Tensor) -> None:
+        self.U, self.V, self.S_values = map(nn.Parameter, (U, V, values))
 
     def _set_positions(self, positions: Tensor) -> None:
         n, m = self.shape
@@ -71,25 +103,27 @@ class SlrWeight(nn.Module):
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
 
-    def _S(self, dtype: torch.dtype) -> Tensor:
-        """S as a sparse tensor of torch (n×m); in its own dtype it shares the memory of S_values and is cached.
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.U, self.V, self.S_starts, self.S_columns, self.S_values
+
+    def _S(self) -> Tensor:
+        """S as a sparse tensor of torch (n×m), which shares the memory of S_values; cached unless that is trained.
 
         Making one takes as long as a small product. The cached one keeps its memory, so no other tensor can get its
         address.
         """
         values, starts = self._parameters["S_values"], self._buffers["S_starts"]
-        key = (values.data_ptr(), starts.data_ptr(), values.device, dtype)
-        if self._cached_S is not None and self._cached_S[0] == key:
-            return self._cached_S[1]
-        with torch.inference_mode(False):  # an inference tensor could not be used with autograd later
-            S = torch.sparse_csr_tensor(
-                starts, self.S_columns, values.to(dtype), size=self.shape, check_invariants=False
-            )
-        self._cached_S = (key, S) if dtype == values.dtype and not values.requires_grad else None
-        return S
+        key = (values.data_ptr(), starts.data_ptr(), values.device)
+        if torch.is_grad_enabled() and values.requires_grad:
+            return operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+        if self._cached_S is None or self._cached_S[0] != key:
+            with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
+                self._cached_S = (key, operators.sparse_rows(starts, self.S_columns, values, self.shape[1]))
+        return self._cached_S[1]
 
     def _native(self, x: Tensor) -> cpu_kernels.Products | None:
-        """The compiled products where they can be used: float32 on a CPU, and no parameter needs a gradient.
+        """The compiled products where they can be used: float32 on a CPU.
 
         Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
         """
@@ -103,11 +137,11 @@ class SlrWeight(nn.Module):
         if self._cached_products is None or self._cached_products[0] != key:
             self._cached_products = key, cpu_kernels.products(self.shape, U, V, starts, columns, values)
         products = self._cached_products[1]
-        if products is None or not x.is_cpu:
-            return None
-        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parameters.values()):
-            return None
-        return products
+        return products if products is not None and x.is_cpu else None
+
+    def _is_trained(self) -> bool:
+        """Whether autograd records what is done with a parameter."""
+        return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self._parameters.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the caches, which hold addresses of this object's memory."""
@@ -115,18 +149,56 @@ class SlrWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """U·V + S (n×m), dense; computed at every call."""
+        """U·V + S (n×m), dense and new at every call; what is written into it would be lost, and is refused."""
         self.unpack()  # transformers reads a weight of GPT-2 before it calls the hook that unpacks
         with _without_autocast(self.U.device):
-            return (self.U @ self.V).add_(self._S(self.U.dtype))
+            return operators.dense(*self._tensors).as_subclass(ComputedWeight)
+
+    def float_weight(self) -> Tensor:
+        """U·V + S (n×m), summed in float32, or in float64 where that is the layer's dtype."""
+        U, V, starts, columns, values = (part.detach() for part in self._tensors)
+        dtype = torch.promote_types(U.dtype, torch.float32)
+        with _without_autocast(U.device):
+            return operators.dense(U.to(dtype), V.to(dtype), starts, columns, values.to(dtype))
 
     def extra_repr(self) -> str:
         """The layer's sizes for `print`."""
         return f"{self.shape[0]}×{self.shape[1]}, rank={self.rank}, nnz={self.nnz}"
 
 
-class SlrLinear(SlrWeight):
-    """A linear layer y = x·Vᵀ·Uᵀ + x·Sᵀ + b.
+class ComputedWeight(Tensor):
+    """A dense weight that was made of U, V and S: to be read, not to be written.
+
+    An adapter merged into it, or any other change in place, would be gone with it.
+    """
+
+    _is_hf_initialized = True  # so that transformers leaves it alone
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Plain results for plain operations; an operation that writes into this tensor is refused.
+
+        Raises:
+            UserError: it is.
+        """
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        written = args[0] if args else (kwargs or {}).get("tensor")  # the latter of torch.nn.init
+        if (writes or name in _WRITING) and isinstance(written, ComputedWeight):
+            raise UserError(
+                "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
+                "first, or change U, V and S_values"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func == Tensor.data.__get__ else result
+
+
+_WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow"))}
+
+
+class SlrLinear(SlrWeight, nn.Linear):
+    """A linear layer y = x·Vᵀ·Uᵀ + x·Sᵀ + b; an `nn.Linear`, so that adapters find it.
 
     Args:
         in_features: m.
@@ -134,12 +206,15 @@ class SlrLinear(SlrWeight):
         rank: r of U·V.
         nnz: entries of S.
         bias: whether there is a bias b (n).
+        in_int8: the layer is about to be read from a file whose numbers are int8.
     """
 
-    def __init__(self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False) -> None:
-        super().__init__(out_features, in_features, rank, nnz)
+    def __init__(
+        self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False, in_int8: bool = False
+    ) -> None:
+        super().__init__(out_features, in_features, rank, nnz, in_int8)
         self.in_features, self.out_features = in_features, out_features
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     @classmethod
     def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
@@ -148,42 +223,31 @@ class SlrLinear(SlrWeight):
         layer = cls(m, n, slr.rank, slr.nnz, bias is not None)
         layer.fill(slr)
         if bias is not None:
-            layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+            layer.bias = nn.Parameter(bias.detach().clone())
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
         products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
         if products is not None:
-            return _CompiledLinear.apply(x, self, products) if x.requires_grad else products.linear(x, self.bias)
+            if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
+                return _CompiledLinear.apply(x, *self._tensors, self.bias, products)
+            return products.linear(x, self.bias)
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         if not self.nnz:
             return F.linear(F.linear(x, self.V), self.U, self.bias)
-        rows = x.reshape(-1, self.in_features)
-        if self._is_cheaper_whole(len(rows)):
-            y = F.linear(rows, self.weight, self.bias)
-        else:
-            y = self._in_parts(rows)
-            y = y if self.bias is None else y + self.bias
-        return y.reshape(*x.shape[:-1], self.out_features)
+        if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+            return F.linear(x, operators.dense(*self._tensors), self.bias)
+        if torch.compiler.is_compiling():
+            return operators.linear(x, *self._tensors, self.bias)
+        if torch._C._is_tracing() or isinstance(x, FakeTensor):  # both know no sparse tensors
+            return F.linear(x, operators.dense(*self._tensors), self.bias)
+        return operators.linear_in_torch(x, self.U, self.V, self._S(), self.bias)
 
-    def _in_parts(self, rows: Tensor) -> Tensor:
-        # Sparse products need features in rows. The result is made contiguous: attention is slow on other layouts.
-        columns = rows.mT.contiguous()
-        y = self.U @ (self.V @ columns)
-        if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # torch has no sparse product of these there
-            y = torch.addmm(y.float(), self._S(torch.float32), columns.float()).to(rows.dtype)
-        else:
-            y = torch.addmm(y, self._S(rows.dtype), columns)
-        return y.mT.contiguous()
-
-    def _is_cheaper_whole(self, rows: int) -> bool:
-        """Whether computing U·V + S first pays for so many rows, as it does where S is dense enough."""
-        n, m = self.shape
-        parts = (_LOW_RANK_COST * self.rank + _TURNING_COST) * (n + m) + _SPARSE_COST * self.nnz
-        return rows * (parts - n * m) > _LOW_RANK_COST * self.rank * n * m
+    def reset_parameters(self) -> None:
+        """Nothing: U, V and S are cut from a trained matrix."""
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager:
@@ -192,20 +256,40 @@ def _without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 class _CompiledLinear(torch.autograd.Function):
-    """The compiled product with a gradient for x."""
+    """The compiled product with gradients for x, U, V, the values of S and the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: SlrLinear, products: cpu_kernels.Products) -> Tensor:
-        ctx.shape = layer.shape
-        ctx.save_for_backward(layer.U, layer.V, layer.S_starts, layer.S_columns, layer.S_values)
-        return products.linear(x, layer.bias)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        U: Tensor,
+        V: Tensor,
+        starts: Tensor,
+        columns: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        products: cpu_kernels.Products,
+    ) -> Tensor:
+        ctx.save_for_backward(x, U, V, starts, columns, values)
+        return products.linear(x, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        U, V, *S = ctx.saved_tensors
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, U, V, starts, columns, values = ctx.saved_tensors
+        for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
+        G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         with _without_autocast(gradient.device):
-            S = torch.sparse_csr_tensor(*S, size=ctx.shape, check_invariants=False)
-            return gradient @ (U @ V).add_(S), None, None
+            return (
+                gradient @ operators.dense(U, V, starts, columns, values) if for_x else None,
+                G.mT @ (rows @ V.mT) if for_U else None,
+                (G @ U).mT @ rows if for_V else None,
+                None,
+                None,
+                (G.mT @ rows).flatten()[operators.positions(starts, columns, len(V.mT))] if for_values else None,
+                G.sum(0) if for_bias else None,
+                None,
+            )
 
 
 class SlrEmbedding(SlrWeight):
@@ -216,10 +300,11 @@ class SlrEmbedding(SlrWeight):
         embedding_dim: m.
         rank: r of U·V.
         nnz: entries of S.
+        in_int8: the layer is about to be read from a file whose numbers are int8.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, rank: int, nnz: int) -> None:
-        super().__init__(num_embeddings, embedding_dim, rank, nnz)
+    def __init__(self, num_embeddings: int, embedding_dim: int, rank: int, nnz: int, in_int8: bool = False) -> None:
+        super().__init__(num_embeddings, embedding_dim, rank, nnz, in_int8)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     @classmethod
@@ -231,16 +316,20 @@ class SlrEmbedding(SlrWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows (…×m) of the table at `ids` (…)."""
-        products = self._native(ids)
+        compiling = torch.compiler.is_compiling()
+        if compiling and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            return operators.rows(ids, *self._tensors)
+        products = None if compiling or self._is_trained() else self._native(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
-        flat = ids.reshape(-1)
-        with _without_autocast(flat.device):
-            rows = F.embedding(flat, self.U) @ self.V
-        starts = self.S_starts[flat].long()
-        counts = self.S_starts[flat + 1].long() - starts
-        row = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
-        first = counts.cumsum(0) - counts
-        entry = torch.arange(len(row), device=flat.device) + (starts - first)[row]
-        rows = rows.index_put((row, self.S_columns[entry].long()), self.S_values[entry], accumulate=True)
-        return rows.view(*ids.shape, self.embedding_dim)
+        with _without_autocast(ids.device):
+            return (operators.plain_rows if compiling else operators.rows_in_torch)(ids, *self._tensors)
+
+
+def _int8_outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
+    """The tensors by which a file holds U, V and the values of S as int8, not filled."""
+    numbers = {"U": (rank, n), "V": (rank, m), "S": (nnz,)}
+    scales = {"U": rank, "V": rank, "S": int8.groups(nnz)}
+    return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {
+        f"{x}_scales": torch.empty(count) for x, count in scales.items()
+    }

@@ -13,8 +13,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name
+
 _REGISTRY = "transformers.quantizers.auto"
-# The `quant_method` in config.json → module, class of that entry, class of the quantizer.
+# The `quant_method` in config.json without the cure, as earlier versions wrote it → module, its entry, its quantizer.
 _FORMATS = {
     "salaad": ("salaad.factored.fixed_size", "SlrConfig", "SlrQuantizer"),
     "salaad-elastic": ("salaad.factored.any_size", "ElasticConfig", "ElasticQuantizer"),
@@ -59,7 +61,8 @@ class _AfterImport(MetaPathFinder):
 
 
 def _enter(registry: ModuleType) -> None:
-    for method, (module, entry, quantizer) in _FORMATS.items():
+    for method in (*_FORMATS, FIXED_SIZE, ANY_SIZE):
+        module, entry, quantizer = _FORMATS[format_name(method)]
         registry.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Later(module, entry)
         registry.AUTO_QUANTIZER_MAPPING[method] = _Later(module, quantizer)
 

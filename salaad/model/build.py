@@ -19,6 +19,7 @@ from transformers import (
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.folders import local_folder
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
@@ -146,7 +147,7 @@ def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
     # Our own quantizers check the blocks stored as U·V + S. Others pack up to eight numbers into a byte.
     if entry is None:
         check_room(model, headers)
-    elif not (isinstance(entry, dict) and str(entry.get("quant_method")).startswith("salaad")):
+    elif not (is_fixed_size(entry) or is_any_size(entry)):
         check_room(model, headers, per_element=64)
     return config, model
 

@@ -26,7 +26,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32")
 BYTES = ("U8",)
 TYPES = {torch.float32: FLOATS, torch.float16: FLOATS, torch.bfloat16: FLOATS, torch.float64: FLOATS} | {
-    torch.uint8: BYTES
+    torch.uint8: BYTES,
+    torch.int8: ("I8",),
 }
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,6 +15,7 @@ from salaad.common.validation import section
 from salaad.config.methods import SETTINGS, SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.model.build import ModelFolder
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.folders import is_cached, is_hub_name, local_folder
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_block, check_entry, is_count
@@ -110,7 +111,7 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
 def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
     """A Hugging Face folder, by its name on the hub if it has one."""
     entry = read_object(folder / "config.json").get("quantization_config")
-    elastic = isinstance(entry, dict) and entry.get("quant_method") == "salaad-elastic"
+    elastic = is_any_size(entry)
     surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
     if not is_file(folder / CHECKSUMS):
         places = [folder] if surrogate is None else [folder, surrogate]
@@ -144,7 +145,7 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
 def _parameters_in_parts(folder: ModelFolder) -> int | None:
     """The paper's count of a folder with blocks as U·V + S, which `save_pretrained` may have written: no record is."""
     entry = getattr(folder.config, "quantization_config", None) or {}
-    if entry.get("quant_method") != "salaad":
+    if not is_fixed_size(entry):
         return None
     if is_count(entry.get("parameters")):
         return entry["parameters"]

@@ -268,7 +268,6 @@ def test_a_budget_that_is_no_size_is_refused(elastic, budget, words):
                 ("--kappa", 0.5, "--kappa"),
                 ("--allocation", "energy", "--allocation energy"),
                 ("--allocation", "hpa", "--allocation hpa"),
-                ("--format", "dense", "--format dense"),
             )
         ),
         (("compress.py",), ("--elastic",), "cut as it is, without --elastic; leave that out"),

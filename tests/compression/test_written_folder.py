@@ -7,14 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
+from salaad.common.errors import UserError
+from salaad.config.commands import CompressOptions
 from salaad.factored.fixed_size import slr_modules
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, ok, rows_of
-from tests.helpers.models import save_gpt2
+from tests.helpers.models import logits, open_folder, save_gpt2
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -183,3 +186,43 @@ def test_a_card_of_the_source_that_cannot_be_read_is_carried_over_and_names_no_l
     compress(source, tmp_path / "made", godec=True)
     assert (tmp_path / "made" / "README.source.md").read_text() == theirs
     assert ModelCard.load(tmp_path / "made" / "README.md").data.license is None
+
+
+# ---- back to dense, and on to int8
+
+
+def test_a_folder_in_parts_becomes_an_ordinary_one(gpt2, tmp_path):
+    made, back, sizes, back_too = (tmp_path / name for name in ("made", "back", "sizes", "back_too"))
+    compress(gpt2, made, rpca=True, budget="0.6", dtype="float32")
+    assert slr_modules(open_folder(made))
+    compress(made, back, format="dense", dtype="float32")
+    assert "quantization_config" not in (back / "config.json").read_text()
+    dense = open_folder(made).dequantize().state_dict()
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in open_folder(back).state_dict().items())
+    assert ModelOnDisk.open(made).parameters == ModelOnDisk.open(back).parameters
+    compress(gpt2, sizes, rpca=True, elastic=True)
+    compress(sizes, back_too, budget="0.6", format="dense")
+    assert open_folder(back_too).dtype == torch.bfloat16 and not slr_modules(open_folder(back_too))
+    card = (back / "README.md").read_text()
+    assert "import salaad" not in card and "those of a folder of one size" in card
+
+
+def test_a_folder_in_parts_is_stored_anew_in_int8(gpt2, tmp_path):
+    made, small = tmp_path / "made", tmp_path / "small"
+    compress(gpt2, made, rpca=True, budget="0.6", dtype="float32")
+    assert "weights in int8. What is not U, V or S is in bfloat16." in compress(made, small, dtype="int8")
+    before, after = slr_modules(open_folder(made)), slr_modules(open_folder(small))
+    assert before and before.keys() == after.keys()
+    for name, layer in after.items():
+        values = before[name].S_values
+        # Half a step of int8 in the largest group, and the rounding to bfloat16, in which such a folder opens.
+        assert ((layer.S_values - values).abs() <= 0.51 * values.abs().max() / 127 + values.abs() / 128).all()
+    assert record_of(small)["bytes_on_disk"][1] < 0.6 * record_of(made)["bytes_on_disk"][1]
+    logits_before, logits_after = (logits(open_folder(folder, dtype=torch.float32)) for folder in (made, small))
+    assert (logits_before - logits_after).norm() < 0.05 * logits_before.norm()
+
+
+@pytest.mark.parametrize("other", [{"elastic": True}, {"format": "dense"}])
+def test_int8_is_for_the_parts_of_one_size(gpt2, tmp_path, other):
+    with pytest.raises(UserError, match="--dtype int8 stores U, V and S of one size; leave it out"):
+        CompressOptions(checkpoint=str(gpt2), output="made", rpca=True, dtype="int8", **other)

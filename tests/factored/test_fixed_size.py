@@ -32,6 +32,7 @@ from salaad.common.errors import UserError
 from salaad.factored.fixed_size import SlrEmbedding, SlrLinear, factor, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
+from salaad.model.folder_formats import FIXED_SIZE
 from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.slr_weights import dense, distance, parts
 
@@ -194,7 +195,8 @@ def test_config_json_is_that_of_the_dense_model_but_for_one_entry(case, tmp_path
         slr.rank * sum(shapes[name]) + slr.nnz - shapes[name].numel() for name, slr in case.blocks.items()
     )
     assert factored.pop("quantization_config") == {
-        "quant_method": "salaad",
+        "quant_method": FIXED_SIZE,
+        "numbers": "float",
         "format": 1,
         "blocks": {name: [case.blocks[name].rank, case.blocks[name].nnz] for name in slr_modules(case.model)},
         "parameters": parameters,
@@ -296,8 +298,8 @@ def test_gradients_flow_through_and_are_those_of_the_dense_model(case):
         assert distance(mine, theirs) < 1e-5
 
 
-def test_layers_made_of_parts_are_not_trained(one):
-    assert not any(p.requires_grad for module in slr_modules(one.model).values() for p in module.parameters())
+def test_layers_made_of_parts_are_trained_like_any_others(one):
+    assert all(p.requires_grad for p in open_folder(one.folder).parameters())
 
 
 def test_train_and_eval_reach_every_layer_and_change_no_logits(one):

@@ -1,0 +1,43 @@
+"""Numbers in one byte: int8 with a float scale for every row of what is given.
+
+A singular term of U·V has a scale for its column of U and one for its row of V; of S's entries, in the order in which
+they are stored, every `GROUP` share one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP = 128
+_LARGEST = 127
+
+
+def groups(count: int) -> int:
+    """How many scales `count` entries of S take."""
+    return -(-count // GROUP)
+
+
+def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (k×g) as int8 of their shape and scales (k, float32); a number is off by half a scale at the most."""
+    rows = rows.float()
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    return (rows / scales[:, None]).round().to(torch.int8), scales
+
+
+def decode(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The rows (k×g) of `encode`, in the dtype of the scales."""
+    return (numbers.float() * scales.float()[:, None]).to(scales.dtype)
+
+
+def encode_entries(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries of S (nnz) as int8 and their scales, one a group; the last group may be short."""
+    whole = F.pad(values, (0, groups(len(values)) * GROUP - len(values)))
+    numbers, scales = encode(whole.view(-1, GROUP))
+    return numbers.flatten()[: len(values)], scales
+
+
+def decode_entries(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The entries (nnz) of `encode_entries`, in the dtype of the scales."""
+    whole = F.pad(numbers, (0, len(scales) * GROUP - len(numbers)))
+    return decode(whole.view(-1, GROUP), scales).flatten()[: len(numbers)]

@@ -1,0 +1,115 @@
+"""Products with U·V + S by functions of its tensors alone, and as operations that torch.compile takes as a whole.
+
+S is given as compressed sparse rows: starts (n+1), columns (nnz) and values (nnz).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from salaad.factored import cpu_kernels
+
+# Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
+# a dense product (measured on a CPU, widths of 128 to 2736).
+_LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
+
+
+def sparse_rows(starts: Tensor, columns: Tensor, values: Tensor, m: int) -> Tensor:
+    """S (n×m) as a sparse tensor of torch that shares the memory of `values`."""
+    return torch.sparse_csr_tensor(starts, columns, values, size=(len(starts) - 1, m), check_invariants=False)
+
+
+def positions(starts: Tensor, columns: Tensor, m: int) -> Tensor:
+    """Row-major positions (nnz, int64) of S's entries."""
+    entries = torch.arange(len(columns), device=columns.device, dtype=starts.dtype)
+    return torch.searchsorted(starts[1:], entries, right=True) * m + columns
+
+
+def dense(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """U·V + S (n×m) in plain operations, which every exporter and autograd know."""
+    n, m = len(U), V.shape[1]
+    flat = (U @ V).flatten()
+    return flat.index_put((positions(starts, columns, m),), values, accumulate=True).view(n, m)
+
+
+def linear_in_torch(x: Tensor, U: Tensor, V: Tensor, S: Tensor, bias: Tensor | None) -> Tensor:
+    """y (…×n) of x (…×m) with S (n×m) as a sparse tensor: by parts, or by U·V + S where making that first pays."""
+    rows = x.reshape(-1, V.shape[1])
+    if _is_cheaper_whole(len(rows), S.shape, V.shape[0], S.values().shape[0]):
+        y = F.linear(rows, (U @ V).add(S), bias)
+    else:
+        y = _in_parts(rows, U, V, S)
+        y = y if bias is None else y + bias
+    return y.reshape(*x.shape[:-1], len(U))
+
+
+def _in_parts(rows: Tensor, U: Tensor, V: Tensor, S: Tensor) -> Tensor:
+    # Sparse products need features in rows. The result is made contiguous: attention is slow on other layouts.
+    columns = rows.mT.contiguous()
+    y = U @ (V @ columns)
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # torch has no sparse product of these there
+        y = torch.addmm(y.float(), S.float(), columns.float()).to(rows.dtype)
+    else:
+        y = torch.addmm(y, S, columns)
+    return y.mT.contiguous()
+
+
+def _is_cheaper_whole(rows: int, shape: tuple[int, int], rank: int, nnz: int) -> bool:
+    """Whether computing U·V + S first pays for so many rows, as it does where S is dense enough."""
+    n, m = shape
+    parts = (_LOW_RANK_COST * rank + _TURNING_COST) * (n + m) + _SPARSE_COST * nnz
+    return rows * (parts - n * m) > _LOW_RANK_COST * rank * n * m
+
+
+def rows_in_torch(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Rows (…×m) of U·V + S at `ids` (…), of whose S only the entries of these rows are read."""
+    flat = ids.reshape(-1)
+    rows = F.embedding(flat, U) @ V
+    first = starts[flat].long()
+    counts = starts[flat + 1].long() - first
+    row = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
+    entry = torch.arange(len(row), device=flat.device) + (first - (counts.cumsum(0) - counts))[row]
+    rows = rows.index_put((row, columns[entry].long()), values[entry], accumulate=True)
+    return rows.view(*ids.shape, V.shape[1])
+
+
+def plain_rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """As `rows_in_torch`, by operations whose sizes depend on no numbers: m places for the entries of each row."""
+    rows = F.embedding(ids, U) @ V
+    if not len(values):
+        return rows
+    offsets = torch.arange(V.shape[1], device=ids.device)
+    first = starts[ids].long().unsqueeze(-1)
+    inside = first + offsets < starts[ids + 1].unsqueeze(-1)
+    entry = (first + offsets).clamp(max=len(values) - 1)
+    return rows.scatter_add(-1, columns[entry].long(), torch.where(inside, values[entry], 0))
+
+
+@torch.library.custom_op("salaad::linear", mutates_args=())
+def linear(
+    x: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor, bias: Tensor | None
+) -> Tensor:
+    """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m), without gradients."""
+    products = cpu_kernels.products((len(U), V.shape[1]), U, V, starts, columns, values)
+    if products is not None and x.is_cpu and x.dtype == torch.float32:
+        return products.linear(x, bias)
+    return linear_in_torch(x, U, V, sparse_rows(starts, columns, values, V.shape[1]), bias)
+
+
+@linear.register_fake
+def _(x: Tensor, U: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], U.shape[0])
+
+
+@torch.library.custom_op("salaad::rows", mutates_args=())
+def rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Rows (…×m) of U·V + S at `ids` (…), without gradients."""
+    products = cpu_kernels.products((len(U), V.shape[1]), U, V, starts, columns, values)
+    if products is not None and ids.dtype == torch.int64:
+        return products.rows(ids)
+    return rows_in_torch(ids, U, V, starts, columns, values)
+
+
+@rows.register_fake
+def _(ids: Tensor, U: Tensor, V: Tensor, *_: Tensor) -> Tensor:
+    return V.new_empty(*ids.shape, V.shape[1])
