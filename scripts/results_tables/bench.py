@@ -1,7 +1,8 @@
 """The tables of results/bench and of results/reliability.md: what the benchmarks and the drills recorded."""
 
 from salaad.common.files import read_json
-from salaad.common.formats import markdown_table, millions
+from salaad.common.formats import markdown_table, megabytes, millions
+from scripts import bench_startup, bench_storage
 from scripts.results_tables import RESULTS
 from scripts.torture import table as drill_table
 
@@ -12,6 +13,8 @@ def sections() -> dict[str, str]:
         "training": overhead_table(),
         "inference": inference_table(),
         "compression": compression_table(),
+        "storage": storage_table(),
+        "startup": startup_table(),
         "drills": reliability_table(),
     }
 
@@ -81,6 +84,24 @@ def compression_table() -> str:
         times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]
         rows.append((path.stem.removeprefix("compression-"), result["machine"], str(result["blocks"]), *times))
     return markdown_table(("shapes", "machine", "blocks", "HPA", "energy", "refinement"), rows)
+
+
+def storage_table() -> str:
+    """What scripts/bench_storage.py recorded of the demo's model."""
+    result = read_json(RESULTS / "bench" / "storage-nano.json")
+    told = (
+        f"The demo's model cut to {result['budget']} of its parameters; its X takes {megabytes(result['dense_bytes'])} "
+        f"in float32, with whose speed the last two columns compare. {result['machine']}, {result['threads']} threads, "
+        f"{result['products']} products in float32, commit {result['commit']}."
+    )
+    return f"{bench_storage.table(result['rows'])}\n\n{told}"
+
+
+def startup_table() -> str:
+    """What scripts/bench_startup.py recorded."""
+    result = read_json(RESULTS / "bench" / "startup.json")
+    told = f"Before: commit {result['other']}; now: commit {result['commit']}. {result['machine']}."
+    return f"{bench_startup.table(result['rows'])}\n\n{told}"
 
 
 def reliability_table() -> str:
