@@ -2,8 +2,8 @@
 
     python scripts/bench_storage.py --checkpoint runs/demo/salaad --output results/bench/storage-nano.json
 
-compress.py cuts the checkpoint to a budget and stores it as float32, bfloat16 and int8; each folder is opened in the first
-two of these. Speeds are over the dense X in float32, with which every model takes turns.
+compress.py cuts the checkpoint to a budget and stores it as float32, bfloat16 and int8; each folder is opened in both
+float dtypes. Speeds are over the dense X in float32, with which every model takes turns.
 """
 
 import argparse

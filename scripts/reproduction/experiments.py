@@ -88,7 +88,8 @@ def one_training(scale: Scale) -> Measured:
     ):
         measure = evaluation(run.folder(scale), scale, split)
         budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
-        variants = [Variant("X"), *([] if split else [Variant("L+S")]), *by_energy(budgets, REFINE)]
+        refined = [variant for variant in by_energy(budgets, REFINE) if variant.refine]
+        variants = [Variant("X"), *([] if split else [Variant("L+S")]), *refined]
         rows += [{"label": label, **measure(variant)} for variant in variants]
     small = {"1": trainings.VANILLA, **trainings.small_dense(scale)}
     for budget, run in small.items():
