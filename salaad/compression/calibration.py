@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from salaad.config.run import DataConfig
 from salaad.data.text import Text, open_text, sample_rows, to_batch
 from salaad.model.loss import SummedLoss
+from salaad.model.weights import weights_of
 
 _ROWS_AT_ONCE = 8
 SHRINKAGE = 0.5  # of the weights towards uniform ones
@@ -95,7 +96,9 @@ def output_weights(
 
         return module.register_forward_hook(lambda module, inputs, output: output.register_hook(add) and None)
 
-    modules = {name: model.get_submodule(name) for name in blocks}
+    places = weights_of(model, blocks).places
+    # An expert in a 3-D parameter has no output that could be watched; like an embedding it is weighed as it is.
+    modules = {name: place.module for name, place in places.items() if place.index is None}
     modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
     # Gradients are wanted of what flows through the model, not of its weights.
     begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())

@@ -34,6 +34,7 @@ from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import find_blocks
 from salaad.model.weight_headers import check_block, weight_files
+from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -126,7 +127,7 @@ class CheckpointDeployment:
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
         if post_hoc is not None:
             names = list(find_blocks(model, post_hoc.blocks))
-            self.shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in names}
+            self.shapes = {name: tuple(X.shape) for name, X in weights_of(model, names).items()}
         else:
             index = {} if source.surrogate is None else read_index(source.surrogate)
             self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
@@ -239,8 +240,8 @@ class CheckpointDeployment:
         if factored:
             factor(model, parts)
         else:
-            for name, slr in parts.items():
-                model.get_submodule(name).weight.copy_(slr.dense())
+            for name, X in weights_of(model, parts).items():
+                X.copy_(parts[name].dense())
         whole = variant.budget is not None and variant.budget >= self.whole.parameters
         return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
 
@@ -255,7 +256,7 @@ class CheckpointDeployment:
     @cached_property
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
-        return {name: model.get_submodule(name).weight for name in self._names}
+        return dict(weights_of(model, self._names))
 
 
 class ElasticDeployment:
@@ -383,7 +384,7 @@ def as_dense(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]:
     """Within this context the blocks of the dense `model` hold L + S, on any device and in any dtype."""
-    weights = {name: model.get_submodule(name).weight for name in parts}
+    weights = weights_of(model, parts)
     with restored(weights):
         for name, X in weights.items():
             X.copy_(parts[name].dense())

@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.budgets import format_count, parse_budget, to_remove
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
+from salaad.factored.experts import open_stacks
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
     ignore_guards,
@@ -35,6 +36,7 @@ from salaad.factored.fixed_size import (
     mark_factored,
     names_inside,
     outline_of,
+    stack_guards,
     tied_modules,
 )
 from salaad.factored.slr import Slr, position_dtype
@@ -140,6 +142,7 @@ class ElasticQuantizer(CheckedQuantizer):
         inside = names_inside(model, {name: name for name in entry.blocks})
         headers = headers_for(model, checkpoint_files)
         dense = self._check_units(model, inside, headers)
+        open_stacks(model, inside)
         asked = model.config.__dict__.pop(_ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
         with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # within transformers' meta device
@@ -210,7 +213,7 @@ class ElasticQuantizer(CheckedQuantizer):
         state = {key: tensor for key, tensor in model.state_dict().items() if tensor.data_ptr() not in blocks}
         # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
         guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in tied}
-        return {**state, **guards, **self.stored}, {}
+        return {**state, **guards, **stack_guards(model), **self.stored}, {}
 
     def is_serializable(self) -> bool:
         """True: `save_pretrained` works."""
@@ -270,6 +273,7 @@ def save_elastic(model: PreTrainedModel, blocks: Mapping[str, Slr], queue: UnitQ
         fixed: parameters that are never compressed.
         folder: the folder to write.
     """
+    open_stacks(model, blocks)
     dense = sum(parameter.numel() for parameter in model.parameters())
     sizes = {name: [*slr.shape, slr.rank, slr.nnz] for name, slr in blocks.items()}
     entry = ElasticConfig(sizes, list(sizes), fixed, dense)

@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
 from salaad.factored import packing
+from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.slr import Slr
 from salaad.model.folder_formats import FIXED_SIZE
@@ -32,6 +33,7 @@ from salaad.model.weight_headers import (
     headers_for,
     shape_and_types,
 )
+from salaad.model.weights import place_of, weights_of
 
 FORMAT_VERSION = 1
 T = TypeVar("T")
@@ -93,10 +95,13 @@ class SlrQuantizer(CheckedQuantizer):
     ) -> PreTrainedModel:
         blocks = self.quantization_config.blocks
         headers = headers_for(model, checkpoint_files)
+        inside = names_inside(model, {name: name for name in blocks})
+        for own, name in inside.items():
+            check_block(model, own, *blocks[name], headers)
+        open_stacks(model, inside)
         ignore_guards(model, blocks)
-        for own, name in names_inside(model, {name: name for name in blocks}).items():
+        for own, name in inside.items():
             rank, nnz = blocks[name]
-            check_block(model, own, rank, nnz, headers)
             layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8)
             stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
@@ -123,7 +128,7 @@ class SlrQuantizer(CheckedQuantizer):
             state |= {f"{name}.{key}": tensor for key, tensor in module.packed(self.in_int8).items()}
             # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
             state[f"{name}.weight"] = torch.empty(0)
-        return state, {}
+        return state | stack_guards(model), {}
 
     @property
     def in_int8(self) -> bool:
@@ -134,6 +139,7 @@ class SlrQuantizer(CheckedQuantizer):
         """The dense model, in place: each U·V + S, summed in float32, as the weight of a layer of its usual kind."""
         with torch.device("meta"):
             usual = type(model)(model.config)
+            open_stacks(usual, slr_modules(model))
         for name, module in slr_modules(model).items():
             layer, weight = usual.get_submodule(name), module.float_weight()
             weight = (weight.mT.contiguous() if isinstance(layer, Conv1D) else weight).to(dtype)
@@ -141,6 +147,7 @@ class SlrQuantizer(CheckedQuantizer):
             if getattr(module, "bias", None) is not None:
                 layer.bias = module.bias
             model.set_submodule(name, layer.train(module.training))
+        close_stacks(model)
         return model.to(dtype)
 
     def is_serializable(self) -> bool:
@@ -155,8 +162,19 @@ class SlrQuantizer(CheckedQuantizer):
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
     """Let the loader ignore the empty tensors stored under the names of the blocks' dense weights."""
-    guards = {rf"^{re.escape(name)}\.weight$" for name in blocks}
+    guards = {rf"^{re.escape(name)}\.weight$" for name in blocks} | {rf"^{re.escape(name)}$" for name in stacks(model)}
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
+
+
+def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The empty tensors that are stored under the names of expert weights which were taken apart.
+
+    Such a model is stored by the names it has: conversions of names are for whole stacks.
+    """
+    opened = stacks(model)
+    if opened:
+        model._weight_conversions = []
+    return {name: torch.empty(0) for name in opened}
 
 
 def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
@@ -178,13 +196,16 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     """
     tied = tied_modules(model)
     parameters = count_parameters(model) + sum(slr.parameters - prod(slr.shape) for slr in blocks.values())
+    element = {name: X.element_size() for name, X in weights_of(model, blocks).items()}
+    in_parts = [name for name, slr in blocks.items() if not (name in tied or is_smaller_dense(slr, element[name]))]
+    open_stacks(model, in_parts)
     for name, slr in blocks.items():
-        module = model.get_submodule(name)
-        X = module.weight
+        X = place_of(model, name).weight
         slr = slr.to(X.device, X.dtype)
-        if name in tied or is_smaller_dense(slr, X.element_size()):
+        if name not in in_parts:
             X.data.copy_(slr.dense())
         else:
+            module = model.get_submodule(name)
             if isinstance(module, nn.Embedding):
                 layer = SlrEmbedding.from_slr(slr)
             else:  # GPT-2's Conv1D keeps its weight as in×out

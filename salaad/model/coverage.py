@@ -1,12 +1,13 @@
 """What part of a model its blocks are, and what is left out for which reason."""
 
-from collections.abc import Mapping
+from collections import Counter
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from salaad.common.formats import millions
 from salaad.model.roles import role_of
+from salaad.model.weights import Weights
 
 _SHOWN = 2  # names of a kind
 
@@ -25,25 +26,28 @@ class LeftOut(NamedTuple):
     names: list[str]
 
 
-def left_out(model: nn.Module, blocks: Mapping[str, Tensor]) -> list[LeftOut]:
+def left_out(model: nn.Module, blocks: Weights) -> list[LeftOut]:
     """What of a model is in none of the blocks, the most first.
 
     Args:
         model: of which names and shapes are read.
-        blocks: name → weight, of `find_blocks`.
+        blocks: those of `find_blocks`.
     """
-    inside = {id(X) for X in blocks.values()}
+    inside: Counter[int] = Counter()
+    for name, parameter in blocks.parameters.items():
+        inside[id(parameter)] += blocks[name].numel()
     found: dict[str, LeftOut] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in inside:
+        outside = parameter.numel() - inside[id(parameter)]
+        if not outside:
             continue
         reason = _reason(name, parameter)
         known = found.setdefault(reason, LeftOut(reason, 0, []))
-        found[reason] = LeftOut(reason, known.parameters + parameter.numel(), [*known.names, name])
+        found[reason] = LeftOut(reason, known.parameters + outside, [*known.names, name])
     return sorted(found.values(), key=lambda one: -one.parameters)
 
 
-def said(model: nn.Module, blocks: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def said(model: nn.Module, blocks: Weights) -> list[tuple[str, str]]:
     """(What, how much) for a table: the share of the blocks, then what is left out and why."""
     total = sum(parameter.numel() for parameter in model.parameters())
     inside = sum(X.numel() for X in blocks.values())
@@ -60,11 +64,13 @@ def _reason(name: str, parameter: nn.Parameter) -> str:
         return "fused weight of nn.MultiheadAttention, which is no module's own"
     if "parametrizations" in name or key in ("weight_g", "weight_v"):
         return "a part from which a weight is computed, as in weight normalization"
-    if parameter.ndim > 2:
-        return f"{parameter.ndim}-D, such as the experts of a layer in one tensor"
+    if parameter.ndim == 3 and not role_of(name):
+        return "3-D, without a role"
+    if parameter.ndim > 3:
+        return f"{parameter.ndim}-D"
     if parameter.ndim < 2:
         return "biases and norms"
-    role = role_of(module)
+    role = role_of(module) or role_of(name)
     if role in ("embedding", "lm_head"):
         return f"{role}, not asked for"
     return "2-D, with a role that was not asked for" if role else "2-D, without a role; name it by re:PATTERN"

@@ -10,6 +10,7 @@ from torch import nn
 
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
+from salaad.model.weights import Place, Weights, matrices
 
 # role → ends of module names, of LLaMA, Mistral, Qwen, Gemma and their like; Phi-3, which computes q, k and v with one
 # weight; DeepSeek, which factors them; GPT-2; OPT; GPT-NeoX; Falcon. A fused weight is one block under all its roles.
@@ -28,19 +29,17 @@ _OUTER = ("embedding", "lm_head")  # blocks only if asked for
 ROLES = tuple(_ENDS)
 
 
-def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Parameter]:
-    """Module name → 2-D weight of every block that `config` selects, in the model's own order.
+def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
+    """Name → matrix of every block that `config` selects, in the model's own order.
 
-    A tied weight appears once, under the name asked for, and only if a role names it.
+    A name is that of a module with a 2-D weight or, of an expert whose weight is a part of a 3-D parameter, that of the
+    parameter with the expert's number. A tied weight appears once, under the name asked for, and only if a role names
+    it.
 
     Raises:
         UserError: a role is unknown or matches no 2-D weight of this model.
     """
-    weights = {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.ndim == 2
-    }
+    weights = matrices(model)
     roles = list(config.roles) or _own_roles(weights)
     roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
     if not roles:
@@ -58,26 +57,26 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> dict[str, nn.Paramete
                 f"{', '.join(name for name in ROLES if _matches(weights, name)) or 're:PATTERN'}"
             )
         chosen.update(found)
-    blocks: dict[str, nn.Parameter] = {}
-    for name, weight in weights.items():
-        if name in chosen and not any(weight is other for other in blocks.values()):
-            blocks[name] = weight
-    return blocks
+    blocks: dict[tuple[int, int | None], str] = {}
+    for name, place in weights.items():
+        if name in chosen:
+            blocks.setdefault((id(place.parameter), place.index), name)
+    return Weights({name: weights[name] for name in blocks.values()})
 
 
 def role_of(name: str) -> str | None:
-    """The role of a module, by its name; of a fused weight the first one."""
+    """The role of a block, by its name; of a fused weight the first one."""
     return next((role for role in ROLES if _ends_in(name, role)), None)
 
 
-def _own_roles(weights: dict[str, nn.Parameter]) -> list[str]:
+def _own_roles(weights: dict[str, Place]) -> list[str]:
     """The roles that a model of a known family has, one of whose attention all is recognised."""
     if not (_matches(weights, "q") and _matches(weights, "o")):
         return []
     return [role for role in ROLES if role not in _OUTER and _matches(weights, role)]
 
 
-def _select(weights: dict[str, nn.Parameter], role: str) -> list[str]:
+def _select(weights: dict[str, Place], role: str) -> list[str]:
     if role.startswith("re:"):
         try:
             pattern = re.compile(role.removeprefix("re:"))
@@ -89,9 +88,10 @@ def _select(weights: dict[str, nn.Parameter], role: str) -> list[str]:
     return _matches(weights, role)
 
 
-def _matches(weights: dict[str, nn.Parameter], role: str) -> list[str]:
+def _matches(weights: dict[str, Place], role: str) -> list[str]:
     return [name for name in weights if _ends_in(name, role)]
 
 
 def _ends_in(name: str, role: str) -> bool:
+    name = re.sub(r"\.\d+$", "", name)  # of an expert
     return any(name == end or name.endswith("." + end) for end in _ENDS[role])

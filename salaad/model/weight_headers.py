@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from salaad.common.errors import UserError
 from salaad.common.files import inside, is_file, read_object
+from salaad.model.weights import place_of
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32")
@@ -34,6 +35,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WHOLE = "give a whole copy of the folder"
 _LAYERS = re.compile(r"^(num|n)_(\w+_)?layers?$|coder_layers$")
 _MOST_LABELS = 100_000
+_HOLDERS = nn.Linear | nn.Embedding | Conv1D
 _WIDEST = 2**20  # of a block with rank 0 and no entries, whose width no tensor in the files confirms
 
 
@@ -167,18 +169,16 @@ def numbers(headers: Headers) -> int:
 
 
 def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Headers | None = None) -> tuple[int, int]:
-    """The shape (n, m) of the named module's weight.
+    """The shape (n, m) of the named block's weight.
 
     Raises:
         UserError: there is no such matrix, it cannot have this rank or so many entries, or the files cannot fill it.
     """
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        module = None
-    if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or module.weight.dim() != 2:
+    place = place_of(model, name)
+    known = place is not None and (place.index is not None or isinstance(place.module, _HOLDERS))
+    if not known or place.weight.dim() != 2:
         raise UserError(f"{name} is named as a block, but the model has no such matrix; {_WHOLE}")
-    n, m = module.weight.shape
+    n, m = place.weight.shape
     if rank > min(n, m) or nnz > n * m:
         raise UserError(
             f"{name}, a matrix of {n}×{m}, is given rank {rank:,} and {nnz:,} entries, more than it can have; {_WHOLE}"

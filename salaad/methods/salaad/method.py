@@ -33,7 +33,7 @@ class SalaadMethod(Method):
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
-        for X in find_blocks(model, config.settings).values():
+        for X in find_blocks(model, config.settings).parameters.values():
             if X.dtype == torch.bfloat16:
                 X.grad_dtype = torch.float32  # to nearest, the penalty would be rounded away
         self.salaad = Salaad(model, config.settings, most_records=None)
@@ -75,7 +75,8 @@ class SalaadMethod(Method):
         ]
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
-        return [X for X in self.salaad.weights.values() if X.dtype == torch.bfloat16]
+        parameters = {id(X): X for X in self.salaad.weights.parameters.values()}
+        return [X for X in parameters.values() if X.dtype == torch.bfloat16]
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
         self.salaad.step()

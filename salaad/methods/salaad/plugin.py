@@ -35,7 +35,7 @@ class Salaad:
     It is a context, at whose end it lets go of the model: the penalty no longer joins.
 
     Args:
-        model: any torch module with 2-D weights, on its final device and in its final dtype.
+        model: any torch module with 2-D weights, or experts in 3-D ones, on its final device and in its final dtype.
         config: targets, ρ, roles and schedule.
         scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
         most_records: updates of a block that are kept for `drain_records`, the newest; all of them for None.
@@ -63,7 +63,7 @@ class Salaad:
         self.scaler = scaler
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
-        self._watch = Watch(self.model, self.weights, self._has_joined_nothing)
+        self._watch = Watch(self.weights, self._has_joined_nothing)
         costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(costs, distributed.world_size())
         self.surrogates: dict[str, Surrogate] = {}
@@ -81,7 +81,7 @@ class Salaad:
         # The hooks do not keep this object: the cycle with the weights would be one that Python cannot free.
         join = weakref.WeakMethod(self._join_gradient)
         self._hooks = [
-            self.weights[name].register_post_accumulate_grad_hook(partial(_call, join, name))
+            self.weights.places[name].parameter.register_post_accumulate_grad_hook(partial(_call, join, name))
             for name in self.surrogates
         ]
         self.closed = False
@@ -113,7 +113,7 @@ class Salaad:
             return self.config.rho
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
-    def _join_gradient(self, name: str, X: Tensor) -> None:
+    def _join_gradient(self, name: str, *_: Tensor) -> None:
         # Only the first backward after a step: with gradient accumulation ℓ_ρ still counts once. The mean over the
         # ranks, of whom this one alone adds it, then is the coupled gradient.
         if name not in self._pending:
@@ -122,7 +122,8 @@ class Salaad:
             self._scale = distributed.world_size() * (1.0 if self.scaler is None else self.scaler.get_scale())
         self._pending.discard(name)
         seed = self.steps * len(self.blocks) + self.blocks.index(name)
-        self.surrogates[name].add_penalty_gradient(X.grad, X, self._scale, seed)
+        place = self.weights.places[name]
+        self.surrogates[name].add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
 
     def _has_joined_nothing(self) -> bool:
         return 0 < len(self.surrogates) == len(self._pending)
@@ -134,8 +135,8 @@ class Salaad:
         over. Of several ranks the owner adds it as many times as there are ranks, before the gradients are averaged.
         """
         for name in tuple(self._pending):
-            if self.weights[name].grad is not None:
-                self._join_gradient(name, self.weights[name])
+            if self.weights.places[name].gradient is not None:
+                self._join_gradient(name)
 
     def step(self) -> None:
         """Count an optimizer step and update the blocks that the schedule names.

@@ -5,7 +5,7 @@ Nothing here waits for the device: identities, dtypes and flags are compared.
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
+from salaad.model.weights import Weights
 
 _WATCHED = WeakIdKeyDictionary()  # weight → the object that watches it
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -25,8 +26,7 @@ class Watch:
     """Whether the penalty still reaches the weights.
 
     Args:
-        model: the model whose weights they are.
-        weights: block → weight.
+        weights: those of the blocks.
         pending: tells whether the penalty has yet to join the gradient of every block of this rank.
 
     Raises:
@@ -34,18 +34,22 @@ class Watch:
         NotFiniteError: a weight holds NaN or infinity.
     """
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter], pending: Callable[[], bool]) -> None:
-        self._weights = weights
-        for name, X in weights.items():
+    def __init__(self, weights: Weights, pending: Callable[[], bool]) -> None:
+        # Of the blocks in one parameter, as the experts of a layer are, the first stands for all.
+        self._weights: dict[str, nn.Parameter] = {}
+        for name, X in weights.parameters.items():
+            if not any(X is other for other in self._weights.values()):
+                self._weights[name] = X
+        self._places = weights.places
+        for name, X in self._weights.items():
             _check(name, X)
-        self._modules = {name: model.get_submodule(name) for name in weights}
-        self._kinds = {name: (X.dtype, X.device) for name, X in weights.items()}
+        self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
         self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
         # The hook is one of the process and must not keep the model.
         noticing = weakref.WeakMethod(self._notice)
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
-        for X in weights.values():
+        for X in self._weights.values():
             _WATCHED[X] = weakref.ref(self)
 
     def end(self) -> None:
@@ -76,7 +80,8 @@ class Watch:
                 penalty never joined; the loss is scaled by a scaler that the penalty does not know.
         """
         for name, X in self._weights.items():
-            if self._modules[name]._parameters.get("weight") is not X:
+            place = self._places[name]
+            if place.module._parameters.get(place.key) is not X:
                 raise UserError(
                     f"the model has another weight in block {name} than the one that is watched, as "
                     "load_state_dict(assign=True), a new nn.Parameter or FSDP leave behind; make the Salaad after that"

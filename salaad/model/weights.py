@@ -1,0 +1,111 @@
+"""Where the matrices of a model are: the weight of a module, or one matrix of a 3-D parameter, as experts have them."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+
+class Place(NamedTuple):
+    """A matrix of a model.
+
+    Args:
+        module: that holds the parameter.
+        key: name of the parameter in it.
+        index: which matrix of a 3-D parameter; None where the parameter is the matrix.
+    """
+
+    module: nn.Module
+    key: str
+    index: int | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is now."""
+        return self.module._parameters[self.key]
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix (n×m): the parameter itself, or a view that shares its memory and is outside of autograd."""
+        return self.parameter if self.index is None else self.parameter.detach()[self.index]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of the matrix (n×m), in the memory of the parameter's."""
+        whole = self.parameter.grad
+        return whole if self.index is None or whole is None else whole[self.index]
+
+
+class Weights(Mapping[str, Tensor]):
+    """Name → matrix (n×m), read from the model at every access.
+
+    Args:
+        places: name → where the matrix is.
+    """
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self.places = dict(places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The matrix of this name."""
+        return self.places[name].weight
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.places)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name → the parameter that the matrix is, or is a part of."""
+        return {name: place.parameter for name, place in self.places.items()}
+
+
+def matrices(model: nn.Module) -> dict[str, Place]:
+    """Name → place of every matrix that could be a block, in the model's own order.
+
+    A module's 2-D weight has the module's name; the third matrix of a 3-D parameter `experts.down_proj` is
+    `experts.down_proj.2`.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if key == "weight" and parameter.ndim == 2:
+                found[name] = Place(module, key)
+            elif parameter.ndim == 3 and not isinstance(module, _ConvNd):
+                for i in range(len(parameter)):
+                    found[f"{name}.{key}.{i}" if name else f"{key}.{i}"] = Place(module, key, i)
+    return found
+
+
+def place_of(model: nn.Module, name: str) -> Place | None:
+    """Where the matrix of this name is; None if the model has none."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        pass
+    else:
+        return Place(module, "weight") if getattr(module._parameters.get("weight"), "ndim", 0) == 2 else None
+    holder, _, index = name.rpartition(".")
+    path, _, key = holder.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    parameter = module._parameters.get(key)
+    whole = parameter is not None and parameter.ndim == 3 and index.isdigit() and int(index) < len(parameter)
+    return Place(module, key, int(index)) if whole else None
+
+
+def weights_of(model: nn.Module, names: Mapping[str, object] | list[str]) -> Weights:
+    """The matrices of these names; a KeyError if the model lacks one."""
+    places = {name: place_of(model, name) for name in names}
+    if missing := [name for name, place in places.items() if place is None]:
+        raise KeyError(missing[0])
+    return Weights(places)

@@ -1,0 +1,160 @@
+"""Experts in 3-D parameters as blocks, from the penalty to a deployed layer, against dense computations."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from salaad import Salaad, SalaadConfig
+from salaad.factored.experts import ExpertStack, close_stacks, open_stacks, stacks
+from salaad.factored.fixed_size import factor, slr_modules
+from salaad.factored.layers import SlrLinear
+from salaad.factored.slr import Slr
+from salaad.methods.salaad.storage import read_index
+from salaad.model.roles import find_blocks
+from salaad.runs.model_on_disk import ModelOnDisk
+from tests.helpers.deploying import compress, evaluate, rows_of
+from tests.helpers.models import open_folder
+from tests.helpers.slr_weights import distance, gaussian
+from tests.model.test_families import IDS, model_of
+
+pytestmark = pytest.mark.usefixtures("own_caches")
+FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "llama4_text")
+SETTINGS = {"every": 1, "rank_ratio": 0.2, "density": 0.05, "gamma": 0.9}
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def parts_of(model: PreTrainedModel, some: slice = slice(None)) -> dict[str, Slr]:
+    """L + S of the blocks: the best matrix of rank 3, and the largest entries of what is left."""
+    found = {}
+    for name, X in list(find_blocks(model, SalaadConfig()).items())[some]:
+        U, sigma, V = torch.linalg.svd(X.detach(), full_matrices=False)
+        L = U[:, :3] * sigma[:3] @ V[:3]
+        R = X.detach() - L
+        found[name] = Slr.from_parts(L, torch.where(R.abs() > R.abs().quantile(0.95), R, 0.0), 3)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_penalty_joins_the_gradient_of_every_expert(family):
+    model = model_of(family).train()
+    twin = copy.deepcopy(model)
+    salaad = Salaad(model, SalaadConfig(**SETTINGS, rho=0.1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01)
+        for p, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            theirs.copy_(p)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    # The coupled loss by autograd.
+    loss = twin(input_ids=IDS, labels=IDS).loss
+    theirs = dict(twin.named_parameters())
+    for name, surrogate in salaad.surrogates.items():
+        holder, _, index = name.rpartition(".")
+        X = theirs[holder][int(index)] if holder in theirs else theirs[f"{name}.weight"]
+        loss = loss + 0.05 * (X - surrogate.T).square().sum()
+    loss.backward()
+    assert any(p.ndim == 3 for p in model.parameters())
+    for (name, p), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_taken_apart_computes_as_before_and_is_put_together_again(family):
+    model = model_of(family)
+    before, expected = {name: p.detach().clone() for name, p in model.named_parameters()}, logits(model)
+    open_stacks(model, find_blocks(model, SalaadConfig()))
+    assert len(stacks(model)) == sum(p.ndim == 3 for p in before.values())
+    assert not any(p.ndim == 3 for p in model.parameters())
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    close_stacks(model)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+
+
+@pytest.mark.parametrize("some", [slice(None), slice(None, None, 3)], ids=["all blocks", "every third"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_experts_in_parts_is_written_opened_written_again_and_made_dense(family, some, tmp_path):
+    model = model_of(family)
+    blocks, twin = parts_of(model, some), copy.deepcopy(model)
+    with torch.no_grad():
+        for name, X in find_blocks(twin, SalaadConfig()).items():
+            if name in blocks:
+                X.copy_(blocks[name].dense())
+    expected = logits(twin)
+    factor(model, blocks)
+    in_parts = [name for name in slr_modules(model) if "experts." in name]
+    assert in_parts
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    folder = tmp_path / "first"
+    model.save_pretrained(folder)
+    for again in (tmp_path / "second", tmp_path / "third"):
+        opened = open_folder(folder)
+        assert slr_modules(opened).keys() == slr_modules(model).keys()
+        assert torch.equal(logits(opened), logits(model))
+        folder = again
+        opened.save_pretrained(folder)
+    dense = open_folder(folder).dequantize()
+    assert {n: p.shape for n, p in dense.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
+    dense.save_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(logits(open_folder(tmp_path / "dense")), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_with_experts_is_cut_at_every_size_and_measured(tiny_tokenizer_dir, text_files, tmp_path):
+    from salaad.data.tokenizer import load_tokenizer
+
+    torch.manual_seed(0)
+    model = model_of("mixtral", vocab_size=512).train()
+    tokenizer = load_tokenizer(str(tiny_tokenizer_dir))
+    with Salaad(model, SalaadConfig(**SETTINGS)) as salaad:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            salaad.step()
+        salaad.save(tmp_path / "saved", tokenizer)
+    saved = ModelOnDisk.open(tmp_path / "saved")
+    assert sum("experts" in name for name in read_index(saved.surrogate)) == 2 * 4 * 2
+    small, sizes = tmp_path / "small", tmp_path / "sizes"
+    compress(tmp_path / "saved", small, budget="0.6", dtype="float32")
+    opened = open_folder(small)
+    assert any("experts" in name for name in slr_modules(opened))
+    with safe_open(small / "model.safetensors", framework="pt") as file:
+        assert any(".experts.down_proj.2.U" in key for key in file.keys())  # noqa: SIM118
+    compress(tmp_path / "saved", sizes, elastic=True, dtype="float32")
+    whole, part = open_folder(sizes), open_folder(sizes, budget="0.6")
+    assert sum(p.numel() for p in part.parameters()) < sum(p.numel() for p in whole.parameters())
+    data = (f"--data.validation_files={text_files['validation']}", f"--data.files={text_files['train'][0]}")
+    common = ("--data.source=files", *data, "--data.sequence_length=16", "--tokens=1K", "--dtype=float32")
+    evaluate("perplexity", tmp_path / "saved", tmp_path / "e", *common, "--variants=X,L+S,0.6@energy,0.6@0.5")
+    perplexities = {row["variant"]: row["perplexity"] for row in rows_of(tmp_path / "e", "perplexity")}
+    assert len(perplexities) == 4 and all(value > 1 for value in perplexities.values())
+
+
+# ---- the stack itself
+
+
+def test_a_stack_multiplies_by_the_layer_and_is_dense_for_all_else():
+    weights = nn.Parameter(gaussian(3, 5, 4))
+    stack, x = ExpertStack(weights), gaussian(2, 4)
+    layer = SlrLinear.from_slr(Slr.from_parts(*(weights.detach()[1] * k for k in (1, 0)), 2))
+    stack.set_submodule("1", layer)
+    assert stack.shape == (3, 5, 4) and len(stack) == 3
+    assert torch.equal(F.linear(x, stack[torch.tensor(1)]), layer(x))
+    expected = torch.stack([weights[0], layer.weight + 0, weights[2]])
+    torch.testing.assert_close(F.linear(x, stack[1], gaussian(5)), x @ expected[1].mT + gaussian(5))
+    assert stack[1].shape == (5, 4)
+    torch.testing.assert_close(torch.bmm(gaussian(3, 2, 5), stack), torch.bmm(gaussian(3, 2, 5), expected))
+    torch.testing.assert_close(x @ stack[2].mT, x @ expected[2].mT)
+    torch.testing.assert_close(torch.matmul(gaussian(2, 5), stack[1]), gaussian(2, 5) @ expected[1])
+    assert distance(stack.dense().double(), expected.double()) < 1e-6
