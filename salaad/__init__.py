@@ -9,13 +9,18 @@ from salaad.config.methods import SalaadConfig
 
 if TYPE_CHECKING:
     from salaad.methods.salaad.plugin import Salaad
+    from salaad.methods.salaad.suggest import suggest
     from salaad.methods.salaad.trainer_callback import SalaadCallback
 
-__all__ = ["Salaad", "SalaadCallback", "SalaadConfig"]
+__all__ = ["Salaad", "SalaadCallback", "SalaadConfig", "suggest"]
 
 _find = later(
     __name__,
-    {"Salaad": "salaad.methods.salaad.plugin", "SalaadCallback": "salaad.methods.salaad.trainer_callback"},
+    {
+        "Salaad": "salaad.methods.salaad.plugin",
+        "SalaadCallback": "salaad.methods.salaad.trainer_callback",
+        "suggest": "salaad.methods.salaad.suggest",
+    },
 )
 
 

@@ -3,9 +3,9 @@
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
 from jsonargparse import ActionConfigFile
@@ -18,6 +18,7 @@ from salaad.config.methods import SETTINGS
 from salaad.config.model_sizes import parameters, scaled_to
 from salaad.config.option_parser import OptionParser, parse, typed, with_lists
 from salaad.config.run import DataConfig, ModelConfig, RunConfig
+from salaad.config.suggestion import settings_for
 
 CONFIGS = CHECKOUT / "configs"
 _LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
@@ -32,11 +33,14 @@ class TrainOptions:
         output: the run's folder; runs/CONFIG-METHOD when none is given.
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
+        preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
+            gives them.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
     """
 
     output: str | None = None
     resume: str = "auto"
+    preset: Literal["auto"] | None = None
     dry_run: bool = False
 
 
@@ -59,16 +63,21 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     for name, kind in settings.items():
         parser.add_class_arguments(kind, name)
     kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
-    parsed, instantiated = parse(parser, _find_configs(with_lists(arguments, kinds)), *kinds)
+    words = _find_configs(with_lists(arguments, kinds))
+    parsed, instantiated = parse(parser, words, *kinds)
+    if parsed.preset == "auto":
+        suggested = settings_for(instantiated["train"].steps)
+        parser.set_defaults({f"salaad.{name}": value for name, value in suggested.items()})
+        parsed, instantiated = parse(parser, words, *kinds)
     own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
     own["model"] = _with_sizes(own["model"])
     config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
     if not arguments:  # somebody looks what this is
-        options = TrainOptions(options.output, options.resume, dry_run=True)
+        options = replace(options, dry_run=True)
     if options.output is None:
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
-        options = TrainOptions(f"runs/{stem}-{config.method}", options.resume, options.dry_run)
+        options = replace(options, output=f"runs/{stem}-{config.method}")
     return config, options
 
 

@@ -35,29 +35,25 @@ def draw_pictures() -> None:
 
 
 def summary_table() -> str:
-    """The demo in four rows: full-rank X, SALAAD's X, its L + S, and its best cut to half the parameters of X."""
-    rows = read_json(NANO / "sweep.json")["rows"]
-    salaad, full_rank = ([row for row in rows if row["label"] == label] for label in ("SALAAD", "vanilla + RPCA"))
-    dense, X, whole = (
-        [row for row in mine if row["variant"] == name][-1]
-        for mine, name in ((full_rank, "X"), (salaad, "X"), (salaad, "L+S"))
+    """Four rows: a model trained full-rank, SALAAD whole and cut to half, and a small model trained at that size."""
+    result = read_json(NANO / "reproduce" / "one_training.json")
+    salaad, cut, dense = (
+        [row for row in result["rows"] if row["label"] == label]
+        for label in dict.fromkeys(row["label"] for row in result["rows"])
     )
-    half = max(row["budget"] for row in salaad if row["budget"] and row["budget"] <= X["parameters"] // 2)
-    cut, rival = (
-        min((row for row in mine if row["budget"] == half), key=lambda row: row["perplexity"])
-        for mine in (salaad, full_rank)
-    )
+    half = max(row["budget"] for row in salaad if row["budget"] and row["budget"] <= dense[0]["parameters"] // 2)
+    small, rival = (next(row for row in mine if row["budget"] == half) for mine in (salaad, cut))
+    nearest = min(dense, key=lambda row: abs(row["parameters"] - half))
     named = {
-        "X, trained full-rank without SALAAD": dense,
-        "X, trained with SALAAD": X,
-        "L + S in place of that X": whole,
-        "L + S cut to half the parameters of X": cut,
+        "trained full-rank": dense[0],
+        "trained with SALAAD": salaad[0],
+        "the same, cut to half without training": small,
+        "trained full-rank at that half size": nearest,
     }
     lines = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in named.items()]
     told = (
-        f"Perplexity over {X['tokens']:,} validation tokens, one seed; lower is better. The full-rank model, split "
-        f"into L + S after training by robust PCA and cut to the same {millions(half)} in its own best way: "
-        f"{rival['perplexity']:.2f}."
+        f"Perplexity over {dense[0]['tokens']:,} validation tokens, one seed, equal training tokens; lower is better. "
+        f"The full-rank model cut to that half size after training, by robust PCA: {rival['perplexity']:.2f}."
     )
     return f"{markdown_table(('model', 'parameters', 'perplexity'), lines)}\n\n{told}"
 

@@ -1,0 +1,94 @@
+"""Settings from the length of a run: three lengths trained, and what they are made of."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import salaad
+from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
+from salaad.config.suggestion import settings_for
+
+
+def llama(vocab: int = 96, **options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tied = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **options}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=vocab, **tied))
+
+
+def text(steps: int) -> torch.Tensor:
+    """Rows of a language with something to learn: a token is followed by one of three, as a fixed table says."""
+    generator = torch.Generator().manual_seed(1)
+    following = torch.randint(96, (96, 3), generator=generator)
+    rows = torch.empty(steps, 8, 32, dtype=torch.int64)
+    rows[..., 0] = torch.randint(96, (steps, 8), generator=generator)
+    for i in range(1, 32):
+        choice = torch.randint(3, (steps, 8, 1), generator=generator)
+        rows[..., i] = following[rows[..., i - 1]].gather(-1, choice).squeeze(-1)
+    return rows
+
+
+@pytest.mark.parametrize("steps", [60, 200, 500])
+def test_a_run_of_any_length_ends_with_a_smaller_model_that_is_no_worse(steps):
+    """L + S in place of X, smaller than X and within 1 % of its loss, from settings nobody searched for this model."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with salaad.Salaad(model, salaad.suggest(model, steps)) as plugin:
+        for tokens in text(steps):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plugin.step()
+        held_out = text(steps + 8)[-8:].flatten(0, 1)
+
+        def evaluate() -> float:
+            with torch.no_grad():
+                return model(input_ids=held_out, labels=held_out).loss.item()
+
+        X = evaluate()
+        with plugin.deployed():
+            deployed = evaluate()
+        found = plugin.summary()
+    assert math.log(96) - 0.5 > X  # it has learned something
+    assert deployed < 1.01 * X
+    assert found["block_parameters"] < found["block_parameters_dense"]
+    assert found["rank_ratio"] < 0.35
+
+
+def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
+    nano, _ = read_command_line(["--config", "nano"])
+    assert settings_for(nano.train.steps) == {
+        key: getattr(nano.salaad, key) for key in ("every", "rho_constant", "delta_alpha", "delta_beta")
+    }
+    micro, _ = read_command_line(["--config", "micro"])
+    found = settings_for(micro.train.steps)
+    assert found["rho_constant"] == micro.salaad.rho_constant
+    # Every tenth step instead of every fifth, and twice the way at each.
+    assert found["delta_alpha"] / found["every"] == pytest.approx(micro.salaad.delta_alpha / micro.salaad.every)
+
+
+def test_what_is_given_holds_instead_of_what_is_suggested():
+    model = llama()
+    config = salaad.suggest(model, 1000, every=7, rank_ratio=0.3)
+    assert (config.every, config.rank_ratio, config.rho_constant) == (7, 0.3, 0.6)
+    with pytest.raises(UserError, match="steps is 0, but a run has at least 1"):
+        salaad.suggest(model, 0)
+
+
+def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
+    assert salaad.suggest(llama(2000), 100).embedding
+    assert not salaad.suggest(llama(16), 100).embedding
+    assert not salaad.suggest(llama(2000, tie_word_embeddings=True), 100).embedding
+    assert not salaad.suggest(torch.nn.Linear(2, 3), 100).embedding
+
+
+def test_the_command_line_suggests_beneath_what_is_given():
+    config, _ = read_command_line(["--preset", "auto", "--train.steps", "500", "--salaad.every", "3"])
+    assert (config.salaad.every, config.salaad.rho_constant) == (3, 1.2)
+    assert config.salaad.delta_alpha == settings_for(500)["delta_alpha"]
+    micro, _ = read_command_line(["--preset", "auto", "--config", "micro", "--train.steps", "500"])
+    assert (micro.salaad.every, micro.salaad.rho_constant) == (5, 0.12)  # its file gives them
