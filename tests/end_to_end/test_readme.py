@@ -31,7 +31,7 @@ OPTIONS = {
     "evaluate.py rpca": commands.RpcaOptions,
     "compress.py": commands.CompressOptions,
 }
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 COMMANDS = ("train.py", *OPTIONS, "scripts/reproduce.py", "scripts/torture.py", "scripts/demo.py")
 
 
@@ -58,7 +58,7 @@ def test_the_ten_lines_run_on_gpt2(capsys):
 
 
 def test_the_callback_of_the_readme_is_one_line_at_a_trainer(tmp_path):
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64))
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (8, 16))]
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, save_steps=2)
     trainer = Trainer(model, arguments, train_dataset=rows)
