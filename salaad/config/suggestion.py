@@ -1,9 +1,9 @@
 """Settings of SALAAD for a run of a given length.
 
 Two invariants of the settings that were searched at `nano` (2,000 steps) and hold at `micro` (5,000) and below: the
-pull over a whole run, c·steps, and the way of the thresholds. In a short run the weights do not follow, and the way is the
-same at any number of updates; in a long one the pull per step is weaker, so is what it leaves between L and X, and the
-thresholds go further.
+pull over a whole run, c·steps, and the way of the thresholds. In a short run the weights do not follow, and the way is
+the same at any number of updates; in a long one the pull per step is weaker, so is what it leaves between L and X, and
+the thresholds go further.
 """
 
 from typing import Any

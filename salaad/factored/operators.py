@@ -35,7 +35,7 @@ def dense(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor)
 def linear_in_torch(x: Tensor, U: Tensor, V: Tensor, S: Tensor, bias: Tensor | None) -> Tensor:
     """y (…×n) of x (…×m) with S (n×m) as a sparse tensor: by parts, or by U·V + S where making that first pays."""
     rows = x.reshape(-1, V.shape[1])
-    if _is_cheaper_whole(len(rows), S.shape, V.shape[0], S.values().shape[0]):
+    if _is_cheaper_whole(len(rows), S.shape, V.shape[0], S._nnz()):
         y = F.linear(rows, (U @ V).add(S), bias)
     else:
         y = _in_parts(rows, U, V, S)
