@@ -119,7 +119,9 @@ class SlrWeight(nn.Module):
             return operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
         if self._cached_S is None or self._cached_S[0] != key:
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
-                self._cached_S = (key, operators.sparse_rows(starts, self.S_columns, values, self.shape[1]))
+                S = operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+            self._cached_S = (key, S) if S.dtype == values.dtype else None  # else it would be a copy
+            return S
         return self._cached_S[1]
 
     def _native(self, x: Tensor) -> cpu_kernels.Products | None:

@@ -14,8 +14,17 @@ from salaad.factored import cpu_kernels
 _LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
 
 
+def sparse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch multiplies by S where everything else has `dtype`: it has few short ones on a CPU."""
+    return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
+
+
 def sparse_rows(starts: Tensor, columns: Tensor, values: Tensor, m: int) -> Tensor:
-    """S (n×m) as a sparse tensor of torch that shares the memory of `values`."""
+    """S (n×m) as a sparse tensor of torch, in the dtype it is multiplied in; it shares the memory of `values`, if any.
+
+    The values are cast before, since a sparse tensor of inference tensors cannot be.
+    """
+    values = values.to(sparse_dtype(values.device, values.dtype))
     return torch.sparse_csr_tensor(starts, columns, values, size=(len(starts) - 1, m), check_invariants=False)
 
 
@@ -33,10 +42,10 @@ def dense(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor)
 
 
 def linear_in_torch(x: Tensor, U: Tensor, V: Tensor, S: Tensor, bias: Tensor | None) -> Tensor:
-    """y (…×n) of x (…×m) with S (n×m) as a sparse tensor: by parts, or by U·V + S where making that first pays."""
+    """y (…×n) of x (…×m) with S of `sparse_rows`: by parts, or by U·V + S where making that first pays."""
     rows = x.reshape(-1, V.shape[1])
     if _is_cheaper_whole(len(rows), S.shape, V.shape[0], S._nnz()):
-        y = F.linear(rows, (U @ V).add(S), bias)
+        y = F.linear(rows, (U @ V).to(S.dtype).add(S).to(U.dtype), bias)
     else:
         y = _in_parts(rows, U, V, S)
         y = y if bias is None else y + bias
@@ -46,12 +55,8 @@ def linear_in_torch(x: Tensor, U: Tensor, V: Tensor, S: Tensor, bias: Tensor | N
 def _in_parts(rows: Tensor, U: Tensor, V: Tensor, S: Tensor) -> Tensor:
     # Sparse products need features in rows. The result is made contiguous: attention is slow on other layouts.
     columns = rows.mT.contiguous()
-    y = U @ (V @ columns)
-    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # torch has no sparse product of these there
-        y = torch.addmm(y.float(), S.float(), columns.float()).to(rows.dtype)
-    else:
-        y = torch.addmm(y, S, columns)
-    return y.mT.contiguous()
+    y = torch.addmm((U @ (V @ columns)).to(S.dtype), S, columns.to(S.dtype))
+    return y.to(rows.dtype).mT.contiguous()
 
 
 def _is_cheaper_whole(rows: int, shape: tuple[int, int], rank: int, nnz: int) -> bool:

@@ -160,6 +160,8 @@ def test_a_layer_computes_with_the_entries_it_has_now():
         assert_is(layer, dense(slr))
         assert_is(copy.deepcopy(layer).double(), dense(slr), 1e-12)
         assert_is(copy.deepcopy(layer).bfloat16(), dense(slr), 0.02)
+        assert_is(SlrLinear.from_slr(slr).bfloat16(), dense(slr), 0.02)  # of inference tensors
+        assert_is(SlrLinear.from_slr(slr).double(), dense(slr), 1e-12)
     copied = copy.deepcopy(layer)
     with torch.no_grad():
         layer.S_values.mul_(2)
