@@ -26,6 +26,7 @@ import torch
 from transformers import logging
 
 from salaad.common.errors import UserError, run_command
+from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
 from salaad.common.validation import at_least
 from scripts.fetch_c4 import training_options
@@ -104,14 +105,25 @@ def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> 
     return failed
 
 
-def left_to_do(items: list[Item], scale: Scale) -> list[Item]:
-    """The items without a result; of the others it is said how to make them anew."""
+def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
+    """The items without a result; the others are printed as they are kept, unless only commands are wanted."""
     for item in items:
         if item.done(scale):
-            age = ", of other trainings than those recorded now" if item.outdated(scale) else ""
-            told = f"{item.name}: {item.result(scale).relative_to(ROOT)} is there{age}; --again makes it anew"
+            if not quiet:
+                print_result(read_json(item.result(scale)))
+            age = " before some of its trainings were run again" if item.outdated(scale) else ""
+            told = f"{item.name} is kept in {item.result(scale).relative_to(ROOT)}, measured{age}; --again makes it anew"
             print(told, file=sys.stderr)  # so that printed commands stand alone
     return [item for item in items if not item.done(scale)]
+
+
+def print_result(result: dict) -> None:
+    """An item's title, tables and pictures."""
+    print(f"\n## {result['title']}\n")
+    for caption, table in result["tables"].items():
+        print(f"{caption}\n\n{table}\n")
+    for caption, name in result["pictures"].items():
+        print(f"picture, {caption}: results/{result['scale']}/reproduce/{name}\n")
 
 
 def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
@@ -126,9 +138,7 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
         except UserError as error:
             problems.append(f"{item.name}: {error}")
             continue
-        print(f"\n## {result['title']}\n")
-        for caption, table in result["tables"].items():
-            print(f"{caption}\n\n{table}\n")
+        print_result(result)
         report = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
         print(f"kept: {item.result(scale).relative_to(ROOT)}; {report.relative_to(ROOT)}")
     return problems
@@ -166,7 +176,7 @@ def main() -> None:
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
-    items = items if options.again else left_to_do(items, scale)
+    items = items if options.again else left_to_do(items, scale, quiet=options.launcher == "print")
     runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
@@ -174,7 +184,8 @@ def main() -> None:
     launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
-    print(f"\n{claims_tables(scale)}")
+    if "all" in options.items:
+        print(f"\n{claims_tables(scale)}")
     if failed or problems:
         told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
         raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")

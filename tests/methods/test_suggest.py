@@ -74,7 +74,7 @@ def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
 def test_what_is_given_holds_instead_of_what_is_suggested():
     model = llama()
     config = salaad.suggest(model, 1000, every=7, rank_ratio=0.3)
-    assert (config.every, config.rank_ratio, config.rho_constant) == (7, 0.3, 0.6)
+    assert (config.every, config.rank_ratio, config.rho_constant) == (7, 0.3, 0.3)
     with pytest.raises(UserError, match="steps is 0, but a run has at least 1"):
         salaad.suggest(model, 0)
 
@@ -88,7 +88,7 @@ def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
 
 def test_the_command_line_suggests_beneath_what_is_given():
     config, _ = read_command_line(["--preset", "auto", "--train.steps", "500", "--salaad.every", "3"])
-    assert (config.salaad.every, config.salaad.rho_constant) == (3, 1.2)
+    assert (config.salaad.every, config.salaad.rho_constant) == (3, 0.3)
     assert config.salaad.delta_alpha == settings_for(500)["delta_alpha"]
     micro, _ = read_command_line(["--preset", "auto", "--config", "micro", "--train.steps", "500"])
     assert (micro.salaad.every, micro.salaad.rho_constant) == (5, 0.12)  # its file gives them
