@@ -112,7 +112,9 @@ def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
             if not quiet:
                 print_result(read_json(item.result(scale)))
             age = " before some of its trainings were run again" if item.outdated(scale) else ""
-            told = f"{item.name} is kept in {item.result(scale).relative_to(ROOT)}, measured{age}; --again makes it anew"
+            told = (
+                f"{item.name} is kept in {item.result(scale).relative_to(ROOT)}, measured{age}; --again makes it anew"
+            )
             print(told, file=sys.stderr)  # so that printed commands stand alone
     return [item for item in items if not item.done(scale)]
 
