@@ -111,10 +111,9 @@ def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
         if item.done(scale):
             if not quiet:
                 print_result(read_json(item.result(scale)))
-            age = " before some of its trainings were run again" if item.outdated(scale) else ""
-            told = (
-                f"{item.name} is kept in {item.result(scale).relative_to(ROOT)}, measured{age}; --again makes it anew"
-            )
+            repeated = "; some of its trainings were repeated since, on another machine or commit"
+            place = f"{item.result(scale).relative_to(ROOT)}{repeated if item.outdated(scale) else ''}"
+            told = f"{item.name} is kept in {place}; --again measures it anew"
             print(told, file=sys.stderr)  # so that printed commands stand alone
     return [item for item in items if not item.done(scale)]
 

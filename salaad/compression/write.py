@@ -111,10 +111,8 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     sized = deployment.sized(variant, getattr(torch, options.float_dtype), options.format == "factored")
     mark_factored(sized.model, sized.parameters, in_int8=options.dtype == "int8")
     factored = len(slr_modules(sized.model))
-    note = (
-        f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; weights in {options.dtype}."
-    )
-    note += " What is not U, V or S is in bfloat16." if options.dtype == "int8" else ""
+    kinds = "U, V and S in int8, all else in bfloat16" if options.dtype == "int8" else f"weights in {options.dtype}"
+    note = f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
     note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
     numbers, memory = count_parameters(sized.model), resident_bytes(sized.model)
     save = sized.model.save_pretrained

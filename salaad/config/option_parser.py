@@ -20,6 +20,16 @@ from salaad.common.validation import PLAIN_TYPES, require_types, split_list
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 set_parsing_settings(validate_defaults=False)
 
+# What other trainers call an option of ours.
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "max_steps": "train.steps",
+    "batch_size": "train.batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "output_dir": "output",
+    "model_name_or_path": "model.path",
+    "bf16": "train.precision",
+}
 _EMPTY = ("null", "()", "")
 
 
@@ -171,6 +181,8 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     leaf = key.rpartition(".")[2]
     if leaf in leaves:
         return leaves[leaf]
+    if _ELSEWHERE.get(leaf) in known:
+        return _ELSEWHERE[leaf]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
         return close[0]

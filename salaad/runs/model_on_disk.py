@@ -60,7 +60,8 @@ class ModelOnDisk:
         """Find out what `path` is and compare its files with their checksums, where it has any.
 
         Args:
-            path: a run, a checkpoint, a Hugging Face folder, or the name of a model on the hub.
+            path: a run, a checkpoint, a Hugging Face folder, the output folder of a Trainer, whose newest checkpoint is
+                taken, or the name of a model on the hub.
             option: what the user gave it by, for errors.
 
         Raises:
@@ -72,6 +73,8 @@ class ModelOnDisk:
             path = _newest_of(Checkpoints(path / "checkpoints"))
         if is_file(path / "model" / "config.json"):
             return _checkpoint(path)
+        if not is_file(path / "config.json") and (newest := _newest_of_trainer(path)):
+            return _model_folder(newest)
         if is_file(path / "config.json"):
             return _model_folder(path)
         raise UserError(
@@ -85,6 +88,13 @@ def _newest_of(checkpoints: Checkpoints) -> Path:
     while not keep_from_deletion(newest := checkpoints.latest()):
         pass
     return newest
+
+
+def _newest_of_trainer(path: Path) -> Path | None:
+    """The newest checkpoint in the output folder of a Trainer of transformers."""
+    found = [place for place in path.glob("checkpoint-*") if is_file(place / "config.json")]
+    numbered = [place for place in found if place.name.removeprefix("checkpoint-").isdigit()]
+    return max(numbered, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
 
 
 def _checkpoint(folder: Path) -> ModelOnDisk:

@@ -67,11 +67,17 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     ]
     named = [key.replace("_", " ") for key in shares]
     header = ("variant", "perplexity", "parameters", *named, "validation tokens", "precision")
+    remark = "".join(
+        f"\n\n{name} has more parameters than X: in so few updates the thresholds did not come far enough. Cut it with "
+        "compress.py --budget, or train with larger salaad.delta_alpha and salaad.delta_beta."
+        for name, row in variants.items()
+        if row.get("block_parameters", 0) > row.get("block_parameters_dense", 0)
+    )
     total = sum(summary["seconds"].values())
     split = ", ".join(f"{phase} {seconds / total:.1%}" for phase, seconds in summary["seconds"].items())
     return (
         f"{markdown_table(header, rows)}\n\n{summary['step']} steps, {summary['tokens']:,} tokens without padding, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s; wall time {total:,.0f} s: {split}"
+        f"{summary['tokens_per_second']:,.0f} tokens/s; wall time {total:,.0f} s: {split}{remark}"
     )
 
 

@@ -212,3 +212,16 @@ def test_formats_are_registered_whether_transformers_comes_first_or_later():
     for code in (f"import salaad; {see}", f"import {registry}, salaad; {see}"):
         registered = ast.literal_eval(command("-c", code).stdout)
         assert set(registered) == {"salaad", "salaad-elastic", FIXED_SIZE, ANY_SIZE}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--optimizer.learning_rate", "--optimizer.lr"),
+        ("--learning-rate", "--optimizer.lr"),
+        ("--max_steps", "--train.steps"),
+    ],
+)
+def test_the_name_of_an_option_elsewhere_is_answered_with_ours(theirs, ours):
+    with pytest.raises(UserError, match=f"did you mean {ours}"):
+        read_command_line([theirs, "1"])

@@ -19,6 +19,7 @@ from salaad.config import commands
 from salaad.config.command_line import read_command_line
 from salaad.factored.fixed_size import slr_modules
 from salaad.methods import registry
+from salaad.runs.model_on_disk import ModelOnDisk
 from scripts import reproduce
 from scripts.update_results import PAGES, all_sections, filled
 
@@ -66,6 +67,7 @@ def test_the_callback_of_the_readme_is_one_line_at_a_trainer(tmp_path):
     exec(code, {"trainer": trainer, "SalaadCallback": SalaadCallback, "suggest": suggest})
     trainer.train()
     assert (tmp_path / "checkpoint-2" / "surrogate" / "index.json").exists()
+    assert ModelOnDisk.open(tmp_path).name == "checkpoint-2"  # as compress.py opens OUTPUT_DIR
 
 
 def test_the_example_of_a_method_is_a_method(monkeypatch):

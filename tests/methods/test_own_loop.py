@@ -137,9 +137,7 @@ def test_a_state_of_fewer_blocks_or_of_another_model_is_refused_and_nothing_is_t
 
 def test_loading_beside_other_weights_than_those_of_that_time_is_refused(saved):
     model = llama()
-    with pytest.raises(
-        UserError, match=r"is not that which .* was saved beside; load the model's weights of that time"
-    ):
+    with pytest.raises(UserError, match=r"is not that which .* was saved beside; open the model from there first"):
         Salaad.load(model, saved)
     Salaad(model, CONFIG)  # the one that was refused has let go of the weights
 

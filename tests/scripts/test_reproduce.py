@@ -62,7 +62,7 @@ def test_what_is_there_is_neither_trained_nor_measured_again(call, place):
     assert call("opening")[0] == ["full_rank"]
     trained, said = call("all")
     assert trained == ["salaad"]
-    assert "opening is kept in results/nano/reproduce/opening.json, measured; --again makes it anew" in said[1]
+    assert "opening is kept in results/nano/reproduce/opening.json; --again measures it anew" in said[1]
     assert said[0].startswith("\n## Opens\n")  # what is there is shown
     assert call("all")[0] == []
 
@@ -122,7 +122,7 @@ def test_a_record_of_another_run_than_the_folder_is_written_anew_without_a_train
     kept = json.loads(record.read_text())
     record.write_text(json.dumps(kept | {"summary": {"tokens": 6, "seconds": {"train": 1.0}}}))
     trained, said = call("all")
-    assert "opening.json, measured before some of its trainings were run again; --again makes it anew" in said[1]
+    assert "opening.json; some of its trainings were repeated since, on another machine or commit; --again" in said[1]
     assert trained == ["salaad"]
     assert call("opening", "--again")[0] == []
     assert json.loads(record.read_text()) == kept

@@ -71,6 +71,9 @@ class SalaadMethod(Method):
             *coverage.said(model, blocks),
             ("blocks per owner", ", ".join(map(str, counts))),
             ("imbalance of the owners", f"{imbalance:.3f} (largest cost over mean)"),
+            ("targets", f"rank ratio {settings.rank_ratio:g}, density {settings.density:g}"),
+            ("pull", f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"),
+            ("controller", f"K = {settings.every}, Δα = {settings.delta_alpha:g}, Δβ = {settings.delta_beta:g}"),
             ("ADMM updates", f"{config.train.steps // settings.every:,} per block, {settings.schedule}"),
         ]
 

@@ -106,8 +106,8 @@ def load_surrogates(
         # Sums of float64 differ in their last digits between machines.
         if name in norms and not math.isclose(norm_of(weights[name]), norms[name], rel_tol=1e-9):
             raise UserError(
-                f"the model's weight in block {name} is not that which {folder} was saved beside; load the model's "
-                "weights of that time first"
+                f"the model's weight in block {name} is not that which {folder} was saved beside; open the "
+                "model from there first, such as by from_pretrained"
             )
         surrogates[name].load_state_dict(state)
 

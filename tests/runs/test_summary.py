@@ -1,0 +1,18 @@
+"""The table at the end of a run."""
+
+from salaad.runs.summary import summary_table
+
+
+def summary(L_plus_S: int) -> dict:
+    row = {"perplexity": 90.0, "parameters": 100, "tokens": 50, "precision": "fp32"}
+    blocks = {"block_parameters": L_plus_S, "block_parameters_dense": 80, "rank_ratio": 0.4, "density": 0.7}
+    seconds = {"train": 1.0, "admm": 1.0}
+    about = {"step": 7, "tokens": 1000, "tokens_per_second": 500.0, "seconds": seconds}
+    return {**about, "variants": {"X": row, "L+S": {**row, **blocks, "parameters": 20 + L_plus_S}}}
+
+
+def test_a_run_too_short_for_its_thresholds_says_so_with_the_cure():
+    assert "L+S has more parameters than X" in summary_table(summary(81))
+    assert "compress.py --budget" in summary_table(summary(81))
+    assert "more parameters" not in summary_table(summary(80))
+    assert "train 50.0%, admm 50.0%" in summary_table(summary(80))
