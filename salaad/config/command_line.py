@@ -1,5 +1,7 @@
 """From the command line to a `RunConfig`: YAML beneath, `--section.key value` above, every error one sentence."""
 
+import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.common.files import CHECKOUT, is_file, replacing
 from salaad.common.validation import check
+from salaad.config.method_sizes import settings_of
 from salaad.config.methods import SETTINGS
 from salaad.config.model_sizes import parameters, scaled_to
 from salaad.config.option_parser import OptionParser, parse, typed, with_lists
@@ -69,6 +72,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         suggested = settings_for(instantiated["train"].steps)
         parser.set_defaults({f"salaad.{name}": value for name, value in suggested.items()})
         parsed, instantiated = parse(parser, words, *kinds)
+    if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
+        words = _with_table(table, instantiated["method"], words, parser)
+        parsed, instantiated = parse(parser, words, *kinds)
     own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
     own["model"] = _with_sizes(own["model"])
     config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
@@ -79,6 +85,23 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
         options = replace(options, output=f"runs/{stem}-{config.method}")
     return config, options
+
+
+def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser: OptionParser) -> list[str]:
+    """The words of a command line in which a method's own settings hold unless an option says otherwise.
+
+    They hold against a file too, which was written for another method, unless the file names this one.
+    """
+    last = max((i + (word == "--config") for i, word in enumerate(words) if word.startswith("--config")), default=None)
+    files = [Path(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
+    files += [Path(after) for word, after in itertools.pairwise(words) if word == "--config"]
+    if any(read_plain_yaml(path).get("method") == method for path in files):
+        last = None
+    if last is None:
+        parser.set_defaults(dict(table))
+        return words
+    own = [f"--{key}={json.dumps(value)}" for key, value in table.items()]
+    return [*words[: last + 1], *own, *words[last + 1 :]]
 
 
 def _with_sizes(model: ModelConfig) -> ModelConfig:

@@ -84,8 +84,86 @@ class SalaadConfig(MethodConfig):
             check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
 
 
+@dataclass(frozen=True)
+class LoraConfig(MethodConfig):
+    """Low-rank adapters on frozen random weights.
+
+    Args:
+        rank: r of each product B·A.
+        alpha: α; the product is scaled by α/r.
+        dropout: of the adapter's input.
+    """
+
+    rank: int = 128
+    alpha: float = 32.0
+    dropout: float = 0.05
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.removesuffix("Config").lower()
+        require_types(type(self), vars(self), name)
+        at_least(self, 1, "rank")
+        at_least(self, 0, "alpha")
+        check(0 <= self.dropout < 1, f"{name}.dropout is {self.dropout}, outside [0, 1); give a fraction below 1")
+
+
+@dataclass(frozen=True)
+class ReloraConfig(LoraConfig):
+    """Adapters that are merged into the weights now and then, and begun anew.
+
+    Args:
+        rank: r of each product B·A.
+        alpha: α; the product is scaled by α/r.
+        dropout: of the adapter's input.
+        every: q, optimizer steps between two merges.
+        rewarmup: steps in which the learning rate rises again after a merge.
+        prune: part of the adapters' moments that a merge sets to zero, chosen at random.
+    """
+
+    dropout: float = 0.1
+    every: int = 1000
+    rewarmup: int = 100
+    prune: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "every")
+        at_least(self, 0, "rewarmup")
+        check(0 <= self.prune <= 1, f"relora.prune is {self.prune}, outside [0, 1]; give a fraction")
+        check(
+            self.rewarmup < self.every,
+            f"relora.rewarmup is {self.rewarmup}, as long as the {self.every} steps between two merges; give less",
+        )
+
+
+@dataclass(frozen=True)
+class SltrainConfig(MethodConfig):
+    """A low-rank product plus a sparse matrix of random, fixed support, both trained.
+
+    Args:
+        rank: r of the product B·A.
+        alpha: α; the product is scaled by α/r.
+        density: δ, part of the entries that the support holds.
+    """
+
+    rank: int = 128
+    alpha: float = 32.0
+    density: float = 0.03
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "sltrain")
+        at_least(self, 1, "rank")
+        at_least(self, 0, "alpha")
+        check(0 <= self.density <= 1, f"sltrain.density is {self.density}, outside [0, 1]; give a fraction")
+
+
 # Method → its settings. `salaad.methods.registry` adds those of a method that is registered from outside.
-SETTINGS: dict[str, type[MethodConfig]] = {"full_rank": FullRankConfig, "salaad": SalaadConfig}
+SETTINGS: dict[str, type[MethodConfig]] = {
+    "full_rank": FullRankConfig,
+    "salaad": SalaadConfig,
+    "lora": LoraConfig,
+    "relora": ReloraConfig,
+    "sltrain": SltrainConfig,
+}
 
 
 def settings_class(method: str) -> type[MethodConfig]:

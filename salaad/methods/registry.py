@@ -7,9 +7,18 @@ from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
 from salaad.methods.full_rank import FullRank
+from salaad.methods.lora import Lora
+from salaad.methods.relora import Relora
 from salaad.methods.salaad.method import SalaadMethod
+from salaad.methods.sltrain import Sltrain
 
-_METHODS: dict[str, type[Method]] = {"full_rank": FullRank, "salaad": SalaadMethod}
+_METHODS: dict[str, type[Method]] = {
+    "full_rank": FullRank,
+    "salaad": SalaadMethod,
+    "lora": Lora,
+    "relora": Relora,
+    "sltrain": Sltrain,
+}
 
 
 def register(name: str, method: type[Method]) -> None:

@@ -1,0 +1,52 @@
+"""The settings of each method as its source gives them, by the size of the model: 60m, 130m, 350m and 1b.
+
+Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652) and SLTrain (2406.02214). The learning
+rate of plain LoRA pretraining was never released: ours is the one that ReLoRA uses. The optimizer is what the runs of
+these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of warm-up.
+"""
+
+from typing import Any
+
+from salaad.config.run import ModelConfig
+
+_WIDTHS = (512, 768, 1024, 2048)
+_ADAM: dict[str, Any] = {
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip": 0.0,
+    "optimizer.warmup": 0.1,
+}
+_RANKS = [128, 256, 256, 512]
+# Method → setting → value, or a list of one per size.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": {**_ADAM, "optimizer.lr": [1e-3, 1e-3, 5e-4, 5e-4], "lora.rank": _RANKS},
+    "relora": {
+        **_ADAM,
+        "optimizer.lr": [1e-3, 1e-3, 5e-4, 5e-4],
+        "optimizer.clip": [1.0, 1.0, 0.0, 0.0],
+        "relora.rank": _RANKS,
+        "relora.every": [1000, 5000, 5000, 5000],
+        "relora.rewarmup": [100, 100, 200, 200],
+    },
+    "sltrain": {
+        **_ADAM,
+        "optimizer.lr": 3e-3,
+        "sltrain.rank": _RANKS,
+        "sltrain.alpha": [32.0, 16.0, 16.0, 8.0],
+    },
+}
+
+
+def settings_of(method: str, model: ModelConfig) -> dict[str, Any]:
+    """Setting → value, by the names they have in a configuration; nothing for a method without a table.
+
+    A model of another width has the settings of the next smaller size (of 60m below that), and a quarter of its width
+    for a rank. Of a model from a folder the width is not known, and the dataclass of the method says what holds.
+    """
+    if method not in _SETTINGS or model.path is not None:
+        return {}
+    size = max((i for i, width in enumerate(_WIDTHS) if width <= model.hidden_size), default=0)
+    found = {key: value[size] if isinstance(value, list) else value for key, value in _SETTINGS[method].items()}
+    if model.hidden_size not in _WIDTHS:
+        found[f"{method}.rank"] = max(1, model.hidden_size // 4)
+    return found

@@ -1,0 +1,75 @@
+"""LoRA as a way to pretrain: frozen random weights with trained low-rank adapters (2106.09685).
+
+    y = W₀·x + (α/r)·B·A·dropout(x),   A (r×in) Kaiming-uniform, B (out×r) = 0
+
+W₀ stays as it was drawn; embedding, head and norms are trained as usual. This is the row "LoRA" of GaLore's table and
+of those who copy it. Different from its released code: W₀ is kept where no merge follows (the code drops it there and
+trips over its own assertion). With dropout, several processes draw other masks than one.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from salaad.config.methods import LoraConfig
+from salaad.config.run import RunConfig
+from salaad.methods.low_rank_layers import Factored, LowRankMethod, factored_layers, replace_projections
+from salaad.model.parameters import count_parameters
+
+
+class LoraLinear(Factored):
+    """y = W₀·x + (α/r)·B·A·dropout(x), where only A and B are trained.
+
+    Args:
+        linear: whose weight becomes W₀ (out×in).
+        settings: rank, α and dropout.
+    """
+
+    def __init__(self, linear: nn.Linear, settings: LoraConfig) -> None:
+        super().__init__()
+        (out, width), device = linear.weight.shape, linear.weight.device
+        self.scale, self.dropout = settings.alpha / settings.rank, settings.dropout
+        self.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+        self.bias = linear.bias
+        self.A = nn.Parameter(torch.empty(settings.rank, width, device=device))
+        self.B = nn.Parameter(torch.zeros(out, settings.rank, device=device))
+        draw(self.A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×out) of x (…×in)."""
+        inside = F.linear(F.dropout(x, self.dropout, self.training), self.A)
+        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(inside, self.B)
+
+    def dense_weight(self) -> Tensor:
+        """W₀ + (α/r)·B·A, summed in float32 at least."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        product = self.scale * (self.B.to(dtype) @ self.A.to(dtype))
+        return (self.weight.to(dtype) + product).to(self.weight.dtype)
+
+
+def draw(A: Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill A (r×in) as peft does: uniform with the bound 1/√in, which is Kaiming's for a = √5."""
+    nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+
+
+class Lora(LowRankMethod):
+    """Adapters on frozen weights, merged for export and evaluation's count."""
+
+    Settings = LoraConfig
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        replace_projections(model, lambda linear: LoraLinear(linear, config.settings))
+
+    @classmethod
+    def stored(cls, model: nn.Module) -> dict[str, int]:
+        """Those of the merged model."""
+        adapters = [p for layer in factored_layers(model).values() for p in (layer.A, layer.B)]
+        found = super().stored(model)
+        return {
+            "parameters": count_parameters(model) - sum(p.numel() for p in adapters),
+            "bytes": found["bytes"] - sum(p.nbytes for p in adapters),
+        }

@@ -1,0 +1,94 @@
+"""What the methods that train factors in place of a projection share: replacing, counting, merging."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from salaad.common.errors import UserError
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import RunConfig
+from salaad.methods.base import Method
+from salaad.model.parameters import count_parameters
+from salaad.model.roles import find_blocks
+
+
+class Factored(nn.Module):
+    """A layer in place of a linear one, which can say what dense weight it stands for."""
+
+    def dense_weight(self) -> Tensor:
+        """W (out×in), dense, in the dtype of the factors."""
+        raise NotImplementedError
+
+
+def projections(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Name → linear layer of every projection of a known model family (q, k, v, o, gate, up, down)."""
+    places = find_blocks(model, SalaadConfig()).places
+    return {name: place.module for name, place in places.items() if isinstance(place.module, nn.Linear)}
+
+
+def replace_projections(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put `make` of every projection in its place, in the model's own order."""
+    for name, linear in projections(model).items():
+        model.set_submodule(name, make(linear))
+
+
+def factored_layers(model: nn.Module) -> dict[str, Factored]:
+    """Name → layer of everything that `replace_projections` put in."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Factored)}
+
+
+def merged(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of the dense model that computes the same, by the names they have in one."""
+    layers = factored_layers(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in layers}
+    for name, layer in layers.items():
+        state[f"{name}.weight"] = layer.dense_weight().detach()
+        if layer.bias is not None:
+            state[f"{name}.bias"] = layer.bias.detach()
+    return state
+
+
+class LowRankMethod(Method):
+    """A method whose layers stand for a dense weight each, into which they are merged for export."""
+
+    replaces_modules = True
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        super().check(model, config)
+        layers, rank = projections(model), config.settings.rank
+        if not layers:
+            raise UserError(f"method {config.method} replaces linear projections, and this model has none it knows")
+        name, linear = min(layers.items(), key=lambda item: min(item[1].weight.shape))
+        short = min(linear.weight.shape)
+        if rank > short:
+            raise UserError(
+                f"{config.method}.rank is {rank}, but {name} has a shorter side of {short}; give {short} or less"
+            )
+
+    @classmethod
+    def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        stored = cls.stored(model)
+        return [
+            ("layers replaced", str(len(factored_layers(model)))),
+            ("parameters trained", f"{trained / 1e6:.2f} M"),
+            ("parameters stored after training", f"{stored['parameters'] / 1e6:.2f} M"),
+        ]
+
+    @classmethod
+    def stored(cls, model: nn.Module) -> dict[str, int]:
+        """Parameters by the paper's count, and bytes, of the model as it is stored after training."""
+        return {"parameters": count_parameters(model), "bytes": sum(p.nbytes for p in model.parameters())}
+
+    def variants(self) -> Iterator[tuple[str, AbstractContextManager, Mapping[str, Any]]]:  # noqa: D102
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        yield "X", nullcontext(), {**self.stored(self.model), "trained": trained}
+
+    def export(self, folder: Path) -> None:
+        """The merged model, an ordinary folder of the dense architecture."""
+        self.model.save_pretrained(folder, state_dict=merged(self.model))

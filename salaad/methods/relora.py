@@ -1,0 +1,61 @@
+"""ReLoRA: adapters that are merged into the weights every q steps and begun anew (2307.05695).
+
+    every q steps:  W₀ += (α/r)·B·A,  A drawn again,  B = 0,  a random part of the adapters' moments = 0
+
+so that the sum of many low-rank changes may have any rank. After a merge the learning rate rises linearly from zero
+over `rewarmup` steps, back to the cosine it was on. Settings as repeated by ReLoRA's own group (2605.13652), without
+the warm start at full rank, as in GaLore's table.
+
+Different from the released code: there both gradients vanish in the first cycle, since A and B begin as zero, so that
+no projection is trained; and the merge comes a step after the learning rate has restarted. Here A is drawn at once, and
+the merge stands before the first step of the new rate.
+"""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from salaad.config.methods import ReloraConfig
+from salaad.methods.lora import Lora, draw
+from salaad.methods.low_rank_layers import factored_layers
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+class Relora(Lora):
+    """Adapters, merged now and then."""
+
+    Settings = ReloraConfig
+
+    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
+        optimizer, schedule = super().build_optimizer()
+        [cosine], settings = schedule.lr_lambdas[:1], self.config.settings
+
+        def factor(step: int) -> float:
+            after = step % settings.every
+            rising = step >= settings.every and after < settings.rewarmup
+            return cosine(step) * ((after + 1) / settings.rewarmup if rising else 1)
+
+        return optimizer, LambdaLR(optimizer, factor)
+
+    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
+        if step % self.config.settings.every == 0 and step < self.config.train.steps:
+            self.merge(optimizer, step)
+
+    @torch.no_grad()
+    def merge(self, optimizer: Optimizer, step: int) -> None:
+        """Merge every adapter and begin it anew; the same on every rank, whatever its own random numbers are."""
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        for layer in factored_layers(self.model).values():
+            layer.weight.copy_(layer.dense_weight())
+            fresh = torch.empty(layer.A.shape)
+            draw(fresh, generator)
+            layer.A.copy_(fresh)
+            layer.B.zero_()
+            for parameter in (layer.A, layer.B):
+                state = optimizer.state.get(parameter, {})
+                kept = torch.rand(parameter.shape, generator=generator) >= self.config.settings.prune
+                for key in _MOMENTS:
+                    if torch.is_tensor(state.get(key)):
+                        state[key].mul_(kept.to(state[key].device))

@@ -1,0 +1,66 @@
+"""SLTrain: a low-rank product plus a sparse matrix of random, fixed support (2406.02214).
+
+    W = (α/r)·B·A + S,   A (r×in) Kaiming-uniform, B (out×r) = 0, the δ·out·in entries of S uniform in ±1/√in
+
+The support is drawn once, uniformly over all entries, and only the values of S are trained: their gradient is that of
+the dense W, gathered at the support. Different from the released code: positions are int32 and lie in the checkpoint
+(there int64, drawn anew), and W is built once per micro-batch, for the forward and the backward pass together.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from salaad.config.methods import SltrainConfig
+from salaad.config.run import RunConfig
+from salaad.methods.lora import draw
+from salaad.methods.low_rank_layers import Factored, LowRankMethod, factored_layers, replace_projections
+
+
+class SltrainLinear(Factored):
+    """y = ((α/r)·B·A + S)·x.
+
+    Args:
+        linear: whose place it takes; its weight (out×in) is not kept.
+        settings: rank, α and density.
+    """
+
+    def __init__(self, linear: nn.Linear, settings: SltrainConfig) -> None:
+        super().__init__()
+        (out, width), device = linear.weight.shape, linear.weight.device
+        self.shape, self.scale = (out, width), settings.alpha / settings.rank
+        self.bias = linear.bias
+        self.A = nn.Parameter(torch.empty(settings.rank, width, device=device))
+        self.B = nn.Parameter(torch.zeros(out, settings.rank, device=device))
+        draw(self.A)
+        nnz = int(settings.density * out * width)
+        self.S_values = nn.Parameter(torch.empty(nnz, device=device).uniform_(-(width**-0.5), width**-0.5))
+        positions = torch.randperm(out * width, device=device)[:nnz].sort().values
+        self.register_buffer("S_positions", positions.int() if out * width < 2**31 else positions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×out) of x (…×in)."""
+        return F.linear(x, self.dense_weight(), self.bias)
+
+    def dense_weight(self) -> Tensor:
+        """(α/r)·B·A + S (out×in), which autograd follows to A, B and the values of S."""
+        product = (self.B * self.scale) @ self.A
+        return product.flatten().index_add(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
+
+
+class Sltrain(LowRankMethod):
+    """Low rank plus a sparse matrix of fixed support."""
+
+    Settings = SltrainConfig
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        replace_projections(model, lambda linear: SltrainLinear(linear, config.settings))
+
+    @classmethod
+    def stored(cls, model: nn.Module) -> dict[str, int]:
+        """Factors and entries as they are trained; the positions take bytes of their own."""
+        found = super().stored(model)
+        positions = sum(layer.S_positions.nbytes for layer in factored_layers(model).values())
+        return {"parameters": found["parameters"], "bytes": found["bytes"] + positions}
