@@ -64,8 +64,8 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
         cure = (
             "check the files in this folder"
             if local
-            else "connect to the hub, fetch it once with scripts/fetch_c4.py, or give data.tokenizer a folder or .model "
-            "file, such as scripts/train_tokenizer.py makes of your own text"
+            else "connect to the hub, fetch it once with scripts/fetch_c4.py, or give data.tokenizer a folder or "
+            ".model file, such as scripts/train_tokenizer.py makes of your own text"
         )
         raise UserError(f"tokenizer {spec} cannot be opened ({reason}); {cure}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
