@@ -31,6 +31,7 @@ def _rank(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
+    dist.barrier()  # a rank that ended before another has connected would leave that one without a peer
     try:
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(fn(*args)))
     finally:
