@@ -1,6 +1,6 @@
 """Settings of SALAAD for a run of a given length.
 
-They go through those that were searched at `nano` (2,000 steps) and hold at `micro` (5,000). In longer runs the pull
+They are `nano`'s at its 2,000 steps, and `micro`'s at 5,000 but for a K twice as long. In longer runs the pull
 over the whole run, c·steps, stays: at every step it is weaker, so is what it leaves between L and X, and the thresholds
 go further. In shorter ones more than nano's c costs X more than it helps L + S (tried at 250 to 1,000 steps), and the
 thresholds have to go a little further, as the weights have followed less.

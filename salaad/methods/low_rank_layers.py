@@ -62,7 +62,10 @@ class LowRankMethod(Method):
         super().check(model, config)
         layers, rank = projections(model), config.settings.rank
         if not layers:
-            raise UserError(f"method {config.method} replaces linear projections, and this model has none it knows")
+            raise UserError(
+                f"method {config.method} replaces linear projections, of which this model has 0; give a LLaMA-like "
+                "model, or method full_rank or salaad"
+            )
         name, linear = min(layers.items(), key=lambda item: min(item[1].weight.shape))
         short = min(linear.weight.shape)
         if rank > short:
