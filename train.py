@@ -185,15 +185,17 @@ class Trainer:
         micro_batches = list(
             zip(*(batch[key].split(self.config.train.micro_batch) for key in ("input_ids", "labels")), strict=True)
         )
-        for i, (input_ids, labels) in enumerate(micro_batches):
-            final = i == len(micro_batches) - 1
-            with nullcontext() if final else self.accelerator.no_sync(self.loss):
+        passes = [(*micro_batch, context) for micro_batch in micro_batches for context in self.method.passes()]
+        times = len(passes) // len(micro_batches)
+        for i, (input_ids, labels, context) in enumerate(passes):
+            final = i == len(passes) - 1
+            with nullcontext() if final else self.accelerator.no_sync(self.loss), context:
                 summed = self.loss(*(values.to(self.device, non_blocking=True) for values in (input_ids, labels)))
                 # The ranks' gradients are averaged, not summed: hence their number in the numerator. And a loss can be
                 # infinite where its gradient is not; times zero it is NaN, which spoils the gradient on every rank.
-                scale = distributed.world_size() / targets + 0 * summed.detach()
+                scale = distributed.world_size() / (targets * times) + 0 * summed.detach()
                 self.accelerator.backward((summed * scale).to(summed.dtype))
-            loss += summed.detach() / targets
+            loss += summed.detach() / (targets * times)
         return loss
 
     def log(self, lr: float) -> None:

@@ -170,6 +170,26 @@ def left_vectors(Z: Tensor) -> Tensor:
     raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
 
 
+def leading_left_vectors(Z: Tensor, rank: int) -> Tensor:
+    """The `rank` leading left singular vectors (n×rank) of Z (n×m, n ≤ m), in order, from eigenvectors of ZZᵀ.
+
+    Vectors whose singular value is below about 1e-3 of the largest are not resolved in float32: of those the subspace
+    holds any.
+
+    Raises:
+        torch.linalg.LinAlgError: no decomposition converges, or Z is not finite.
+    """
+    for find in (
+        lambda: torch.linalg.eigh(_squared(Z))[1].flip(1),
+        lambda: torch.linalg.svd(Z, full_matrices=False)[0],
+    ):
+        with suppress(torch.linalg.LinAlgError):
+            vectors = find()[:, :rank]
+            if bool(vectors.isfinite().all()):
+                return vectors
+    raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
+
+
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
     eigenvalues, U = torch.linalg.eigh(A)
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)

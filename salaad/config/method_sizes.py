@@ -1,8 +1,9 @@
 """The settings of each method as its source gives them, by the size of the model: 60m, 130m, 350m and 1b.
 
-Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652) and SLTrain (2406.02214). The learning
-rate of plain LoRA pretraining was never released: ours is the one that ReLoRA uses. The optimizer is what the runs of
-these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of warm-up.
+Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), GaLore (2403.03507), LORO (ICLR 2025),
+CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining and of LOST were never
+released: ours are those of ReLoRA and SLTrain. The optimizer is what the runs of these papers share: Adam with β 0.9
+and 0.999, no decay, no clipping unless given, a tenth of warm-up; the warm-up of LORO ends where its schedule peaks.
 """
 
 from typing import Any
@@ -28,6 +29,25 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "relora.every": [1000, 5000, 5000, 5000],
         "relora.rewarmup": [100, 100, 200, 200],
     },
+    "galore": {**_ADAM, "optimizer.lr": 1e-2, "optimizer.eps": 1e-6, "galore.rank": _RANKS},
+    "loro": {
+        **_ADAM,
+        "optimizer.lr": [1e-2, 1e-2, 1e-2, 5e-3],
+        "optimizer.eps": 1e-6,
+        "optimizer.warmup": [0.2, 0.2, 0.133, 0.2],
+        "loro.rank": _RANKS,
+        "loro.every": [500, 500, 500, 200],
+    },
+    "cola": {
+        **_ADAM,
+        "optimizer.lr": [6e-3, 3e-3, 3e-3, 2e-3],
+        "optimizer.weight_decay": 0.01,
+        "optimizer.clip": 0.5,
+        "optimizer.warmup": [0.2, 0.1, 0.1, 0.1],
+        "cola.rank": _RANKS,
+        "cola.keep_swiglu": [True, True, False, False],
+    },
+    "lost": {**_ADAM, "optimizer.lr": 3e-3, "lost.rank": _RANKS},
     "sltrain": {
         **_ADAM,
         "optimizer.lr": 3e-3,
@@ -47,6 +67,6 @@ def settings_of(method: str, model: ModelConfig) -> dict[str, Any]:
         return {}
     size = max((i for i, width in enumerate(_WIDTHS) if width <= model.hidden_size), default=0)
     found = {key: value[size] if isinstance(value, list) else value for key, value in _SETTINGS[method].items()}
-    if model.hidden_size not in _WIDTHS:
+    if model.hidden_size not in _WIDTHS and f"{method}.rank" in found:
         found[f"{method}.rank"] = max(1, model.hidden_size // 4)
     return found

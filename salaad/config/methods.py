@@ -156,13 +156,120 @@ class SltrainConfig(MethodConfig):
         check(0 <= self.density <= 1, f"sltrain.density is {self.density}, outside [0, 1]; give a fraction")
 
 
+@dataclass(frozen=True)
+class GaloreConfig(MethodConfig):
+    """Dense weights whose gradients the optimizer sees projected to a subspace.
+
+    Args:
+        rank: r, dimensions of the subspace.
+        every: T, optimizer steps between two choices of the subspace.
+        scale: of a projected update when it is lifted back.
+    """
+
+    rank: int = 128
+    every: int = 200
+    scale: float = 0.25
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "galore")
+        at_least(self, 1, "rank", "every")
+        at_least(self, 0, "scale")
+
+
+@dataclass(frozen=True)
+class LoroConfig(MethodConfig):
+    """Two factors that follow the manifold of rank r.
+
+    Args:
+        rank: r of the product M·Nᵀ.
+        every: K, optimizer steps between two exact steps on the manifold.
+        rewarmup: steps in which the learning rate rises again after an exact step.
+    """
+
+    rank: int = 128
+    every: int = 500
+    rewarmup: int = 5
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "loro")
+        at_least(self, 1, "rank", "every")
+        at_least(self, 0, "rewarmup")
+        check(
+            self.rewarmup < self.every,
+            f"loro.rewarmup is {self.rewarmup}, as long as the {self.every} steps between two exact steps; give less",
+        )
+
+
+@dataclass(frozen=True)
+class ColaConfig(MethodConfig):
+    """Two factors with an activation between them.
+
+    Args:
+        rank: r, outputs of the first factor.
+        keep_swiglu: whether the feed-forward layer keeps an activation of its own beside those between the factors.
+    """
+
+    rank: int = 128
+    keep_swiglu: bool = True
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "cola")
+        at_least(self, 1, "rank")
+
+
+@dataclass(frozen=True)
+class LostConfig(MethodConfig):
+    """Two factors plus some whole columns, both from the singular values of the first weights.
+
+    Args:
+        rank: r of the two factors.
+        density: δ, part of the columns that are trained as they are.
+        gamma: γ, weight of the two factors; the columns have 1 − γ. Ours, as the source does not say it.
+        activation: what stands between the two factors; linear makes the layer a low-rank plus a sparse matrix.
+    """
+
+    rank: int = 128
+    density: float = 0.01
+    gamma: float = 0.7
+    activation: Literal["silu", "linear"] = "silu"
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "lost")
+        at_least(self, 1, "rank")
+        for name in ("density", "gamma"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"lost.{name} is {value}, outside [0, 1]; give a fraction")
+
+
+@dataclass(frozen=True)
+class MatformerConfig(MethodConfig):
+    """One model with smaller ones in it, whose feed-forward layers are narrower.
+
+    Args:
+        halvings: smaller widths; m/2, m/4, … of the feed-forward width m, which has to be divisible that often.
+        train: sampled trains one width a step, summed all of them in every step.
+    """
+
+    halvings: int = 3
+    train: Literal["sampled", "summed"] = "sampled"
+
+    def __post_init__(self) -> None:
+        require_types(type(self), vars(self), "matformer")
+        at_least(self, 1, "halvings")
+
+
 # Method → its settings. `salaad.methods.registry` adds those of a method that is registered from outside.
 SETTINGS: dict[str, type[MethodConfig]] = {
     "full_rank": FullRankConfig,
     "salaad": SalaadConfig,
     "lora": LoraConfig,
     "relora": ReloraConfig,
+    "galore": GaloreConfig,
+    "loro": LoroConfig,
+    "cola": ColaConfig,
     "sltrain": SltrainConfig,
+    "lost": LostConfig,
+    "matformer": MatformerConfig,
 }
 
 

@@ -8,14 +8,15 @@ A method object lives as long as one start of a run. `train.py` uses it in this 
     method.build_optimizer()                parameter groups and learning-rate schedule
     method.load_state_dict(), load(folder)  only on a resume; the optimizer's state follows
 
-    every step:  backward, method.after_backward(), clip, optimizer.step(), method.after_step(…)
+    every step:  a backward in each of method.passes(), method.after_backward(), clip, optimizer.step(),
+                 method.after_step(…)
     at the end:  method.finish()
     now and then:  columns() and drain_records() into the records, variants() to evaluate, save() and state_dict()
 
 A new method is a subclass in a file of its own, with a dataclass of its settings, and one call of `registry.register`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -33,7 +34,7 @@ from salaad.methods.optimizer import build_optimizer, optimizer_class
 from salaad.model.parameters import count_parameters
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
-_BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
+BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
 _TENSORS = Path("state") / "method.safetensors"
 
 
@@ -86,7 +87,7 @@ class Method:
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
         """Bytes on one rank by kind, for --dry-run; `model` is the rebuilt one without numbers."""
-        weights, gradients, moments = _BYTES[config.train.precision]
+        weights, gradients, moments = BYTES[config.train.precision]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return {
             "weights": count_parameters(model) * weights,
@@ -108,6 +109,10 @@ class Method:
         return []
 
     # During training.
+
+    def passes(self) -> Sequence[AbstractContextManager]:
+        """What the gradient of a step is the mean of: one forward and backward pass in each of these contexts."""
+        return [nullcontext()]
 
     def after_backward(self) -> None:
         """Called once per optimizer step, when the gradients of all micro-batches are there; collective."""

@@ -5,12 +5,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
+from salaad.factored.fixed_size import tied_modules
+from salaad.factored.slr import Slr
 from salaad.methods.base import Method
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
@@ -24,10 +27,55 @@ class Factored(nn.Module):
         raise NotImplementedError
 
 
+class SlrFactored(Factored):
+    """A layer y = U·φ(V·x) + S·x whose parts can be told: with an activation φ, or without one, then W = U·V + S."""
+
+    activation: str = "linear"
+
+    def slr(self) -> Slr:
+        """U (out×r), V (r×in) and S, detached and in float32 at least; U·V not in order of its singular values."""
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:  # noqa: D102
+        return self.slr().dense().to(next(self.parameters()).dtype)
+
+
+def at_least_float32(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, detached, in float32 unless they have more digits."""
+    return [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+
+
+def no_entries(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions and values of an S without entries."""
+    return like.new_empty(0, dtype=torch.int64), like.new_empty(0)
+
+
 def projections(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Name → linear layer of every projection of a known model family (q, k, v, o, gate, up, down)."""
     places = find_blocks(model, SalaadConfig()).places
     return {name: place.module for name, place in places.items() if isinstance(place.module, nn.Linear)}
+
+
+def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
+    """Raise a UserError unless there are projections, each with a weight of its own, that have the method's rank."""
+    layers, rank = projections(model), config.settings.rank
+    if not layers:
+        raise UserError(
+            f"method {config.method} works on linear projections, of which this model has 0; give a LLaMA-like model, "
+            "or method full_rank or salaad"
+        )
+    tied = sorted(tied_modules(model) & set(layers))
+    if tied:
+        raise UserError(
+            f"{tied[0]} shares its weight with another module, so method {config.method} cannot replace it; give a "
+            "model whose projections are not tied, or method full_rank or salaad"
+        )
+    name, linear = min(layers.items(), key=lambda item: min(item[1].weight.shape))
+    short = min(linear.weight.shape)
+    if rank > short:
+        raise UserError(
+            f"{config.method}.rank is {rank}, but {name} has a shorter side of {short}; give {short} or less"
+        )
 
 
 def replace_projections(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> None:
@@ -60,18 +108,7 @@ class LowRankMethod(Method):
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
-        layers, rank = projections(model), config.settings.rank
-        if not layers:
-            raise UserError(
-                f"method {config.method} replaces linear projections, of which this model has 0; give a LLaMA-like "
-                "model, or method full_rank or salaad"
-            )
-        name, linear = min(layers.items(), key=lambda item: min(item[1].weight.shape))
-        short = min(linear.weight.shape)
-        if rank > short:
-            raise UserError(
-                f"{config.method}.rank is {rank}, but {name} has a shorter side of {short}; give {short} or less"
-            )
+        require_projections(model, config)
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,16 @@ def build_optimizer(
         return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
     return optimizer, LambdaLR(optimizer, factor)
+
+
+def restarted(factor: Callable[[int], float], every: int, rewarmup: int) -> Callable[[int], float]:
+    """The learning rate of `factor`, which after every `every` steps rises from zero again over `rewarmup` steps."""
+
+    def rising(step: int) -> float:
+        after = step % every
+        return factor(step) * ((after + 1) / rewarmup if step >= every and after < rewarmup else 1)
+
+    return rising
 
 
 def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -6,8 +6,13 @@ from salaad.config.command_line import TrainOptions
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
+from salaad.methods.cola import Cola
 from salaad.methods.full_rank import FullRank
+from salaad.methods.galore import Galore
 from salaad.methods.lora import Lora
+from salaad.methods.loro import Loro
+from salaad.methods.lost import Lost
+from salaad.methods.matformer import Matformer
 from salaad.methods.relora import Relora
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.sltrain import Sltrain
@@ -17,7 +22,12 @@ _METHODS: dict[str, type[Method]] = {
     "salaad": SalaadMethod,
     "lora": Lora,
     "relora": Relora,
+    "galore": Galore,
+    "loro": Loro,
+    "cola": Cola,
     "sltrain": Sltrain,
+    "lost": Lost,
+    "matformer": Matformer,
 }
 
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from salaad.config.methods import ReloraConfig
 from salaad.methods.lora import Lora, draw
 from salaad.methods.low_rank_layers import factored_layers
+from salaad.methods.optimizer import restarted
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -30,14 +31,8 @@ class Relora(Lora):
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         optimizer, schedule = super().build_optimizer()
-        [cosine], settings = schedule.lr_lambdas[:1], self.config.settings
-
-        def factor(step: int) -> float:
-            after = step % settings.every
-            rising = step >= settings.every and after < settings.rewarmup
-            return cosine(step) * ((after + 1) / settings.rewarmup if rising else 1)
-
-        return optimizer, LambdaLR(optimizer, factor)
+        [cosine], settings = schedule.lr_lambdas, self.config.settings
+        return optimizer, LambdaLR(optimizer, restarted(cosine, settings.every, settings.rewarmup))
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
         if step % self.config.settings.every == 0 and step < self.config.train.steps:

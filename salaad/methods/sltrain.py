@@ -14,11 +14,18 @@ from transformers import PreTrainedModel
 
 from salaad.config.methods import SltrainConfig
 from salaad.config.run import RunConfig
+from salaad.factored.slr import Slr
 from salaad.methods.lora import draw
-from salaad.methods.low_rank_layers import Factored, LowRankMethod, factored_layers, replace_projections
+from salaad.methods.low_rank_layers import (
+    LowRankMethod,
+    SlrFactored,
+    at_least_float32,
+    factored_layers,
+    replace_projections,
+)
 
 
-class SltrainLinear(Factored):
+class SltrainLinear(SlrFactored):
     """y = ((α/r)·B·A + S)·x.
 
     Args:
@@ -41,12 +48,14 @@ class SltrainLinear(Factored):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×out) of x (…×in)."""
-        return F.linear(x, self.dense_weight(), self.bias)
-
-    def dense_weight(self) -> Tensor:
-        """(α/r)·B·A + S (out×in), which autograd follows to A, B and the values of S."""
         product = (self.B * self.scale) @ self.A
-        return product.flatten().index_add(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
+        W = product.flatten().index_add(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
+        return F.linear(x, W, self.bias)
+
+    def slr(self) -> Slr:
+        """(α/r)·B·A + S."""
+        A, B, values = at_least_float32(self.A, self.B, self.S_values)
+        return Slr(self.shape, self.scale * B, A, self.S_positions, values)
 
 
 class Sltrain(LowRankMethod):

@@ -1,0 +1,149 @@
+"""LORO: two factors, trained so that their product moves on the manifold of matrices of rank r (ICLR 2025).
+
+    W = M·Nᵀ,   M (out×r) and N (in×r) Xavier-normal
+
+Of most steps only the factors' own gradients are followed, M −= lr·(r/d)·dM with d the width of the model, N alike; dM
+and dN are Adam's directions. Every K-th step is exact, in the tangent space of the manifold at W, and at the full rate:
+
+    M = Q_M·R_M,  N = Q_N·R_N (QR);     G·Q_N ≈ dM·R_N⁻¹,   Q_Mᵀ·G ≈ R_M⁻ᵀ·dNᵀ
+    W − lr·(Q_M·Q_Mᵀ·G + (1 − Q_M·Q_Mᵀ)·G·Q_N·Q_Nᵀ), back to rank r by the SVD of a 2r×2r core;  M, N share √σ
+
+After it the moments of *all* weights are zero and the learning rate rises again over a few steps. The settings by size
+are those of the released code. Different from it: ε is added after the bias correction; the learning rate begins at
+zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cosine, begins at a tenth and ends at 12 to
+13 %); each of several processes takes the exact steps of some layers; one that is not finite is left out.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from salaad.common import distributed
+from salaad.common.errors import UserError
+from salaad.config.methods import LoroConfig
+from salaad.config.run import RunConfig
+from salaad.factored.slr import Slr
+from salaad.methods.low_rank_layers import (
+    LowRankMethod,
+    SlrFactored,
+    at_least_float32,
+    factored_layers,
+    no_entries,
+    replace_projections,
+)
+from salaad.methods.optimizer import build_optimizer, restarted
+from salaad.methods.salaad.ownership import owners_of
+
+
+class LoroLinear(SlrFactored):
+    """y = M·Nᵀ·x.
+
+    Args:
+        linear: whose place it takes; its weight (out×in) is not kept.
+        settings: rank.
+    """
+
+    def __init__(self, linear: nn.Linear, settings: LoroConfig) -> None:
+        super().__init__()
+        (out, width), device = linear.weight.shape, linear.weight.device
+        self.M = nn.Parameter(torch.empty(out, settings.rank, device=device))
+        self.N = nn.Parameter(torch.empty(width, settings.rank, device=device))
+        self.bias = linear.bias
+        nn.init.xavier_normal_(self.M)
+        nn.init.xavier_normal_(self.N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×out) of x (…×in)."""
+        return nn.functional.linear(x @ self.N, self.M, self.bias)
+
+    def slr(self) -> Slr:
+        """M·Nᵀ."""
+        M, N = at_least_float32(self.M, self.N)
+        return Slr((len(M), len(N)), M, N.mT, *no_entries(M))
+
+
+def exact_step(M: Tensor, N: Tensor, dM: Tensor, dN: Tensor, lr: Tensor | float) -> tuple[Tensor, Tensor]:
+    """New factors after the exact step from W = M·Nᵀ (M out×r, N in×r) along dM and dN, those of W's gradient there."""
+    (Q_M, R_M), (Q_N, R_N), r = torch.linalg.qr(M), torch.linalg.qr(N), M.shape[1]
+    GQ = torch.linalg.solve_triangular(R_N, dM, upper=True, left=False)  # out×r: G·Q_N
+    QG = torch.linalg.solve_triangular(R_M, dN, upper=True, left=False)  # in×r: Gᵀ·Q_M
+    inner = QG.mT @ Q_N
+    outside_M, K_M = torch.linalg.qr(GQ - Q_M @ (Q_M.mT @ GQ))
+    outside_N, K_N = torch.linalg.qr(QG - Q_N @ (Q_N.mT @ QG))
+    top = torch.cat([R_M @ R_N.mT - lr * inner, -lr * K_N.mT], 1)
+    core = torch.cat([top, torch.cat([-lr * K_M, torch.zeros_like(K_M)], 1)])
+    left, sigma, right = torch.linalg.svd(core)
+    root = sigma[:r].sqrt()
+    new_M = torch.cat([Q_M, outside_M], 1) @ (left[:, :r] * root)
+    new_N = torch.cat([Q_N, outside_N], 1) @ (right[:r].mT * root)
+    return new_M, new_N
+
+
+class Loro(LowRankMethod):
+    """Low-rank Riemannian training."""
+
+    Settings = LoroConfig
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        super().check(model, config)
+        if config.optimizer.name not in ("Adam", "AdamW"):
+            raise UserError(
+                f"optimizer.name is {config.optimizer.name}, but loro steps along Adam's direction; give Adam or AdamW"
+            )
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        replace_projections(model, lambda linear: LoroLinear(linear, config.settings))
+
+    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
+        config, settings = self.config.optimizer, self.config.settings
+        factors = [p for layer in factored_layers(self.model).values() for p in (layer.M, layer.N)]
+        taken = {id(p) for p in factors}
+        others = [p for p in self.model.parameters() if id(p) not in taken]
+        optimizer, schedule = build_optimizer(others, config, self.config.train.steps)
+        share = settings.rank / self.model.config.hidden_size
+        optimizer.add_param_group({"params": factors, "lr": config.lr * share})
+        self.rate = restarted(*schedule.lr_lambdas, settings.every, settings.rewarmup)
+
+        def ordinary(step: int) -> float:
+            """Nothing where the exact step follows; the moments move on all the same."""
+            return 0.0 if self.is_exact(step + 1) else self.rate(step)
+
+        return optimizer, LambdaLR(optimizer, [self.rate, ordinary])
+
+    def is_exact(self, step: int) -> bool:
+        """Whether step number `step`, counted from 1, is exact."""
+        return step % self.config.settings.every == 0
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
+        if not self.is_exact(step):
+            return
+        lr = self.config.optimizer.lr * self.rate(step - 1)
+        layers = factored_layers(self.model)
+        owners = owners_of({name: layer.M for name, layer in layers.items()}, distributed.world_size())
+        for name, layer in layers.items():
+            if owners[name] == distributed.rank():
+                directions = [adam_direction(optimizer, p) for p in (layer.M, layer.N)]
+                found = exact_step(*at_least_float32(layer.M, layer.N), *directions, lr)
+                sound = torch.stack([part.isfinite().all() for part in found]).all() & (discarded == 0)
+                for p, new in zip((layer.M, layer.N), found, strict=True):
+                    p.copy_(torch.where(sound, new.to(p.dtype), p))
+        for name, layer in layers.items():
+            for p in (layer.M, layer.N):
+                distributed.broadcast(p.data, owners[name])
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.mul_(discarded.to(value.device))
+
+
+def adam_direction(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
+    """m̂/(√v̂ + ε) of a parameter at the last step, in float32 at least."""
+    [group] = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    state, (beta1, beta2) = optimizer.state[parameter], group["betas"]
+    mean, square = at_least_float32(state["exp_avg"], state["exp_avg_sq"])
+    step = state["step"].to(mean.device)
+    return mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + group["eps"])

@@ -1,0 +1,69 @@
+"""LOST: two factors plus some whole columns, both taken from the first, random weights (our reading).
+
+    y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I
+    W₀ = Σ σᵢ·uᵢ·vᵢᵀ;   B (out×r) and A (r×in): the leading r terms, √σ each;
+    I: the ⌊δ·in⌋ columns with the largest norm in what these terms leave of W₀;   W_S (out×|I|): these columns of W₀
+
+No code was released. This is our reading of the paper and of its public reviews: W_S holds columns of W₀ itself, not of
+the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and where φ
+stands are not known: γ is ours, the rate is SLTrain's.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from salaad.config.methods import LostConfig
+from salaad.config.run import RunConfig
+from salaad.factored.slr import Slr
+from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, at_least_float32, replace_projections
+
+
+class LostLinear(SlrFactored):
+    """y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I.
+
+    Args:
+        linear: whose weight W₀ (out×in) its parts are taken from; of one without numbers nothing is.
+        settings: rank, δ, γ and φ.
+    """
+
+    def __init__(self, linear: nn.Linear, settings: LostConfig) -> None:
+        super().__init__()
+        W, r = linear.weight.detach(), settings.rank
+        count = int(settings.density * W.shape[1])
+        if W.is_meta:
+            B, A, chosen = W[:, :1].expand(-1, r), W[:1].expand(r, -1), W[0, :count].long()
+        else:
+            U, sigma, Vh = torch.linalg.svd(W, full_matrices=False)
+            B, A = U[:, :r] * sigma[:r].sqrt(), sigma[:r].sqrt()[:, None] * Vh[:r]
+            left = torch.linalg.vector_norm(W - B @ A, dim=0)
+            chosen = left.topk(count).indices.sort().values
+        self.B, self.A, self.W_S = (nn.Parameter(part.clone()) for part in (B, A, W[:, chosen]))
+        self.register_buffer("columns", chosen)
+        self.bias = linear.bias
+        self.gamma, self.activation = settings.gamma, settings.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×out) of x (…×in)."""
+        inside = F.linear(x, self.A)
+        inside = F.silu(inside) if self.activation == "silu" else inside
+        low_rank, columns = F.linear(inside, self.gamma * self.B, self.bias), F.linear(x[..., self.columns], self.W_S)
+        return low_rank + (1 - self.gamma) * columns
+
+    def slr(self) -> Slr:
+        """γ·B, A and (1 − γ)·W_S at its columns."""
+        A, B, W_S = at_least_float32(self.A, self.B, self.W_S)
+        out, width = len(B), A.shape[1]
+        places = torch.arange(out, device=B.device)[:, None] * width + self.columns
+        return Slr((out, width), self.gamma * B, A, places.flatten(), (1 - self.gamma) * W_S.flatten())
+
+
+class Lost(LowRankMethod):
+    """Low rank with an activation, plus dense columns."""
+
+    Settings = LostConfig
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        replace_projections(model, lambda linear: LostLinear(linear, config.settings))

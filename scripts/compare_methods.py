@@ -1,0 +1,116 @@
+"""Every way to train at one scale: a short search of its learning rate, then one training in full with the best.
+
+    python scripts/compare_methods.py --config nano --output results/nano/methods.json
+    python scripts/compare_methods.py --config nano --methods lora,galore --jobs 2
+
+For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
+this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. What is
+there already is kept, an interrupted run goes on, and the JSON file is written anew after every run.
+"""
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, read_json, write_json
+from salaad.common.provenance import provenance
+from salaad.common.validation import at_least, split_list
+from salaad.config.command_line import read_command_line
+from salaad.config.methods import SETTINGS
+from scripts.reliability.toy_run import ROOT
+
+EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What every method is given alike.
+
+    Args:
+        config: file in configs/.
+        runs: folder of the runs.
+        extra: options of train.py for all.
+    """
+
+    config: str
+    runs: Path
+    extra: tuple[str, ...]
+
+    def result(self, method: str, lr: float, steps: int | None) -> dict[str, Any]:
+        """The summary of a run, trained if it is not there; in full without `steps`."""
+        folder = self.runs / (f"{method}-lr{lr:g}" + ("" if steps is None else f"-{steps}-steps"))
+        words = ["--config", self.config, "--method", method, *self.extra, f"--optimizer.lr={lr:g}"]
+        if steps is not None:
+            words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
+        if not (folder / "summary.json").exists():
+            command = [sys.executable, "train.py", *words, "--output", str(folder)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                (folder.parent / f"{folder.name}.log").write_text(done.stderr)
+                raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+        summary = read_json(folder / "summary.json")
+        lines = (folder / "config.yaml").read_text().splitlines()
+        origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+        variants = summary["variants"]
+        print(f"{folder.name}: {', '.join(f'{n} {v["perplexity"]:.2f}' for n, v in variants.items())}", flush=True)
+        return {"lr": lr, "steps": summary["step"], "command": " ".join(words), **origin, "variants": variants}
+
+    def entry(self, method: str) -> dict[str, Any]:
+        """The search and the full training of one method."""
+        config, _ = read_command_line(["--config", self.config, "--method", method, *self.extra])
+        own, steps = config.optimizer.lr, config.train.steps // EIGHTH
+        tried = {factor: self.result(method, own * factor, steps) for factor in FACTORS}
+        for _ in range(MOST_MORE):
+            best = min(tried, key=lambda factor: _perplexity(tried[factor]))
+            if best not in (min(tried), max(tried)):
+                break
+            further = best / 2 if best == min(tried) else best * 2
+            tried[further] = self.result(method, own * further, steps)
+        best = min(tried, key=lambda factor: _perplexity(tried[factor]))
+        return {
+            "own_lr": own,
+            "search": [tried[factor] for factor in sorted(tried)],
+            "full": self.result(method, own * best, None),
+        }
+
+
+def _perplexity(result: dict[str, Any]) -> float:
+    """Of X; that of a run whose numbers diverged is not finite."""
+    value = result["variants"]["X"]["perplexity"]
+    return value if value == value else float("inf")
+
+
+def main() -> None:
+    """Train what is missing and write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="nano", help="configuration of all runs")
+    parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas")
+    parser.add_argument("--runs", type=Path, help="where the runs go; runs/methods-CONFIG unless given")
+    parser.add_argument("--output", type=json_file, help="JSON file to write")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    options, extra = parser.parse_known_args()
+    at_least(options, 1, "jobs")
+    contest = Contest(options.config, options.runs or ROOT / "runs" / f"methods-{options.config}", tuple(extra))
+    contest.runs.mkdir(parents=True, exist_ok=True)
+    found, lock = {}, Lock()
+
+    def measure(method: str) -> None:
+        entry = contest.entry(method)
+        with lock:
+            found[method] = entry
+            if options.output:
+                ordered = {name: found[name] for name in SETTINGS if name in found}
+                write_json({"config": options.config, **provenance(), "methods": ordered}, options.output)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(measure, split_list(options.methods)))
+
+
+if __name__ == "__main__":
+    run_command(main)
