@@ -58,7 +58,8 @@ class Contest:
         lines = (folder / "config.yaml").read_text().splitlines()
         origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         variants = summary["variants"]
-        print(f"{folder.name}: {', '.join(f'{n} {v["perplexity"]:.2f}' for n, v in variants.items())}", flush=True)
+        shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in variants.items())
+        print(f"{folder.name}: {shown}", flush=True)
         return {"lr": lr, "steps": summary["step"], "command": " ".join(words), **origin, "variants": variants}
 
     def entry(self, method: str) -> dict[str, Any]:

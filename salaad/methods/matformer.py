@@ -144,8 +144,8 @@ class Matformer(Method):
         widths, times = cls.widths_of(model, config.settings), 2**config.settings.halvings
         if not widths.layers:
             raise UserError(
-                "method matformer narrows SwiGLU layers (gate_proj, up_proj, down_proj), of which this model has 0; give "
-                "a LLaMA-like model, or another method"
+                "method matformer narrows SwiGLU layers (gate_proj, up_proj, down_proj), of which this model has 0; "
+                "give a LLaMA-like model, or another method"
             )
         whole = {len(layer.up_proj.weight) for layer in widths.layers}
         if len(whole) > 1:
