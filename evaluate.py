@@ -42,7 +42,9 @@ from transformers import logging
 from salaad.common.budgets import parse_count
 from salaad.common.files import require_writable
 from salaad.compression.card import add_perplexity
-from salaad.compression.deployment import CheckpointDeployment, Deployment, best_device, open_deployment
+from salaad.compression.deployment import Deployment, best_device
+from salaad.compression.from_checkpoint import CheckpointDeployment
+from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
 from salaad.config.methods import SalaadConfig

@@ -26,7 +26,7 @@ from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
-from salaad.compression.deployment import CheckpointDeployment
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig

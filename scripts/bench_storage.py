@@ -24,7 +24,7 @@ from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
-from salaad.compression.deployment import open_deployment
+from salaad.compression.opening import open_deployment
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
 from salaad.config.commands import CompressOptions

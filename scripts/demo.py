@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json_lines
 from salaad.common.formats import markdown_table, megabytes, millions
-from salaad.compression.deployment import CheckpointDeployment
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress

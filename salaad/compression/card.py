@@ -96,12 +96,15 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         options: what was asked for.
         variant: what that came to.
     """
+    if kind == "nested":
+        return f"This is one of the narrower models inside {name}. It was written by compress.py of SALAAD."
     origin = {
         "trained": "as they were trained with SALAAD",
         "rpca": "found by robust PCA in the finished weights",
         "godec": "found by GoDec in the finished weights",
         "elastic": "taken from a folder of all sizes",
         "stored": "those of a folder of one size",
+        "factors": "factors that were trained themselves",
     }[kind.partition("-")[0]]
     if options.elastic:
         cut = "all units are kept, in one order by energy per parameter, and a size reads the first of them"

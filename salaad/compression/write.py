@@ -14,7 +14,8 @@ from salaad.common.files import new_folder, require_new, write_checksums, write_
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.compression.card import Usage, history, not_smaller, write_card
-from salaad.compression.deployment import Deployment, open_deployment
+from salaad.compression.deployment import Deployment
+from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
@@ -22,9 +23,10 @@ from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
-from salaad.factored.fixed_size import mark_factored, memory_bytes, resident_bytes, slr_modules, tied_modules
+from salaad.factored.fixed_size import mark_factored, memory_bytes, resident_bytes, slr_modules
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
+from salaad.model.weights import tied_modules
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 
@@ -113,6 +115,7 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     factored = len(slr_modules(sized.model))
     kinds = "U, V and S in int8, all else in bfloat16" if options.dtype == "int8" else f"weights in {options.dtype}"
     note = f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
+    note = sized.note or note
     note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
     numbers, memory = count_parameters(sized.model), resident_bytes(sized.model)
     save = sized.model.save_pretrained

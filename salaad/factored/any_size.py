@@ -37,7 +37,6 @@ from salaad.factored.fixed_size import (
     names_inside,
     outline_of,
     stack_guards,
-    tied_modules,
 )
 from salaad.factored.slr import Slr, position_dtype
 from salaad.hpa import Kept
@@ -55,6 +54,7 @@ from salaad.model.weight_headers import (
     is_count,
     numbers,
 )
+from salaad.model.weights import tied_modules
 
 FORMAT_VERSION = 1
 _ASKED = "_asked_budget"
@@ -132,7 +132,7 @@ class ElasticQuantizer(CheckedQuantizer):
 
     stored: Mapping[str, Tensor]  # tensors of the blocks for the folder to be written
 
-    FORMAT_VERSION = FORMAT_VERSION
+    FORMAT_VERSIONS = (FORMAT_VERSION,)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.errors import UserError
 from salaad.factored import packing
 from salaad.factored.experts import close_stacks, open_stacks, stacks
-from salaad.factored.layers import SlrEmbedding, SlrLinear, SlrWeight
+from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.slr import Slr
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
@@ -33,9 +33,9 @@ from salaad.model.weight_headers import (
     headers_for,
     shape_and_types,
 )
-from salaad.model.weights import place_of, weights_of
+from salaad.model.weights import place_of, tied_modules, weights_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, WITH_ACTIVATION = 1, 2
 T = TypeVar("T")
 
 
@@ -46,7 +46,8 @@ class SlrConfig(QuantizationConfigMixin):
         blocks: name → [rank, nnz] of the blocks stored as U·V + S.
         parameters: of the whole model by the paper's count, which takes a block that is stored dense for U·V + S too.
         numbers: how U, V and the values of S are stored: `float`, in the dtype of the model, or `int8` with scales.
-        format: version of the format.
+        activation: what stands between the two factors of every block, for models that were trained so; or nothing.
+        format: version of the format; of folders with an activation the one after that of all others.
     """
 
     def __init__(
@@ -54,11 +55,15 @@ class SlrConfig(QuantizationConfigMixin):
         blocks: dict[str, list[int]] | None = None,
         parameters: int | None = None,
         numbers: Literal["float", "int8"] = "float",
-        format: int = FORMAT_VERSION,
+        activation: Literal["silu"] | None = None,
+        format: int | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = FIXED_SIZE
-        self.format = format
+        self.format = (FORMAT_VERSION if activation is None else WITH_ACTIVATION) if format is None else format
+        if activation not in (None, *ACTIVATIONS):
+            raise UserError(f"config.json has the activation {activation!r}; give a folder with silu or with none")
+        self.activation = activation
         self.numbers = numbers
         if numbers not in ("float", "int8"):
             raise UserError(f"config.json stores numbers as {numbers!r}; give a folder with float or int8")
@@ -69,15 +74,14 @@ class SlrConfig(QuantizationConfigMixin):
 class CheckedQuantizer(HfQuantizer):
     """What the quantizers of both formats share: the version of the format, and checks before a model is built."""
 
-    FORMAT_VERSION: int
+    FORMAT_VERSIONS: tuple[int, ...]
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a folder of another version of the format."""
         found = self.quantization_config.format
-        if found != self.FORMAT_VERSION:
-            raise UserError(
-                f"the folder has format {found}, this version {self.FORMAT_VERSION}; use the version that wrote it"
-            )
+        if found not in self.FORMAT_VERSIONS:
+            known = " or ".join(map(str, self.FORMAT_VERSIONS))
+            raise UserError(f"the folder has format {found}, this version reads {known}; use the version that wrote it")
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Check the configuration, unchanged: the only hook that gets it before the model is built from it."""
@@ -88,7 +92,7 @@ class CheckedQuantizer(HfQuantizer):
 class SlrQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 
-    FORMAT_VERSION = FORMAT_VERSION
+    FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -102,7 +106,7 @@ class SlrQuantizer(CheckedQuantizer):
         ignore_guards(model, blocks)
         for own, name in inside.items():
             rank, nnz = blocks[name]
-            layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8)
+            layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8, self.quantization_config.activation)
             stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
@@ -137,6 +141,12 @@ class SlrQuantizer(CheckedQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """The dense model, in place: each U·V + S, summed in float32, as the weight of a layer of its usual kind."""
+        activation = self.quantization_config.activation
+        if activation is not None:
+            raise UserError(
+                f"the layers of this model have a {activation} between their factors, so no dense weight does the same "
+                "work; use it as it is"
+            )
         with torch.device("meta"):
             usual = type(model)(model.config)
             open_stacks(usual, slr_modules(model))
@@ -215,14 +225,28 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     return model
 
 
-def tied_modules(model: nn.Module) -> set[str]:
-    """Names of the modules that share a weight with another module."""
-    if isinstance(model, PreTrainedModel):
-        return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
-    holders: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return {name for names in holders.values() if len(names) > 1 for name in names}
+def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activation: str | None) -> PreTrainedModel:
+    """A model that shares its tensors with `model`, except for the blocks: those are layers of U, V and S.
+
+    Args:
+        model: whose modules of these names may be of any kind; of them the bias is taken.
+        blocks: module name → U, V and S.
+        activation: what stands between U and V.
+    """
+    with torch.device("meta"):
+        shared = type(model)(model.config)
+    shared.generation_config = model.generation_config
+    shared.load_state_dict(dict(model.state_dict()), strict=False, assign=True)
+    dtype = next(model.parameters()).dtype
+    for name, slr in blocks.items():
+        n, m = slr.shape
+        bias = getattr(model.get_submodule(name), "bias", None)
+        layer = SlrLinear(m, n, slr.rank, slr.nnz) if activation is None else SlrActivated(m, n, slr.rank, slr.nnz)
+        layer.fill(slr.to(slr.U.device, dtype))
+        layer.bias = bias
+        shared.set_submodule(name, layer)
+    mark_factored(shared, count_parameters(shared))
+    return shared
 
 
 def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> None:
@@ -236,17 +260,24 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
     stored = slr_modules(model)
     if stored and isinstance(model, PreTrainedModel):
         blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
-        entry = SlrConfig(blocks, parameters, "int8" if in_int8 else "float")
+        [activation] = {module.activation for module in stored.values()}
+        entry = SlrConfig(blocks, parameters, "int8" if in_int8 else "float", activation)
         model.hf_quantizer = SlrQuantizer(entry)
         model.quantization_method = FIXED_SIZE
         model.hf_quantizer.postprocess_model(model)
 
 
-def outline_of(module: nn.Module, rank: int, nnz: int, in_int8: bool = False) -> SlrWeight:
-    """A layer of U·V + S in place of `module`, its tensors not filled."""
+def outline_of(
+    module: nn.Module, rank: int, nnz: int, in_int8: bool = False, activation: str | None = None
+) -> SlrWeight:
+    """A layer of U·V + S in place of `module`, perhaps with an activation between U and V, its tensors not filled."""
     if isinstance(module, nn.Embedding):
+        if activation is not None:
+            raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    if activation is not None:
+        return SlrActivated(m, n, rank, nnz, module.bias is not None, in_int8)
     return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
 
 

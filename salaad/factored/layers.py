@@ -7,7 +7,7 @@ dense weight that is made of U, V and S in plain operations.
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+ACTIVATIONS = ("silu",)
 
 
 class SlrWeight(nn.Module):
@@ -38,6 +40,7 @@ class SlrWeight(nn.Module):
         in_int8: the layer is about to be read from a file whose numbers are int8.
     """
 
+    activation: ClassVar[str | None] = None  # between U and V
     _is_hf_initialized = True  # transformers would fill the weight of a linear layer with random numbers
 
     def __init__(self, n: int, m: int, rank: int, nnz: int, in_int8: bool = False) -> None:
@@ -250,6 +253,50 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: U, V and S are cut from a trained matrix."""
+
+
+class SlrActivated(SlrWeight):
+    """A layer y = U·φ(V·x) + S·x + b with an activation φ between its factors (SiLU): no matrix, so it has no `weight`.
+
+    Args:
+        in_features: m.
+        out_features: n.
+        rank: r, outputs of V.
+        nnz: entries of S.
+        bias: whether there is a bias b (n).
+        in_int8: the layer is about to be read from a file whose numbers are int8.
+    """
+
+    activation = "silu"
+
+    def __init__(
+        self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False, in_int8: bool = False
+    ) -> None:
+        super().__init__(out_features, in_features, rank, nnz, in_int8)
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y (…×n) of x (…×m), in the dtype of the weights."""
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x.to(self.U.dtype))
+        y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
+        if not self.nnz:
+            return y
+        nothing = self.U[:, :0], self.V[:0]
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
+            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.S_columns, self.S_values))
+        return y + operators.linear_in_torch(x, *nothing, self._S(), None)
+
+    @property
+    def weight(self) -> Tensor:
+        """None there is.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError("a layer with an activation between its factors has no weight")
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager:

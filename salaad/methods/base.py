@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 from salaad.common import distributed
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
+from salaad.factored.slr import Slr
 from salaad.methods.optimizer import build_optimizer, optimizer_class
-from salaad.model.parameters import count_parameters
+from salaad.model.parameters import count_parameters, trained_parameters
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
 BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
@@ -88,7 +89,7 @@ class Method:
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
         """Bytes on one rank by kind, for --dry-run; `model` is the rebuilt one without numbers."""
         weights, gradients, moments = BYTES[config.train.precision]
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = trained_parameters(model)
         return {
             "weights": count_parameters(model) * weights,
             "gradients": trained * gradients,
@@ -99,6 +100,24 @@ class Method:
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         """Rows that the method adds to --dry-run; `model` is the rebuilt one without numbers."""
         return []
+
+    @classmethod
+    def stored(cls, model: nn.Module) -> dict[str, int]:
+        """Parameters by the paper's count, and bytes, of the rebuilt `model` as it is stored after training."""
+        return {"parameters": count_parameters(model), "bytes": sum(p.nbytes for p in model.parameters())}
+
+    @classmethod
+    def slr_parts(cls, model: nn.Module) -> dict[str, Slr]:
+        """Block → U·V + S of what the rebuilt `model` trains in its place, detached; nothing where it trains none.
+
+        U·V need not be in order of its singular values. Of a model without numbers the shapes are right.
+        """
+        return {}
+
+    @classmethod
+    def widths_of(cls, model: PreTrainedModel, settings: MethodConfig) -> Any | None:
+        """The narrower models inside a model of this method, as `matformer.Widths` names them, if there are any."""
+        return None
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
         """The optimizer with its parameter groups, and the learning rate as a function of the step alone."""
@@ -146,10 +165,10 @@ class Method:
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:
         """What to evaluate: a name, a context in which the model is that variant, its parameters and other figures.
 
-        `parameters` is the paper's count; `bytes` are those of a variant that is stored as it is.
+        `parameters` is the paper's count, `trained` the number that the optimizer moves; `bytes` are those of a variant
+        that is stored as it is.
         """
-        size = sum(p.nbytes for p in self.model.parameters())
-        yield "X", nullcontext(), {"parameters": count_parameters(self.model), "bytes": size}
+        yield "X", nullcontext(), {**self.stored(self.model), "trained": trained_parameters(self.model)}
 
     # Checkpoint and export.
 

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from salaad.config.methods import LostConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
-from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, at_least_float32, replace_projections
+from salaad.methods.low_rank_layers import (
+    LowRankMethod,
+    SlrFactored,
+    at_least_float32,
+    factored_layers,
+    replace_projections,
+)
 
 
 class LostLinear(SlrFactored):
@@ -67,3 +73,10 @@ class Lost(LowRankMethod):
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         replace_projections(model, lambda linear: LostLinear(linear, config.settings))
+
+    @classmethod
+    def stored(cls, model: nn.Module) -> dict[str, int]:
+        """With the columns, which the paper leaves out of the counts that it prints."""
+        found = super().stored(model)
+        columns = sum(layer.W_S.numel() for layer in factored_layers(model).values())
+        return {**found, "parameters_printed": found["parameters"] - columns}

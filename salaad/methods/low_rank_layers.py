@@ -1,22 +1,21 @@
 """What the methods that train factors in place of a projection share: replacing, counting, merging."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
+from salaad.common.formats import millions
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
-from salaad.factored.fixed_size import tied_modules
 from salaad.factored.slr import Slr
 from salaad.methods.base import Method
-from salaad.model.parameters import count_parameters
+from salaad.model.parameters import trained_parameters
 from salaad.model.roles import find_blocks
+from salaad.model.weights import tied_modules
 
 
 class Factored(nn.Module):
@@ -112,23 +111,28 @@ class LowRankMethod(Method):
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         stored = cls.stored(model)
+        printed = stored.get("parameters_printed")
         return [
             ("layers replaced", str(len(factored_layers(model)))),
-            ("parameters trained", f"{trained / 1e6:.2f} M"),
-            ("parameters stored after training", f"{stored['parameters'] / 1e6:.2f} M"),
+            ("parameters trained", millions(trained_parameters(model))),
+            ("parameters stored after training", millions(stored["parameters"])),
+            *([("the same as its paper counts", millions(printed))] if printed else []),
         ]
 
     @classmethod
-    def stored(cls, model: nn.Module) -> dict[str, int]:
-        """Parameters by the paper's count, and bytes, of the model as it is stored after training."""
-        return {"parameters": count_parameters(model), "bytes": sum(p.nbytes for p in model.parameters())}
-
-    def variants(self) -> Iterator[tuple[str, AbstractContextManager, Mapping[str, Any]]]:  # noqa: D102
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        yield "X", nullcontext(), {**self.stored(self.model), "trained": trained}
+    def slr_parts(cls, model: nn.Module) -> dict[str, Slr]:  # noqa: D102
+        layers = {name: layer for name, layer in factored_layers(model).items() if isinstance(layer, SlrFactored)}
+        return {name: layer.slr() for name, layer in layers.items() if layer.activation == "linear"}
 
     def export(self, folder: Path) -> None:
-        """The merged model, an ordinary folder of the dense architecture."""
-        self.model.save_pretrained(folder, state_dict=merged(self.model))
+        """The merged model, an ordinary folder of the dense architecture; with an activation the factors themselves."""
+        layers = factored_layers(self.model)
+        [activation] = {getattr(layer, "activation", "linear") for layer in layers.values()}
+        if activation == "linear":
+            self.model.save_pretrained(folder, state_dict=merged(self.model))
+        else:
+            from salaad.factored.fixed_size import factored_outline  # takes seconds to import
+
+            blocks = {name: layer.slr() for name, layer in layers.items()}
+            factored_outline(self.model, blocks, activation).save_pretrained(folder)

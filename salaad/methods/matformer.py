@@ -25,7 +25,7 @@ from salaad.common.errors import UserError
 from salaad.config.methods import MatformerConfig
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
-from salaad.model.parameters import count_parameters
+from salaad.model.parameters import count_parameters, trained_parameters
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
@@ -71,7 +71,7 @@ class Widths:
             ):
                 model.set_submodule(name, NestedMlp(module))
         self.layers = [module for module in model.modules() if isinstance(module, NestedMlp)]
-        self._whole = count_parameters(model)
+        self._model, self._whole = model, count_parameters(model)
         self.uniform = [len(self.layers[0].up_proj.weight) >> i for i in range(halvings + 1)] if self.layers else []
 
     def set(self, widths: Sequence[int]) -> None:
@@ -88,6 +88,23 @@ class Widths:
             yield
         finally:
             self.set(before)
+
+    def everywhere(self, width: int) -> list[int]:
+        """The same width in all layers."""
+        return [width] * len(self.layers)
+
+    def cut_out(self, width: int) -> PreTrainedModel:
+        """The model itself as a plain one of this uniform width: whatever is beyond is gone."""
+        model = self._model
+        for layer in self.layers:
+            for part in (layer.gate_proj, layer.up_proj):
+                part.weight = nn.Parameter(part.weight[:width].clone(), requires_grad=False)
+                part.bias = None if part.bias is None else nn.Parameter(part.bias[:width].clone(), requires_grad=False)
+            down = layer.down_proj
+            down.weight = nn.Parameter(down.weight[:, :width].clone(), requires_grad=False)
+            layer.width = width
+        model.config.intermediate_size = width
+        return model
 
     def mixed(self, wider: int, number: int) -> list[int]:
         """The last `number` layers at the uniform width of index `wider`, the others at the next smaller one."""
@@ -113,13 +130,12 @@ class Widths:
         Raises:
             UserError: the smallest has more.
         """
-        everywhere = [[width] * len(self.layers) for width in self.uniform]
-        choices = [everywhere[0]]
+        choices = [self.everywhere(self.uniform[0])]
         for i in range(len(self.uniform) - 1):
             choices += [self.mixed(i, number) for number in range(len(self.layers) - 1, -1, -1)]
         fitting = next((widths for widths in choices if self.parameters(widths) <= budget), None)
         if fitting is None:
-            least = self.parameters(everywhere[-1])
+            least = self.parameters(self.everywhere(self.uniform[-1]))
             raise UserError(f"budget {budget:,} is below the {least:,} of the smallest width; give {least} or more")
         return fitting
 
@@ -167,13 +183,13 @@ class Matformer(Method):
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
         widths = cls.widths_of(model, config.settings)
-        sizes = (f"{widths.parameters([w] * len(widths.layers)) / 1e6:.2f} M at {w}" for w in widths.uniform)
+        sizes = (f"{widths.parameters(widths.everywhere(w)) / 1e6:.2f} M at {w}" for w in widths.uniform)
         return [("feed-forward widths", ", ".join(sizes)), ("trained in a step", config.settings.train)]
 
     def passes(self) -> Sequence[AbstractContextManager]:  # noqa: D102
         if self.config.settings.train == "sampled":
             return super().passes()
-        return [self.widths.of([width] * len(self.widths.layers)) for width in self.widths.uniform]
+        return [self.widths.of(self.widths.everywhere(width)) for width in self.widths.uniform]
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
         self.step = step
@@ -184,18 +200,19 @@ class Matformer(Method):
         if self.config.settings.train == "sampled":
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
             drawn = int(torch.randint(len(self.widths.uniform), (), generator=generator))
-            self.widths.set([self.widths.uniform[drawn]] * len(self.widths.layers))
+            self.widths.set(self.widths.everywhere(self.widths.uniform[drawn]))
 
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:  # noqa: D102
         half = len(self.widths.layers) // 2
         size = next(self.model.parameters()).element_size()
         for i, width in enumerate(self.widths.uniform):
-            choices = {"X" if i == 0 else f"X/{2**i}": [width] * len(self.widths.layers)}
+            choices = {"X" if i == 0 else f"X/{2**i}": self.widths.everywhere(width)}
             if i + 1 < len(self.widths.uniform):
                 choices[f"X/{2**i}+X/{2 ** (i + 1)}".replace("X/1+", "X+")] = self.widths.mixed(i, half)
             for name, widths in choices.items():
                 parameters = self.widths.parameters(widths)
-                yield name, self.widths.of(widths), {"parameters": parameters, "bytes": parameters * size}
+                figures = {"parameters": parameters, "bytes": parameters * size}
+                yield name, self.widths.of(widths), figures | {"trained": trained_parameters(self.model)}
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         return {"step": self.step}

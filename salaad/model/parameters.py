@@ -22,3 +22,8 @@ def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters of a model; a tied weight counts once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """The number of those that an optimizer moves."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -109,3 +109,13 @@ def weights_of(model: nn.Module, names: Mapping[str, object] | list[str]) -> Wei
     if missing := [name for name, place in places.items() if place is None]:
         raise KeyError(missing[0])
     return Weights(places)
+
+
+def tied_modules(model: nn.Module) -> set[str]:
+    """Names of the modules that share a weight with another module."""
+    if hasattr(model, "all_tied_weights_keys"):  # a model of transformers, which takes a second to import
+        return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    return {name for names in holders.values() if len(names) > 1 for name in names}

@@ -2,7 +2,8 @@
 
 checkpoints/step-0001000/model/       a standard Hugging Face folder with its tokenizer
 checkpoints/step-0001000/surrogate/   a safetensors shard per rank, and index.json: which block lies where
-checkpoints/step-0001000/state/       optimizer, schedule, random generators, data position, records
+checkpoints/step-0001000/state/       optimizer, schedule, random generators, data position, records; for methods whose
+                                      model/ is merged or factored, the weights as they are trained
 checkpoints/step-0001000/checksums.json   SHA-256 of every file above
 checkpoints/latest                    the name of the newest complete one
 """
@@ -20,6 +21,7 @@ from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import flush, is_file, read_object, replacing, verify, write_checksums, write_json
 from salaad.common.locks import delete_unless_kept
 
+TRAINED = "state/weights.safetensors"  # the weights as they are trained, where model/ holds another form of them
 NAME = re.compile(r"step-\d{7,}")
 
 

@@ -19,7 +19,7 @@ from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.folders import is_cached, is_hub_name, local_folder
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_block, check_entry, is_count
-from salaad.runs.checkpoints import Checkpoints
+from salaad.runs.checkpoints import TRAINED, Checkpoints
 
 RECORD = "compression.json"
 
@@ -32,6 +32,8 @@ class ModelOnDisk:
         name: what tables call it.
         folder: the Hugging Face folder, compared with its own config.json.
         surrogate: the folder of its L and S, if it was trained with any.
+        weights: file of the weights as they were trained, where the method trains others than the folder's.
+        is_checkpoint: it is a checkpoint of train.py, so `run` says how all of it was trained.
         run: the configuration of the run that trained it, as far as known.
         parameters: of a folder with blocks as U·V + S, the paper's count; None of others.
         base: name on the hub of the model that this is, or was made of, as far as known.
@@ -43,6 +45,8 @@ class ModelOnDisk:
     name: str
     folder: ModelFolder
     surrogate: Path | None
+    weights: Path | None
+    is_checkpoint: bool
     run: dict[str, Any]
     parameters: int | None
     base: str | None
@@ -99,18 +103,20 @@ def _newest_of_trainer(path: Path) -> Path | None:
 
 def _checkpoint(folder: Path) -> ModelOnDisk:
     keep_from_deletion(folder)
-    digest = verify(folder, "model/*", "surrogate/*")
-    surrogate = folder / "surrogate"
+    digest = verify(folder, "model/*", "surrogate/*", TRAINED)
+    surrogate, model = folder / "surrogate", ModelFolder(folder / "model")
     config = _run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state")
     own = folder.resolve()
     inside = own.parent.name == "checkpoints"  # and not copied out of its run
     run = own.parent.parent
     return ModelOnDisk(
         name=f"{run.name}/{own.name}" if inside else own.name,
-        folder=ModelFolder(folder / "model"),
+        folder=model,
         surrogate=surrogate if is_file(surrogate / "index.json") else None,
+        weights=folder / TRAINED if is_file(folder / TRAINED) else None,
+        is_checkpoint=True,
         run=config,
-        parameters=None,
+        parameters=_parameters_in_parts(model),
         base=_base_of(config),
         digest=digest,
         cache=run / "cache" / digest[:16] if inside else cache_folder() / digest[:16],
@@ -143,6 +149,8 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
         name=name,
         folder=model,
         surrogate=surrogate,
+        weights=None,
+        is_checkpoint=False,
         run=run,
         parameters=parameters[1] if record else _parameters_in_parts(model),
         base=hub_name or (base if isinstance(base, str) else _base_of(run)),

@@ -140,7 +140,7 @@ def _compare(
     others = {name for name in SETTINGS if name != config.method}
     trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
     before_all, now_all = map(_flat, trees)
-    for key in sorted(before_all.keys() | now_all.keys()):
+    for key in sorted(before_all.keys() | now_all.keys(), key=lambda key: (key != "method", key)):
         before, now = before_all.get(key), now_all.get(key)
         if before != now and key not in (*_FREE, *tunable):
             cure = "keep it, or begin a new run with another --output"

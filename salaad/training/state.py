@@ -22,10 +22,8 @@ from salaad.methods.optimizer import load_optimizer_state, place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
 from salaad.model.folders import carry_over
-from salaad.runs.checkpoints import RunState
+from salaad.runs.checkpoints import TRAINED, RunState
 from salaad.runs.records import Recorder
-
-_WEIGHTS = Path("state") / "weights.safetensors"
 
 
 def model_to_train(
@@ -53,7 +51,7 @@ def model_to_train(
         model = source.without_weights(pad_id, eos_id)
     method.rebuild(model, config)
     if exported:  # model/ is another form of the model; the weights as they are trained lie beside it
-        with _in_a_sentence(checkpoint / _WEIGHTS) as path:
+        with _in_a_sentence(checkpoint / TRAINED) as path:
             load_model(model, path)
     return model
 
@@ -91,7 +89,7 @@ class TrainingParts:
         if distributed.rank() == 0:
             self._export(folder / "model", recorder)
             if self.method.replaces_modules:
-                save_model(self.model, str(folder / _WEIGHTS))
+                save_model(self.model, str(folder / TRAINED))
             self.tokenizer.save_pretrained(folder / "model")
             if isinstance(self.source, ModelFolder):
                 carry_over(self.source.path, folder / "model")

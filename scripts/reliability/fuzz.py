@@ -36,7 +36,8 @@ from transformers import logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import CHECKSUMS, write_checksums, write_json
-from salaad.compression.deployment import ElasticDeployment, open_deployment
+from salaad.compression.from_elastic import ElasticDeployment
+from salaad.compression.opening import open_deployment
 from salaad.compression.variants import parse_variants
 from salaad.config.command_line import read_command_line
 from salaad.data.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from salaad.common.files import write_checksums, write_json
-from salaad.compression.deployment import open_deployment
+from salaad.compression.opening import open_deployment
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.energy_allocation import UnitQueue

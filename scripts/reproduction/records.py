@@ -10,7 +10,7 @@ import numpy as np
 
 from salaad.common.budgets import parse_budget, parse_count
 from salaad.common.files import read_json
-from salaad.compression.deployment import CheckpointDeployment
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.config.methods import SalaadConfig

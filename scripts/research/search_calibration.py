@@ -19,7 +19,8 @@ from salaad.common import budgets
 from salaad.common.errors import run_command
 from salaad.common.validation import at_least
 from salaad.compression.calibration import CalibrationText, output_weights
-from salaad.compression.deployment import CheckpointDeployment, own_text
+from salaad.compression.deployment import own_text
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.refinement import refine
 from salaad.compression.variants import parse_budgets
 from salaad.config.run import DataConfig

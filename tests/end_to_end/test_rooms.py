@@ -13,7 +13,8 @@ MATHEMATICS = ("prox", "spectral", "hpa", "energy_allocation", "rpca")
 STOREYS = (
     ("evaluation",),
     ("training", "compression"),
-    ("runs", "methods", "data", "factored"),
+    ("runs", "methods", "data"),
+    ("factored",),
     ("model",),
     ("config",),
     ("common",),

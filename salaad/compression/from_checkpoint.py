@@ -1,0 +1,215 @@
+"""Sizes of a checkpoint, or of any dense model that is split after the fact: each is cut anew from L + S."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from salaad.common.budgets import to_remove
+from salaad.common.errors import UserError
+from salaad.compression.calibration import CalibrationText, output_weights
+from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
+from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device, own_text
+from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
+from salaad.compression.trained_factors import TrainedFactors
+from salaad.compression.variants import Variant
+from salaad.config.commands import CompressOptions
+from salaad.config.run import DataConfig
+from salaad.energy_allocation import UnitQueue
+from salaad.factored.fixed_size import factor
+from salaad.factored.slr import Slr
+from salaad.methods.salaad.storage import read_index
+from salaad.model.folder_formats import is_fixed_size
+from salaad.model.loss import SummedLoss
+from salaad.model.parameters import count_parameters, restored
+from salaad.model.roles import find_blocks
+from salaad.model.weight_headers import check_block
+from salaad.model.weights import weights_of
+from salaad.runs.model_on_disk import ModelOnDisk
+
+
+class CheckpointDeployment:
+    """A checkpoint, or a dense model that is split after the fact.
+
+    Args:
+        source: the model on disk.
+        post_hoc: split X after the fact instead of taking L + S from training.
+
+    Attributes:
+        shapes: block → (n, m).
+        in_parts: blocks that the folder stores as U·V + S already; it holds one size.
+
+    Raises:
+        UserError: a split is asked of a model whose weights are stored in parts.
+    """
+
+    def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
+        self.source, self.post_hoc = source, post_hoc
+        self.calibration: CalibrationText | None = None
+        model = source.folder.outline
+        self.dense = count_parameters(model)
+        self._factors = TrainedFactors(source) if post_hoc is None else None
+        if post_hoc is not None and getattr(model.config, "quantization_config", None):
+            raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
+        if post_hoc is not None:
+            names = list(find_blocks(model, post_hoc.blocks))
+            self.shapes = {name: tuple(X.shape) for name, X in weights_of(model, names).items()}
+        elif source.surrogate is not None:
+            index = read_index(source.surrogate)
+            self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
+        else:
+            self.shapes = {name: slr.shape for name, slr in self._factors.outlines.items()}
+        self.default_variants = "X,L+S" if self.shapes and post_hoc is None else "X"
+        entry = getattr(model.config, "quantization_config", None)
+        self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
+        self._names = names = list(self.shapes)
+        self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
+        self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
+        if post_hoc is not None:
+            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
+            self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
+        self._models: dict[torch.dtype, PreTrainedModel] = {}
+
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had: there are no L and S, or a budget is below the floor."""
+        for variant in variants:
+            if variant.stored and not self._names:
+                raise UserError(
+                    f"{self.source.name} was not written with --elastic and holds one size, so {variant.name} cannot "
+                    "be cut from it; give the checkpoint it was made of"
+                )
+            if variant.stored:
+                raise UserError(
+                    f"{self.source.name} was not written with --elastic, so it keeps no order of its own to cut "
+                    f"{variant.name} by; give {variant.name}@energy, or {variant.name}@0.6 for HPA"
+                )
+            if variant.name != "X" and not self._names:
+                raise UserError(
+                    f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; give a checkpoint "
+                    "trained with method salaad, sltrain or loro, or make L + S with compress.py --rpca"
+                )
+            if variant.budget is not None and variant.budget < self.fixed:
+                to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102
+        vocab_size = self.source.folder.config.vocab_size
+        self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
+        self.calibration.check()
+        self.__dict__.pop("weights", None)
+
+    def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
+        """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
+        refine, calibrated = options.alternations, options.calibrate > 0
+        if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
+            return Variant("X")  # the folder as it is, dense again or in another dtype
+        if budget is None:
+            return Variant("L+S", refine=refine, calibrated=calibrated)
+        if options.by_energy:
+            return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
+        self.check([Variant(options.budget, budget, 0.0)])
+        # Rounded, so that the name says all of it and the same cut can be asked for by it.
+        kappa = round(self.whole.share, 3) if options.kappa is None else options.kappa
+        return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
+        if self.post_hoc is None and self.source.surrogate is None:
+            make = self._factors.parts
+        elif self.post_hoc is None:
+            make = partial(trained_parts, self.source.surrogate, self._names)
+        else:
+            make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, best_device())
+        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, make)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """How much the loss feels each output of a block, from the calibration text."""
+        device = best_device()
+        model = self.source.folder.load(torch.float32, device)
+        return output_weights(SummedLoss(model), self._names, self.calibration.batches(), device)
+
+    @property
+    def whole(self) -> Whole:
+        """L + S of the model, not calibrated."""
+        return self._whole(calibrated=False)
+
+    def cut(self, variant: Variant) -> Parts:
+        """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
+        return {} if variant.name == "X" else cut(self._whole(variant.calibrated), variant)
+
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:  # noqa: D102
+        return all_sizes(self._whole(variant.calibrated), variant)
+
+    def kappa(self, parts: Parts) -> float | None:
+        """κ of a cut."""
+        return kappa_of(self.parts, parts) if parts else None
+
+    def parameters(self, parts: Parts) -> int:
+        """Parameters of the model with these parts in place of its blocks; of X for none."""
+        if not parts:
+            return self.source.parameters or self.dense
+        return self.fixed + sum(slr.parameters for slr in parts.values())
+
+    @contextmanager
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
+        """Within this context the model with the variant's L + S in its blocks, dense, on the best device there is."""
+        if dtype not in self._models:
+            self._models[dtype] = self.source.folder.load(dtype, best_device())
+        model, parts = self._models[dtype], self.cut(variant)
+        with deployed(model, parts):
+            yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
+
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
+        parts = self.cut(variant)
+        if self.in_parts and not factored:
+            model = as_dense(self.source.folder.load(torch.float32), dtype)
+            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
+        model = self.source.folder.load(dtype)
+        if self.in_parts:
+            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
+        if factored:
+            factor(model, parts)
+        else:
+            for name, X in weights_of(model, parts).items():
+                X.copy_(parts[name].dense())
+        whole = variant.budget is not None and variant.budget >= self.whole.parameters
+        return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
+
+    def _whole(self, calibrated: bool) -> Whole:
+        weights = self.weights if calibrated else {}
+        return Whole(self.parts, self.fixed, self._target, weights, best_device())
+
+    def _target(self, name: str) -> Tensor:
+        """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
+        return self._dense_weights[name] if self.post_hoc is not None else self.parts[name].dense()
+
+    @cached_property
+    def _dense_weights(self) -> dict[str, Tensor]:
+        model = self.source.folder.load(torch.float32)
+        return dict(weights_of(model, self._names))
+
+
+def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Shape of a block that was trained, which is that of the weight of this name in the model's outline."""
+    shape = check_block(model, name, entry["rank"], entry["nnz"])
+    if list(shape) != entry["shape"]:
+        raise UserError(f"{name} is {shape} in the model and {entry['shape']} in L + S; give a whole checkpoint")
+    return shape
+
+
+@contextmanager
+@torch.no_grad()
+def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]:
+    """Within this context the blocks of the dense `model` hold L + S, on any device and in any dtype."""
+    weights = weights_of(model, parts)
+    with restored(weights):
+        for name, X in weights.items():
+            X.copy_(parts[name].dense())
+        yield

@@ -1,0 +1,101 @@
+"""Sizes of an elastic folder, which is read as far as a size needs; nothing is computed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from salaad import hpa
+from salaad.common.errors import UserError
+from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device
+from salaad.compression.split import Parts
+from salaad.compression.variants import Variant
+from salaad.config.commands import CompressOptions
+from salaad.config.run import DataConfig
+from salaad.energy_allocation import UnitQueue, implied_kappa
+from salaad.factored.any_size import ElasticConfig, ElasticFile
+from salaad.model.weight_headers import weight_files
+from salaad.runs.model_on_disk import ModelOnDisk
+
+
+class ElasticDeployment:
+    """An elastic folder, which is read as far as a size needs; nothing is computed.
+
+    Args:
+        source: the folder on disk.
+    """
+
+    kind: ClassVar[str] = "elastic"
+    default_variants: ClassVar[str] = "L+S"
+    calibration: ClassVar[None] = None
+
+    def __init__(self, source: ModelOnDisk) -> None:
+        self.source = source
+        self.entry = ElasticConfig(**source.folder.config.quantization_config)
+        self.dense, self.fixed = self.entry.dense, self.entry.fixed
+
+    @cached_property
+    def queue(self) -> UnitQueue:
+        """The queue of all units in the folder."""
+        with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
+            return self.entry.queue(file.unit_counts())
+
+    def check(self, variants: list[Variant]) -> None:
+        """Raise a UserError if a variant cannot be had: it would change the units, or no such size is in the folder."""
+        for variant in variants:
+            if variant.budget is not None and not variant.stored:
+                size = variant.name.partition("@")[0]
+                raise UserError(
+                    f"{self.source.name} keeps its units in one order, so {variant.name} cannot be cut from it; give "
+                    f"{size} alone, or the checkpoint it was made of"
+                )
+            if variant.refine or variant.calibrated:
+                raise UserError(
+                    f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
+                    "--refine and --calibrate out, or give the checkpoint it was made of"
+                )
+            self.entry.keep(self.queue, variant.budget)
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Nothing: `check` has refused whatever would need it."""
+
+    def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
+        """The size that is asked for; whatever would change the units is refused."""
+        asked = {
+            "--kappa": options.kappa is not None,
+            f"--allocation {options.allocation}": options.allocation is not None,
+            "--refine": options.refine,
+            "--calibrate": options.calibrate,
+            "--elastic": options.elastic,
+        }
+        wrong = [name for name, given in asked.items() if given]
+        if wrong:
+            raise self._as_it_is(wrong[0])
+        return Variant(options.budget or "L+S", budget, stored=budget is not None)
+
+    @contextmanager
+    def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
+        """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
+        model = self.source.folder.load(dtype, best_device(), variant.budget)
+        kept = self.entry.keep(self.queue, variant.budget)
+        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
+        yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
+
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
+        """The model of the variant's size, whose blocks are in parts already, or dense again."""
+        with self.opened(variant, dtype if factored else torch.float32) as (model, parameters, kappa):
+            model = model if factored else as_dense(model, dtype)
+            return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
+
+    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
+        """Refused: the folder is one of all sizes already."""
+        raise self._as_it_is("--elastic")
+
+    def _as_it_is(self, option: str) -> UserError:
+        return UserError(
+            f"{self.source.name} is an elastic folder, which is cut as it is, without {option}; leave that out, or "
+            "give the checkpoint the folder was made of"
+        )

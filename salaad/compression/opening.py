@@ -1,0 +1,27 @@
+"""Which kind of deployment a model on disk gives."""
+
+from functools import partial
+
+from salaad.compression.deployment import Deployment
+from salaad.compression.from_checkpoint import CheckpointDeployment
+from salaad.compression.from_elastic import ElasticDeployment
+from salaad.compression.from_nested import NestedDeployment
+from salaad.compression.split import PostHoc
+from salaad.compression.trained_factors import config_of
+from salaad.methods.registry import method_of
+from salaad.model.folder_formats import is_any_size
+from salaad.runs.model_on_disk import ModelOnDisk
+
+
+def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
+    """Whatever lies in a folder, ready to be cut; with `post_hoc` what it is split into."""
+    if post_hoc is not None:
+        return CheckpointDeployment(source, post_hoc)
+    if is_any_size(getattr(source.folder.config, "quantization_config", None) or {}):
+        return ElasticDeployment(source)
+    config = config_of(source)
+    if config is not None:
+        widths_in = partial(method_of(config).widths_of, settings=config.settings)
+        if widths_in(source.folder.outline) is not None:
+            return NestedDeployment(source, widths_in)
+    return CheckpointDeployment(source)

@@ -1,0 +1,66 @@
+"""U·V + S of a checkpoint whose method trains the factors themselves, such as sltrain."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from salaad.common.errors import UserError
+from salaad.common.validation import section
+from salaad.config.methods import SETTINGS
+from salaad.config.run import RunConfig
+from salaad.factored.slr import Slr
+from salaad.methods.registry import method_of
+from salaad.model.build import outline
+from salaad.runs.model_on_disk import ModelOnDisk
+
+
+class TrainedFactors:
+    """What the weights of a checkpoint are beside its `model/`, by its method.
+
+    Args:
+        source: the model on disk.
+
+    Attributes:
+        outlines: block → U·V + S without numbers; none for a method that trains no such factors.
+    """
+
+    def __init__(self, source: ModelOnDisk) -> None:
+        self.source, self.outlines, self._model = source, {}, None
+        config = config_of(source)
+        if source.weights is None or config is None:
+            return
+        self._method, self._model = method_of(config), outline(source.folder.config)
+        if getattr(source.folder.config, "quantization_config", None) is None:
+            self._method.rebuild(self._model, config)
+            self.outlines = self._method.slr_parts(self._model)
+
+    def parts(self) -> Iterator[tuple[str, Slr]]:
+        """The blocks one after the other, in order of their singular values and entries.
+
+        Raises:
+            UserError: the file is not what the configuration says, or holds numbers that are not finite.
+        """
+        path = self.source.weights
+        try:
+            self._model.load_state_dict(load_file(path), assign=True)
+        except (RuntimeError, SafetensorError, OSError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise UserError(f"{path} does not fit its configuration ({why}); give a whole checkpoint") from None
+        for name, slr in self._method.slr_parts(self._model).items():
+            if not all(part.isfinite().all() for part in (slr.U, slr.V, slr.values)):
+                raise UserError(f"{name} in {path} is not finite; give an earlier checkpoint")
+            yield name, slr.resorted()
+
+
+def config_of(source: ModelOnDisk) -> RunConfig | None:
+    """The method of a checkpoint's run and its settings, all else as by default; None where no such method is known.
+
+    That is so for any other folder, and for a method that another program registered: there `model/` says all.
+    """
+    method: Any = source.run.get("method", "salaad")
+    if not source.is_checkpoint or method not in SETTINGS:
+        return None
+    settings = section(SETTINGS[method], source.run.get(method, {}), source.folder.path)
+    return RunConfig(method=method, sections={method: settings})
