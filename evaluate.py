@@ -77,11 +77,13 @@ def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig
 
 def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) -> None:
     """The grid of budgets × κ, κ* per budget, and the elastic curve of every way to cut; beside them vanilla's."""
-    deployments = {"SALAAD": open_deployment(source)}
-    budgets = parse_budgets(options.budgets, deployments["SALAAD"].dense)
+    own = open_deployment(source)
+    label = "SALAAD" if own.kind == "trained" else source.run.get("method", source.name)
+    deployments = {label: own}
+    budgets = parse_budgets(options.budgets, own.dense)
     grid = sweep.grid(budgets, parse_kappas(options.kappas))
     variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
-    deployments["SALAAD"].check(variants)
+    own.check(variants)
     if options.vanilla is not None:
         vanilla = ModelOnDisk.open(Path(options.vanilla), "--vanilla")
         for method in options.ways_to_split:
@@ -97,10 +99,10 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
     flat = [{"label": label, **row} for label, mine in rows.items() for row in mine]
-    read = texts_read(evaluations["SALAAD"], rows["SALAAD"])
+    read = texts_read(evaluations[label], rows[label])
     show("\n\n".join([*tables, sweep.elastic_table(rows), sweep.ways_table(rows), read]), flat, path)
     pictures = [path.with_name(name) for name in ("sweep.png", "elastic.png")]
-    sweep_figure(rows["SALAAD"], pictures[0])
+    sweep_figure(rows[label], pictures[0])
     elastic_figure(rows, pictures[1])
     print(f"pictures: {pictures[0]}, {pictures[1]}")
 

@@ -1,42 +1,89 @@
-"""What SALAAD costs on top of vanilla training: step time side by side in one process, and the state of the ADMM.
+"""What every way to train costs beside full-rank training: step time, periodic work and memory, side by side.
 
-    python scripts/bench_training.py --steps 100 --threads 1 --config nano.yaml
+    python scripts/bench_training.py --steps 100 --threads 1 --config nano.yaml --output results/bench/methods-nano.json
     python scripts/bench_training.py --steps 20 --config 60m.yaml --train.batch 4 --data.source python-docs
-    python scripts/bench_training.py --config 350m.yaml --train.precision bf16-mixed --train.compile true
+    python scripts/bench_training.py --methods salaad,galore --config 350m.yaml --train.compile true
 
-What this script does not know goes to train.py's options. Both models take the same batches of the configured text.
-Rounds of K steps of the two alternate, so that a machine whose speed drifts slows both; the median of what each round
-took over the vanilla round just before it is the overhead.
+What this script does not know goes to train.py's options. All models take the same batches of the configured text.
+Rounds of ten steps alternate, so that a machine whose speed drifts slows all alike; a method's periodic work (an ADMM
+update, a merge, a subspace, an exact step) comes at the end of each round, whatever its own period. A step then costs
+
+    the median of the other nine steps + the periodic work over its own period
+
+and is compared with the full-rank round just before. Memory is that of tensors, counted as they come and go in a step.
 """
 
 import argparse
 import statistics
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
-from salaad.common.formats import markdown_table
+from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
+from salaad.config.method_sizes import settings_of
+from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import open_text
 from salaad.methods.registry import method_of
 from salaad.model.build import model_source, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
+from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
 
-PEAK_SIZE = 8192
+ROUND, PEAK_SIZE = 10, 8192
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that operations made and that are still there, and how many there were at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation, whose new storages are counted until they are freed."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
 
 
 class Contender:
-    """One method with its own copy of the model and its own optimizer."""
+    """One method with its own copy of the model and its own optimizer.
+
+    Args:
+        config: of its run; its periodic work comes every `ROUND` steps instead of every `period`.
+        device: where it trains.
+    """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
+        self.period = getattr(config.settings, "every", None)
+        if self.period is not None:
+            often = {"every": ROUND, **({"rewarmup": 1} if hasattr(config.settings, "rewarmup") else {})}
+            config = replace(config, sections={config.method: replace(config.settings, **often)})
         self.config, self.device = config, device
         method, source = method_of(config), model_source(config.model, config.data.sequence_length)
         self.model = source.build(config.seed, 0, 1)
@@ -49,18 +96,8 @@ class Contender:
             self.model.base_model.compile()
         self.loss = SummedLoss(self.model)
         self.seconds: list[float] = []
-        self.admm_seconds: list[float] = []
-        self.peak = self.resident = 0
 
-    def warm_up(self, batch: dict[str, torch.Tensor]) -> None:
-        """A first step, after which the optimizer's state is there too, and what this contender holds is known."""
-        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        self.step(batch, counted=False)
-        grown = (torch.cuda.memory_allocated() if self.device.type == "cuda" else 0) - before
-        weights = sum(p.nbytes for p in self.model.parameters())
-        self.resident = grown + weights + self.method.state_bytes()
-
-    def step(self, batch: dict[str, torch.Tensor], counted: bool) -> None:
+    def step(self, batch: dict[str, torch.Tensor]) -> None:
         """One training step, as train.py takes it."""
         start = _now(self.device)
         rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
@@ -68,18 +105,33 @@ class Contender:
         size = self.config.train.micro_batch
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16-mixed"):
             for micro, targets in zip(rows.split(size), labels.split(size), strict=True):
-                (self.loss(micro, targets) / tokens).backward()
+                for context in self.method.passes():
+                    with context:
+                        (self.loss(micro, targets) / tokens).backward()
         self.method.after_backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        middle = _now(self.device)
         self.steps += 1
         self.method.after_step(self.optimizer, self.steps, self.taken)
-        end = _now(self.device)
-        if counted:
-            self.seconds.append(end - start)
-            self.admm_seconds.append(end - middle)
+        self.seconds.append(_now(self.device) - start)
+
+    def memory(self, batch: dict[str, torch.Tensor]) -> dict[str, int]:
+        """Bytes of tensors: the weights, the optimizer, what the method keeps beside them, and at most in a step."""
+        held = {
+            "weights": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
+            "optimizer": sum(
+                value.nbytes
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value)
+            ),
+            "method": self.method.state_bytes(),
+        }
+        with LiveTensors() as tensors:
+            self.step(batch)
+        self.seconds.clear()
+        return {**held, "peak": sum(held.values()) + tensors.peak}
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -103,63 +155,99 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def means(seconds: list[float], size: int) -> list[float]:
-    """Of each part of this size."""
-    return [statistics.mean(seconds[i : i + size]) for i in range(0, len(seconds), size)]
-
-
-def measure(config: RunConfig, device: torch.device, steps: int) -> dict:
-    """Alternate rounds of K steps of both methods; returns medians per step, overhead and utilisation."""
-    K = config.salaad.every
+def measure(config: RunConfig, methods: Sequence[str], device: torch.device, steps: int) -> dict:
+    """Alternate rounds of all methods; returns medians per step, over full-rank, periodic work and memory."""
     text = open_text(config.data, vocab_size=config.model.vocab_size)
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
-    contenders = {method: Contender(replace(config, method=method), device) for method in ("full_rank", "salaad")}
-    # Thresholds have to leave zero before an update costs what it will cost for the rest of the run.
-    for contender in contenders.values():
-        contender.warm_up(next(stream))
-    for _ in range(3 * K):
+    contenders = {method: Contender(configured(config, method), device) for method in methods}
+    memory = {}
+    for method, contender in contenders.items():
+        for _ in range(ROUND - 1):
+            contender.step(next(stream))
+        memory[method] = contender.memory(next(stream))
+    # Thresholds of the ADMM have to leave zero before an update costs what it will cost for the rest of the run.
+    for _ in range(2 * ROUND):
         batch = next(stream)
         for contender in contenders.values():
-            contender.step(batch, counted=False)
-    for _ in range(max(1, steps // K)):
-        batches = [next(stream) for _ in range(K)]
+            contender.step(batch)
+    for contender in contenders.values():
+        contender.seconds.clear()
+    for _ in range(max(1, steps // ROUND)):
+        batches = [next(stream) for _ in range(ROUND)]
         for contender in contenders.values():
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             for batch in batches:
-                contender.step(batch, counted=True)
-            if device.type == "cuda":
-                contender.peak = max(contender.peak, torch.cuda.max_memory_allocated())
+                contender.step(batch)
+    found = {}
     positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
-    flops = training_flops(contenders["salaad"].model, config.data.sequence_length) * positions
-    result, rounds = {}, {}
+    vanilla = rounds_of(contenders["full_rank"])
     for method, contender in contenders.items():
-        # An update comes every K steps: the mean over each round, and the median of the rounds.
-        rounds[method] = means(contender.seconds, K)
-        per_step = statistics.median(rounds[method])
-        result[method] = {
+        rounds = rounds_of(contender)
+        ordinary = [statistics.median(seconds[:-1]) for seconds in rounds]
+        # The work comes in the last step of a round, or in the first one after it.
+        periodic = statistics.median(
+            sum(seconds) - ROUND * usual for seconds, usual in zip(rounds, ordinary, strict=True)
+        )
+        periodic = max(0.0, periodic) if contender.period else 0.0
+        shared = periodic / contender.period if contender.period else 0.0
+        ratios = ((usual + shared) / statistics.median(other) for usual, other in zip(ordinary, vanilla, strict=True))
+        per_step = statistics.median(ordinary) + shared
+        flops = training_flops(contender.model, config.data.sequence_length) * positions
+        found[method] = {
             "seconds_per_step": per_step,
-            "admm_seconds_per_step": statistics.median(means(contender.admm_seconds, K)),
+            "over_full_rank": statistics.median(ratios),
+            "periodic_seconds": periodic,
+            "period": contender.period,
             "tokens_per_second": positions / per_step,
             "utilisation": flops / per_step / peak,
+            "trained": trained_parameters(contender.model),
+            **{f"{kind}_bytes": size for kind, size in memory[method].items()},
         }
-        if device.type == "cuda":
-            # Both methods share the device: what the other one holds all the time is not this one's.
-            others = sum(c.resident for c in contenders.values() if c is not contender)
-            result[method]["peak_memory_bytes"] = contender.peak - others
-    ratios = (ours / vanilla for ours, vanilla in zip(rounds["salaad"], rounds["full_rank"], strict=True))
-    result["overhead"] = statistics.median(ratios) - 1
-    method = contenders["salaad"].method
-    dense = sum(4 * X.numel() for X in method.salaad.weights.values())
-    result["admm_buffers_per_block"] = method.state_bytes() / dense
-    result["matmul_peak_flops"] = peak
-    return result
+    return {"methods": found, "matmul_peak_flops": peak}
+
+
+def configured(config: RunConfig, method: str) -> RunConfig:
+    """The same run with another method, and with that method's own settings for this size of model."""
+    own = settings_of(method, config.model)
+    section = {key.partition(".")[2]: value for key, value in own.items() if key.startswith(f"{method}.")}
+    optimizer = {key.partition(".")[2]: value for key, value in own.items() if key.startswith("optimizer.")}
+    settings = replace(getattr(config, method), **section)
+    return replace(
+        config,
+        method=method,
+        optimizer=replace(config.optimizer, **optimizer),
+        sections={**config.sections, method: settings},
+    )
+
+
+def rounds_of(contender: Contender) -> list[list[float]]:
+    """The seconds of its steps, round by round."""
+    return [contender.seconds[i : i + ROUND] for i in range(0, len(contender.seconds), ROUND)]
+
+
+def table(result: dict) -> str:
+    """What was measured, as Markdown."""
+    rows = [
+        (
+            method,
+            f"{row['seconds_per_step'] * 1e3:,.1f} ms",
+            f"{row['over_full_rank']:.3f}",
+            f"{row['periodic_seconds'] * 1e3:,.1f} ms every {row['period']}" if row["period"] else "–",
+            megabytes(row["weights_bytes"]),
+            megabytes(row["optimizer_bytes"]),
+            megabytes(row["method_bytes"]),
+            megabytes(row["peak_bytes"]),
+        )
+        for method, row in result["methods"].items()
+    ]
+    header = ("method", "step", "over full-rank", "of it periodic work", "weights", "optimizer", "method", "peak")
+    return markdown_table(header, rows)
 
 
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas; full_rank always")
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
@@ -168,21 +256,9 @@ def main() -> None:
     config, _ = read_command_line(rest)
     torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)
-    result = measure(config, accelerator.device, options.steps)
-    rows = [
-        (
-            method,
-            f"{result[method]['seconds_per_step'] * 1e3:.1f} ms",
-            f"{result[method]['admm_seconds_per_step'] * 1e3:.2f} ms",
-            f"{result[method]['tokens_per_second']:,.0f}",
-            f"{result[method]['utilisation']:.1%}",
-        )
-        for method in ("full_rank", "salaad")
-    ]
-    print(markdown_table(("method", "step", "of it ADMM update", "tokens/s", "matmul utilisation"), rows))
-    print(
-        f"\noverhead {result['overhead']:.1%}; ADMM state {result['admm_buffers_per_block']:.2f} dense buffers a block"
-    )
+    methods = list(dict.fromkeys(["full_rank", *split_list(options.methods)]))
+    result = measure(config, methods, accelerator.device, options.steps)
+    print(table(result))
     if options.output:
         write_json({"config": config.to_dict(), **provenance(), **result}, options.output)
 

@@ -56,7 +56,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = OptionParser(
         prog="train.py",
-        description="Pretrain a language model with SALAAD, or full-rank beside it.",
+        description="Pretrain a language model with SALAAD, or in one of nine other ways beside it.",
     )
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, by path or by its name in configs/")
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})

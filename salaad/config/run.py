@@ -213,7 +213,8 @@ class RunConfig:
     """One training run.
 
     Args:
-        method: how the model is trained: salaad, full_rank to compare it with, or another registered method.
+        method: how the model is trained: salaad; full_rank, lora, relora, galore, loro, cola, sltrain, lost or
+            matformer, to compare it with; or another registered method.
         seed: seeds the weights and the order of the data.
         model: the model.
         data: the text.

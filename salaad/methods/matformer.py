@@ -13,9 +13,9 @@ layers towards the end.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from random import Random
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -198,9 +198,8 @@ class Matformer(Method):
     def _draw(self) -> None:
         """The width of the next step, the same on every rank and after a resume."""
         if self.config.settings.train == "sampled":
-            generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
-            drawn = int(torch.randint(len(self.widths.uniform), (), generator=generator))
-            self.widths.set(self.widths.everywhere(self.widths.uniform[drawn]))
+            drawn = Random(f"{self.config.seed} {self.step}").choice(self.widths.uniform)
+            self.widths.set(self.widths.everywhere(drawn))
 
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:  # noqa: D102
         half = len(self.widths.layers) // 2

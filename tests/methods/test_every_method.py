@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -17,11 +18,12 @@ import evaluate
 from salaad.common.errors import UserError
 from salaad.config.methods import SETTINGS
 from salaad.factored.fixed_size import slr_modules
+from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments
-from tests.helpers.tiny_llama import config_of
+from tests.helpers.tiny_llama import IDS, config_of, llama
 from tests.helpers.training import last_checkpoint, lines, run_training
 
 # Of the two others the tests of the trainer itself take care.
@@ -167,6 +169,41 @@ def test_two_processes_train_like_one_and_the_rest_goes_on_alone(toy, tmp_path, 
         run_training([*toy(**words_of(variant)), f"--resume={middle}"], tmp_path / f"{variant}-rest")
         for alone, rest in zip(one[6:], lines(tmp_path / f"{variant}-rest")[-6:], strict=True):
             assert rest["loss"] == pytest.approx(alone["loss"], rel=5e-4), variant
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_an_ordinary_step_waits_for_no_device(variant):
+    model, plain = llama(), llama()
+    words = [f"--{key.replace('__', '.')}={value}" for key, value in words_of(variant).items()]
+    config = config_of(variant.partition(",")[0], *words)
+    method_of(config).rebuild(model, config)
+    method = method_of(config)(model, config)
+    optimizer, _ = method.build_optimizer()
+    reads = {}
+    for step in (1, 2):  # the first makes the optimizer's state and a subspace
+        with HostReads() as forward:
+            model(input_ids=IDS).logits.sum().backward()
+        with HostReads() as rest:
+            method.after_backward()
+            step_unless(torch.zeros(()), optimizer)
+            optimizer.zero_grad()
+            method.after_step(optimizer, step, torch.zeros(()))
+        reads[step] = rest.count
+    with HostReads() as usual:  # transformers' mask reads a number in every forward
+        plain(input_ids=IDS).logits.sum().backward()
+    assert reads[2] == 0 and forward.count == usual.count
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "bf16"])
