@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, nano
+from scripts.results_tables import RESULTS, ROOT, admm, bench, methods, nano
 
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "admm", "bench")),
+    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "methods", "admm", "bench")),
     RESULTS / "reliability.md",
 )
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 def all_sections() -> dict[str, str]:
     """Every generated section by its name."""
-    return {**nano.sections(), **admm.sections(), **bench.sections()}
+    return {**nano.sections(), **methods.sections(), **admm.sections(), **bench.sections()}
 
 
 def filled(page: Path, sections: Mapping[str, str]) -> str:

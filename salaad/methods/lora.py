@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from salaad.config.methods import LoraConfig
 from salaad.config.run import RunConfig
-from salaad.methods.low_rank_layers import Factored, LowRankMethod, factored_layers, replace_projections
+from salaad.methods.low_rank_layers import Factored, LowRankMethod, added, factored_layers, replace_projections
 from salaad.model.parameters import count_parameters
 
 
@@ -41,7 +41,7 @@ class LoraLinear(Factored):
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×out) of x (…×in)."""
         inside = F.linear(F.dropout(x, self.dropout, self.training), self.A)
-        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(inside, self.B)
+        return added(F.linear(x, self.weight, self.bias), inside, self.B, self.scale)
 
     def dense_weight(self) -> Tensor:
         """W₀ + (α/r)·B·A, summed in float32 at least."""

@@ -20,6 +20,7 @@ from salaad.factored.slr import Slr
 from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
+    added,
     at_least_float32,
     factored_layers,
     replace_projections,
@@ -54,8 +55,8 @@ class LostLinear(SlrFactored):
         """Y (…×out) of x (…×in)."""
         inside = F.linear(x, self.A)
         inside = F.silu(inside) if self.activation == "silu" else inside
-        low_rank, columns = F.linear(inside, self.gamma * self.B, self.bias), F.linear(x[..., self.columns], self.W_S)
-        return low_rank + (1 - self.gamma) * columns
+        low_rank = F.linear(inside, self.gamma * self.B, self.bias)
+        return added(low_rank, x.index_select(-1, self.columns), self.W_S, 1 - self.gamma)
 
     def slr(self) -> Slr:
         """γ·B, A and (1 − γ)·W_S at its columns."""

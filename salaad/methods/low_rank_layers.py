@@ -39,6 +39,14 @@ class SlrFactored(Factored):
         return self.slr().dense().to(next(self.parameters()).dtype)
 
 
+def added(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Y + scale·x·weightᵀ (…×out) of y (…×out) and x (…×r), in one product instead of three passes over y."""
+    if torch.is_autocast_enabled(x.device.type):  # which leaves the dtype of y to the product before
+        x, weight = x.to(y.dtype), weight.to(y.dtype)
+    rows = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight.mT, alpha=scale)
+    return rows.view(y.shape)
+
+
 def at_least_float32(*tensors: Tensor) -> list[Tensor]:
     """The tensors, detached, in float32 unless they have more digits."""
     return [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

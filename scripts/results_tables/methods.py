@@ -1,0 +1,98 @@
+"""The tables of results/methods: every way to train at one scale, and the search of its learning rate."""
+
+from pathlib import Path
+from typing import Any
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, megabytes, millions
+from scripts.results_tables import RESULTS
+
+METHODS = RESULTS / "methods"
+
+
+def sections() -> dict[str, str]:
+    """Two tables per scale that was measured, those of MatFormer's widths, and LOST's γ."""
+    found = {}
+    for path in sorted(METHODS.glob("*.json")):
+        if path.stem != "gamma":
+            result = read_json(path)
+            costs = RESULTS / "bench" / f"methods-{path.stem}.json"
+            found |= {
+                f"methods-{path.stem}": comparison_table(result, costs),
+                f"search-{path.stem}": search_table(result),
+                f"widths-{path.stem}": widths_table(result),
+            }
+    gamma = METHODS / "gamma.json"
+    return found | ({"gamma": gamma_table(read_json(gamma))} if gamma.exists() else {})
+
+
+def comparison_table(result: dict[str, Any], costs: Path) -> str:
+    """Perplexity after a whole training at the best learning rate, parameters, bytes, and what a step costs."""
+    cost = read_json(costs)["methods"] if costs.exists() else {}
+    rows = []
+    for method, entry in result["methods"].items():
+        for name, row in entry["full"]["variants"].items():
+            if name not in ("X", "L+S"):  # the widths of MatFormer have a table of their own
+                continue
+            own = cost.get(method) if name == "X" else None
+            printed = row.get("parameters_printed")
+            rows.append(
+                (
+                    method if name == "X" else f"{method}, {name}",
+                    f"{entry['full']['lr']:g}" if name == "X" else "",
+                    f"{row['perplexity']:.2f}",
+                    millions(row["parameters"]) + (f" ({millions(printed)})" if printed else ""),
+                    millions(row["trained"]) if "trained" in row else "",
+                    megabytes(row["bytes"]) if "bytes" in row else "",
+                    megabytes(own["optimizer_bytes"] + own["method_bytes"]) if own else "",
+                    f"{own['over_full_rank']:.2f}" if own else "",
+                )
+            )
+    header = ("method", "learning rate", "perplexity", "stored (printed)", "trained", "bytes", "state", "step time")
+    some = next(iter(result["methods"].values()))["full"]
+    tokens = some["variants"]["X"]["tokens"]
+    commits = ", ".join(sorted({entry["full"]["commit"] for entry in result["methods"].values()}))
+    told = (
+        f"Perplexity over {tokens:,} validation tokens after {some['steps']:,} steps, one seed. *Stored* and *bytes* "
+        "are those of the trained model in float32 (in brackets the count that its paper prints, where that is "
+        "another), *state* those of the optimizer and of the method beside it, *step time* that over full-rank's. "
+        f"{some['machine']}, commits {commits}."
+    )
+    return f"{markdown_table(header, rows)}\n\n{told}"
+
+
+def search_table(result: dict[str, Any]) -> str:
+    """What every learning rate gave in a run of an eighth of the length."""
+    rows = []
+    for method, entry in result["methods"].items():
+        best = min(entry["search"], key=lambda row: row["variants"]["X"]["perplexity"])
+        tried = (
+            f"{row['lr']:g}: " + ("**{:.1f}**" if row is best else "{:.1f}").format(row["variants"]["X"]["perplexity"])
+            for row in entry["search"]
+        )
+        rows.append((method, f"{entry['own_lr']:g}", ", ".join(tried)))
+    some = next(iter(result["methods"].values()))["search"][0]
+    told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
+    return f"{markdown_table(('method', 'its own', 'learning rate: perplexity'), rows)}\n\n{told}"
+
+
+def widths_table(result: dict[str, Any]) -> str:
+    """The narrower models inside MatFormer's, uniform and mixed."""
+    entry = result["methods"].get("matformer")
+    if entry is None:
+        return "Not measured."
+    variants = entry["full"]["variants"]
+    rows = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in variants.items()]
+    return markdown_table(("widths", "parameters", "perplexity"), rows)
+
+
+def gamma_table(result: dict[str, Any]) -> str:
+    """LOST's γ with and without an activation, in short runs."""
+    cells = {(row["gamma"], row["activation"]): row for row in result["rows"]}
+    activations = list(dict.fromkeys(row["activation"] for row in result["rows"]))
+    rows = [
+        (f"γ = {gamma:g}", *(f"{cells[gamma, a]['perplexity']:.1f}" for a in activations))
+        for gamma in dict.fromkeys(row["gamma"] for row in result["rows"])
+    ]
+    told = f"Perplexity of X after {result['rows'][0]['steps']} steps, commit {result['rows'][0]['commit']}."
+    return f"{markdown_table(('', *activations), rows)}\n\n{told}"
