@@ -2,7 +2,7 @@
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
-from scripts import bench_startup, bench_storage
+from scripts import bench_startup, bench_storage, bench_training
 from scripts.results_tables import RESULTS
 from scripts.torture import table as drill_table
 
@@ -10,7 +10,7 @@ from scripts.torture import table as drill_table
 def sections() -> dict[str, str]:
     """Every table of times, sizes and faults."""
     return {
-        "training": overhead_table(),
+        "training": training_table(),
         "inference": inference_table(),
         "compression": compression_table(),
         "storage": storage_table(),
@@ -19,30 +19,15 @@ def sections() -> dict[str, str]:
     }
 
 
-def overhead_table() -> str:
-    """What scripts/bench_training.py recorded: SALAAD beside vanilla, on every machine measured."""
-    rows = []
-    for path in sorted((RESULTS / "bench").glob("training-*.json")):
+def training_table() -> str:
+    """What scripts/bench_training.py recorded: every method beside full-rank, at every shape measured."""
+    parts = []
+    for path in sorted((RESULTS / "bench").glob("methods-*.json")):
         result = read_json(path)
-        vanilla, salaad = result["full_rank"], result["salaad"]
-        rows.append(
-            (
-                path.stem.removeprefix("training-"),
-                result["machine"],
-                f"{result['config']['train']['batch']} × {result['config']['data']['sequence_length']}",
-                f"{result['config']['salaad']['every']}",
-                f"{vanilla['seconds_per_step'] * 1e3:,.0f} ms",
-                f"{salaad['seconds_per_step'] * 1e3:,.0f} ms",
-                f"{result['overhead']:.1%}",
-                f"{result['admm_buffers_per_block']:.2f}",
-            )
-        )
-    header = ("run", "machine", "tokens a step", "K", "vanilla", "SALAAD", "overhead", "float32 buffers a block")
-    told = (
-        "The overhead is the ratio of the two times or, in newer measurements, the median over pairs of neighbouring "
-        "rounds."
-    )
-    return f"{markdown_table(header, rows)}\n\n{told}"
+        batch, length = result["config"]["train"]["batch"], result["config"]["data"]["sequence_length"]
+        told = f"{batch} × {length} tokens a step, {result['machine']}, commit {result['commit']}"
+        parts.append(f"**{path.stem.removeprefix('methods-')}**: {told}\n\n{bench_training.table(result)}")
+    return "\n\n".join(parts)
 
 
 def inference_table() -> str:
