@@ -38,7 +38,7 @@ from salaad.training.agreement import Agreement
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
-from salaad.training.plan import check_run, plan_table, text_table
+from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
@@ -61,6 +61,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
+    accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
     trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
     try:
         trainer.train()

@@ -53,6 +53,7 @@ _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # limits of the interval that a filter 
 _STRIPES = 4  # of rows in which A is computed
 _WELL_CONDITIONED = 0.1  # least diagonal entry of R of unit columns for which one Cholesky-QR is enough
 _PROBES, _PROBE_STEPS, _PROBE_MARGIN = 4, 5, 1.05
+_SMALLEST_SQUARE = 1e-5  # over the largest: below, eigenvectors of a Gram matrix in float32 are noise
 _LEAST_SIGMA = 1e-2  # over the largest: below, squaring in A has lost too many digits of a singular value
 
 
@@ -173,21 +174,29 @@ def left_vectors(Z: Tensor) -> Tensor:
 def leading_left_vectors(Z: Tensor, rank: int) -> Tensor:
     """The `rank` leading left singular vectors (n×rank) of Z (n×m, n ≤ m), in order, from eigenvectors of ZZᵀ.
 
-    Vectors whose singular value is below about 1e-3 of the largest are not resolved in float32: of those the subspace
-    holds any.
+    Where the last of them has a singular value below 3e-3 of the largest, which squaring in float32 would not resolve,
+    ZZᵀ is made in float64.
 
     Raises:
         torch.linalg.LinAlgError: no decomposition converges, or Z is not finite.
     """
     for find in (
-        lambda: torch.linalg.eigh(_squared(Z))[1].flip(1),
-        lambda: torch.linalg.svd(Z, full_matrices=False)[0],
+        lambda: _leading_eigenvectors(Z, rank),
+        lambda: torch.linalg.svd(Z, full_matrices=False)[0][:, :rank],
+        lambda: torch.linalg.svd(_noisy(Z), full_matrices=False)[0][:, :rank].to(Z),
     ):
         with suppress(torch.linalg.LinAlgError):
-            vectors = find()[:, :rank]
+            vectors = find()
             if bool(vectors.isfinite().all()):
                 return vectors
     raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
+
+
+def _leading_eigenvectors(Z: Tensor, rank: int) -> Tensor:
+    eigenvalues, U = torch.linalg.eigh(_squared(Z))
+    if Z.dtype != torch.float64 and float(eigenvalues[-rank]) < _SMALLEST_SQUARE * float(eigenvalues[-1]):
+        U = torch.linalg.eigh(_squared(Z.double()))[1].to(Z)
+    return U.flip(1)[:, :rank]
 
 
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:

@@ -8,16 +8,17 @@ What this script does not know goes to train.py's options. All models take the s
 Rounds of ten steps alternate, so that a machine whose speed drifts slows all alike; a method's periodic work (an ADMM
 update, a merge, a subspace, an exact step) comes at the end of each round, whatever its own period. A step then costs
 
-    the median of the other nine steps + the periodic work over its own period
+    the mean of the steps in the middle of a round + the periodic work over its own period
 
 and is compared with the full-rank round just before. Memory is that of tensors, counted as they come and go in a step.
 """
 
 import argparse
+import gc
 import statistics
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,6 @@ from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
-from salaad.config.method_sizes import settings_of
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
@@ -51,7 +51,8 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        before = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        self._known = {tensor.untyped_storage()._cdata for tensor in before if tensor.device.type != "meta"}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, whose new storages are counted until they are freed."""
@@ -155,11 +156,18 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(config: RunConfig, methods: Sequence[str], device: torch.device, steps: int) -> dict:
-    """Alternate rounds of all methods; returns medians per step, over full-rank, periodic work and memory."""
+def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) -> dict:
+    """Alternate rounds of all methods; returns medians per step, over full-rank, periodic work and memory.
+
+    Args:
+        configs: method → its run, full_rank among them; all have the same model and text.
+        device: where they train.
+        steps: counted steps of each.
+    """
+    config = configs["full_rank"]
     text = open_text(config.data, vocab_size=config.model.vocab_size)
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
-    contenders = {method: Contender(configured(config, method), device) for method in methods}
+    contenders = {method: Contender(own, device) for method, own in configs.items()}
     memory = {}
     for method, contender in contenders.items():
         for _ in range(ROUND - 1):
@@ -183,14 +191,14 @@ def measure(config: RunConfig, methods: Sequence[str], device: torch.device, ste
     vanilla = rounds_of(contenders["full_rank"])
     for method, contender in contenders.items():
         rounds = rounds_of(contender)
-        ordinary = [statistics.median(seconds[:-1]) for seconds in rounds]
-        # The work comes in the last step of a round, or in the first one after it.
-        periodic = statistics.median(
-            sum(seconds) - ROUND * usual for seconds, usual in zip(rounds, ordinary, strict=True)
-        )
-        periodic = max(0.0, periodic) if contender.period else 0.0
+        ordinary = [statistics.mean(seconds[1:-1]) for seconds in rounds]
+        # The work comes in the last step of a round, or in the first one of the next.
+        both = (seconds[0] + seconds[-1] - 2 * usual for seconds, usual in zip(rounds, ordinary, strict=True))
+        periodic = max(0.0, statistics.median(both)) if contender.period else 0.0
         shared = periodic / contender.period if contender.period else 0.0
-        ratios = ((usual + shared) / statistics.median(other) for usual, other in zip(ordinary, vanilla, strict=True))
+        ratios = (
+            (usual + shared) / statistics.mean(other[1:-1]) for usual, other in zip(ordinary, vanilla, strict=True)
+        )
         per_step = statistics.median(ordinary) + shared
         flops = training_flops(contender.model, config.data.sequence_length) * positions
         found[method] = {
@@ -204,20 +212,6 @@ def measure(config: RunConfig, methods: Sequence[str], device: torch.device, ste
             **{f"{kind}_bytes": size for kind, size in memory[method].items()},
         }
     return {"methods": found, "matmul_peak_flops": peak}
-
-
-def configured(config: RunConfig, method: str) -> RunConfig:
-    """The same run with another method, and with that method's own settings for this size of model."""
-    own = settings_of(method, config.model)
-    section = {key.partition(".")[2]: value for key, value in own.items() if key.startswith(f"{method}.")}
-    optimizer = {key.partition(".")[2]: value for key, value in own.items() if key.startswith("optimizer.")}
-    settings = replace(getattr(config, method), **section)
-    return replace(
-        config,
-        method=method,
-        optimizer=replace(config.optimizer, **optimizer),
-        sections={**config.sections, method: settings},
-    )
 
 
 def rounds_of(contender: Contender) -> list[list[float]]:
@@ -253,11 +247,12 @@ def main() -> None:
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     at_least(options, 1, "steps", "threads")
-    config, _ = read_command_line(rest)
+    methods = dict.fromkeys(["full_rank", *split_list(options.methods)])
+    configs = {method: read_command_line([*rest, "--method", method])[0] for method in methods}
+    config = configs["full_rank"]
     torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)
-    methods = list(dict.fromkeys(["full_rank", *split_list(options.methods)]))
-    result = measure(config, methods, accelerator.device, options.steps)
+    result = measure(configs, accelerator.device, options.steps)
     print(table(result))
     if options.output:
         write_json({"config": config.to_dict(), **provenance(), **result}, options.output)

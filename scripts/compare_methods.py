@@ -17,6 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import yaml
+
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
@@ -51,11 +53,16 @@ class Contest:
         if not (folder / "summary.json").exists():
             command = [sys.executable, "train.py", *words, "--output", str(folder)]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if (folder / "diagnosis.json").exists() and not (folder / "summary.json").exists():
+                print(f"{folder.name}: diverged", flush=True)
+                return {"lr": lr, "steps": steps, "command": " ".join(words), "variants": {}}
             if done.returncode:
                 (folder.parent / f"{folder.name}.log").write_text(done.stderr)
                 raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-        summary = read_json(folder / "summary.json")
-        lines = (folder / "config.yaml").read_text().splitlines()
+        text = (folder / "config.yaml").read_text()
+        if yaml.safe_load(text) != read_command_line(words)[0].to_dict():
+            raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
+        summary, lines = read_json(folder / "summary.json"), text.splitlines()
         origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
         variants = summary["variants"]
         shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in variants.items())
@@ -82,9 +89,8 @@ class Contest:
 
 
 def _perplexity(result: dict[str, Any]) -> float:
-    """Of X; that of a run whose numbers diverged is not finite."""
-    value = result["variants"]["X"]["perplexity"]
-    return value if value == value else float("inf")
+    """Of X; that of a run whose numbers diverged is infinite."""
+    return result["variants"]["X"]["perplexity"] if result["variants"] else float("inf")
 
 
 def main() -> None:

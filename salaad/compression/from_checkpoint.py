@@ -1,5 +1,6 @@
 """Sizes of a checkpoint, or of any dense model that is split after the fact: each is cut anew from L + S."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -65,7 +66,8 @@ class CheckpointDeployment:
             self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
         else:
             self.shapes = {name: slr.shape for name, slr in self._factors.outlines.items()}
-        self.default_variants = "X,L+S" if self.shapes and post_hoc is None else "X"
+        # What trains its factors computes the same with and without merging them.
+        self.default_variants = "X,L+S" if source.surrogate and post_hoc is None else "X"
         entry = getattr(model.config, "quantization_config", None)
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
         self._names = names = list(self.shapes)
@@ -92,7 +94,7 @@ class CheckpointDeployment:
             if variant.name != "X" and not self._names:
                 raise UserError(
                     f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; give a checkpoint "
-                    "trained with method salaad, sltrain or loro, or make L + S with compress.py --rpca"
+                    "whose method trains them, such as salaad, sltrain or loro, or make them with compress.py --rpca"
                 )
             if variant.budget is not None and variant.budget < self.fixed:
                 to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
@@ -154,7 +156,9 @@ class CheckpointDeployment:
     def parameters(self, parts: Parts) -> int:
         """Parameters of the model with these parts in place of its blocks; of X for none."""
         if not parts:
-            return self.source.parameters or self.dense
+            trained = self._factors.outlines if self._factors else {}
+            spared = sum(math.prod(slr.shape) - slr.parameters for slr in trained.values())
+            return self.source.parameters or self.dense - spared
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
     @contextmanager

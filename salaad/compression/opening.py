@@ -21,7 +21,9 @@ def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Dep
         return ElasticDeployment(source)
     config = config_of(source)
     if config is not None:
-        widths_in = partial(method_of(config).widths_of, settings=config.settings)
+        method = method_of(config)
+        widths_in = partial(method.widths_of, settings=config.settings)
         if widths_in(source.folder.outline) is not None:
+            method.check(source.folder.outline, config)
             return NestedDeployment(source, widths_in)
     return CheckpointDeployment(source)

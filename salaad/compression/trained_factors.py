@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.registry import method_of
 from salaad.model.build import outline
+from salaad.model.weights import tied_modules
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -33,6 +35,7 @@ class TrainedFactors:
             return
         self._method, self._model = method_of(config), outline(source.folder.config)
         if getattr(source.folder.config, "quantization_config", None) is None:
+            self._method.check(self._model, config)
             self._method.rebuild(self._model, config)
             self.outlines = self._method.slr_parts(self._model)
 
@@ -44,14 +47,19 @@ class TrainedFactors:
         """
         path = self.source.weights
         try:
-            self._model.load_state_dict(load_file(path), assign=True)
-        except (RuntimeError, SafetensorError, OSError) as error:
+            missing, unknown = self._model.load_state_dict(load_file(path), assign=True, strict=False)
+            tied = {f"{name}.weight" for name in tied_modules(self._model)}  # is there under one name alone
+            if unknown or set(missing) - tied:
+                raise ValueError(f"it has no {min(set(missing) - tied, default='')}, or {unknown[:1]} too many")
+            self._model.tie_weights()
+        except (RuntimeError, ValueError, SafetensorError, OSError) as error:
             why = " ".join(str(error).split())[:200]
             raise UserError(f"{path} does not fit its configuration ({why}); give a whole checkpoint") from None
         for name, slr in self._method.slr_parts(self._model).items():
             if not all(part.isfinite().all() for part in (slr.U, slr.V, slr.values)):
                 raise UserError(f"{name} in {path} is not finite; give an earlier checkpoint")
-            yield name, slr.resorted()
+            Q, R = torch.linalg.qr(slr.U)
+            yield name, Slr.from_factors(Q, R @ slr.V, slr.sparse())
 
 
 def config_of(source: ModelOnDisk) -> RunConfig | None:
@@ -60,7 +68,7 @@ def config_of(source: ModelOnDisk) -> RunConfig | None:
     That is so for any other folder, and for a method that another program registered: there `model/` says all.
     """
     method: Any = source.run.get("method", "salaad")
-    if not source.is_checkpoint or method not in SETTINGS:
+    if not source.is_checkpoint or not isinstance(method, str) or method not in SETTINGS:
         return None
     settings = section(SETTINGS[method], source.run.get(method, {}), source.folder.path)
     return RunConfig(method=method, sections={method: settings})

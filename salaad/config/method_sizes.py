@@ -2,8 +2,9 @@
 
 Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), GaLore (2403.03507), LORO (ICLR 2025),
 CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining and of LOST were never
-released: ours are those of ReLoRA and SLTrain. The optimizer is what the runs of these papers share: Adam with β 0.9
-and 0.999, no decay, no clipping unless given, a tenth of warm-up; the warm-up of LORO ends where its schedule peaks.
+released, and ReLoRA's at 1b neither: ours are those of ReLoRA, of SLTrain, and of the size below. The optimizer is what
+the runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of warm-up; the
+warm-up of LORO ends where its schedule peaks.
 """
 
 from typing import Any
@@ -51,6 +52,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "sltrain": {
         **_ADAM,
         "optimizer.lr": 3e-3,
+        "optimizer.warmup": [0.1, 0.1, 0.1, 0.0714],
         "sltrain.rank": _RANKS,
         "sltrain.alpha": [32.0, 16.0, 16.0, 8.0],
     },

@@ -256,6 +256,7 @@ class MatformerConfig(MethodConfig):
     def __post_init__(self) -> None:
         require_types(type(self), vars(self), "matformer")
         at_least(self, 1, "halvings")
+        check(self.halvings <= 16, f"matformer.halvings is {self.halvings}, more than any width has; give 16 or less")
 
 
 # Method → its settings. `salaad.methods.registry` adds those of a method that is registered from outside.

@@ -237,6 +237,7 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
         shared = type(model)(model.config)
     shared.generation_config = model.generation_config
     shared.load_state_dict(dict(model.state_dict()), strict=False, assign=True)
+    shared.tie_weights()
     dtype = next(model.parameters()).dtype
     for name, slr in blocks.items():
         n, m = slr.shape

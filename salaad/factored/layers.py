@@ -291,7 +291,7 @@ class SlrActivated(SlrWeight):
 
     @property
     def weight(self) -> Tensor:
-        """None there is.
+        """There is none.
 
         Raises:
             AttributeError: always.

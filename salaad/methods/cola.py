@@ -5,7 +5,7 @@
 The layer is no matrix, so it cannot be merged into one: a checkpoint keeps the factors and opens as a folder of this
 package's own format. At 60m and 130m the feed-forward layer keeps the SiLU it has, at 350m and 1b it does not
 (`keep_swiglu`; the folder's config.json says so as hidden_act). Different from the released code: the pad token is that
-of the tokenizer, whose row of the embedding alone stands still.
+of the tokenizer, whose row of the embedding gets no gradient.
 """
 
 import torch
@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from salaad.config.methods import ColaConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
+from salaad.methods.float32 import at_least_float32
 from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
-    at_least_float32,
     no_entries,
     replace_projections,
 )

@@ -8,8 +8,9 @@ optimizer as they are, at the full learning rate.
 
 The optimizer is any of torch's with moments: for every W it is given a small weight of its own (r×long) that is zero
 before a step, with the gradient R; what it then is, times P, is the change of W. Different from the released code: ε is
-added to Adam's corrected second moment, as torch does it; the sign of a singular vector, which is arbitrary, is that in
-which it points along the vector that it replaces; over several processes each computes a part of the subspaces.
+added to Adam's corrected second moment, as torch does it; the arbitrary sign of a singular vector is chosen so that its
+product with the vector it replaces is not negative; weight decay is decoupled for the projected weights, whatever the
+optimizer; each of several processes computes some of the subspaces.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ from salaad.common.errors import UserError
 from salaad.config.methods import GaloreConfig
 from salaad.config.run import RunConfig
 from salaad.methods.base import BYTES, Method
-from salaad.methods.low_rank_layers import at_least_float32, projections, require_projections
+from salaad.methods.float32 import at_least_float32, true_float32
+from salaad.methods.low_rank_layers import projections, require_projections
 from salaad.methods.optimizer import build_optimizer
 from salaad.methods.salaad.ownership import owners_of
 from salaad.spectral import leading_left_vectors
@@ -71,6 +73,7 @@ class Galore(Method):
         weight, _, moments = BYTES[config.train.precision]
         shapes = [layer.weight.shape for layer in projections(model).values()]
         memory["optimizer state"] += sum((rank * max(shape) - shape.numel()) * moments for shape in shapes)
+        memory["gradients"] += sum(rank * max(shape) * weight for shape in shapes)
         return memory | {"subspaces": sum(rank * (max(shape) + min(shape)) * weight for shape in shapes)}
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
@@ -98,7 +101,8 @@ class Galore(Method):
         for name, owner in owners.items():
             if owner == distributed.rank():
                 [G], P = at_least_float32(lying(self.weights[name].grad)), self.P[name]
-                found = leading_left_vectors(G, P.shape[1])
+                with true_float32(G.device):
+                    found = leading_left_vectors(G, P.shape[1])
                 against = (found * P).sum(0) < 0
                 P.copy_(torch.where(against, -found, found))
         for name, owner in owners.items():

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from salaad.config.methods import LoraConfig
 from salaad.config.run import RunConfig
+from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import Factored, LowRankMethod, added, factored_layers, replace_projections
 from salaad.model.parameters import count_parameters
 
@@ -45,9 +46,9 @@ class LoraLinear(Factored):
 
     def dense_weight(self) -> Tensor:
         """W₀ + (α/r)·B·A, summed in float32 at least."""
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        product = self.scale * (self.B.to(dtype) @ self.A.to(dtype))
-        return (self.weight.to(dtype) + product).to(self.weight.dtype)
+        W, A, B = at_least_float32(self.weight, self.A, self.B)
+        with true_float32(W.device):
+            return (W + self.scale * (B @ A)).to(self.weight.dtype)
 
 
 def draw(A: Tensor, generator: torch.Generator | None = None) -> None:
@@ -56,7 +57,7 @@ def draw(A: Tensor, generator: torch.Generator | None = None) -> None:
 
 
 class Lora(LowRankMethod):
-    """Adapters on frozen weights, merged for export and evaluation's count."""
+    """Adapters on frozen weights, merged for export; counted as merged."""
 
     Settings = LoraConfig
 

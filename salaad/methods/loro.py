@@ -2,7 +2,7 @@
 
     W = M·Nᵀ,   M (out×r) and N (in×r) Xavier-normal
 
-Of most steps only the factors' own gradients are followed, M −= lr·(r/d)·dM with d the width of the model, N alike; dM
+In most steps only the factors' own gradients are followed, M −= lr·(r/d)·dM with d the width of the model, N alike; dM
 and dN are Adam's directions. Every K-th step is exact, in the tangent space of the manifold at W, and at the full rate:
 
     M = Q_M·R_M,  N = Q_N·R_N (QR);     G·Q_N ≈ dM·R_N⁻¹,   Q_Mᵀ·G ≈ R_M⁻ᵀ·dNᵀ
@@ -11,7 +11,8 @@ and dN are Adam's directions. Every K-th step is exact, in the tangent space of 
 After it the moments of *all* weights are zero and the learning rate rises again over a few steps. The settings by size
 are those of the released code. Different from it: ε is added after the bias correction; the learning rate begins at
 zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cosine, begins at a tenth and ends at 12 to
-13 %); each of several processes takes the exact steps of some layers; one that is not finite is left out.
+13 %), and a rise begins at a fifth of it (theirs at 1e-6); each of several processes takes the exact steps of some
+layers; one that is not finite is left out.
 """
 
 import torch
@@ -25,10 +26,10 @@ from salaad.common.errors import UserError
 from salaad.config.methods import LoroConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
+from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
-    at_least_float32,
     factored_layers,
     no_entries,
     replace_projections,
@@ -74,7 +75,10 @@ def exact_step(M: Tensor, N: Tensor, dM: Tensor, dN: Tensor, lr: Tensor | float)
     outside_N, K_N = torch.linalg.qr(QG - Q_N @ (Q_N.mT @ QG))
     top = torch.cat([R_M @ R_N.mT - lr * inner, -lr * K_N.mT], 1)
     core = torch.cat([top, torch.cat([-lr * K_M, torch.zeros_like(K_M)], 1)])
-    left, sigma, right = torch.linalg.svd(core)
+    # A core that is not finite has no singular values; then the result is not finite either.
+    sound = core.isfinite().all()
+    left, sigma, right = torch.linalg.svd(torch.where(sound, core, 0))
+    sigma = torch.where(sound, sigma, torch.nan)
     root = sigma[:r].sqrt()
     new_M = torch.cat([Q_M, outside_M], 1) @ (left[:, :r] * root)
     new_N = torch.cat([Q_N, outside_N], 1) @ (right[:r].mT * root)
@@ -128,7 +132,8 @@ class Loro(LowRankMethod):
         for name, layer in layers.items():
             if owners[name] == distributed.rank():
                 directions = [adam_direction(optimizer, p) for p in (layer.M, layer.N)]
-                found = exact_step(*at_least_float32(layer.M, layer.N), *directions, lr)
+                with true_float32(layer.M.device):
+                    found = exact_step(*at_least_float32(layer.M, layer.N), *directions, lr)
                 sound = torch.stack([part.isfinite().all() for part in found]).all() & (discarded == 0)
                 for p, new in zip((layer.M, layer.N), found, strict=True):
                     p.copy_(torch.where(sound, new.to(p.dtype), p))

@@ -6,7 +6,7 @@
 
 No code was released. This is our reading of the paper and of its public reviews: W_S holds columns of W₀ itself, not of
 the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and where φ
-stands are not known: γ is ours, the rate is SLTrain's.
+stands are not known: γ and the place of φ are ours, the rate is SLTrain's.
 """
 
 import torch
@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 from salaad.config.methods import LostConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
+from salaad.methods.float32 import at_least_float32
 from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
     added,
-    at_least_float32,
     factored_layers,
     replace_projections,
 )
+from salaad.spectral import leading_left_vectors
 
 
 class LostLinear(SlrFactored):
@@ -42,11 +43,12 @@ class LostLinear(SlrFactored):
         if W.is_meta:
             B, A, chosen = W[:, :1].expand(-1, r), W[:1].expand(r, -1), W[0, :count].long()
         else:
-            U, sigma, Vh = torch.linalg.svd(W, full_matrices=False)
-            B, A = U[:, :r] * sigma[:r].sqrt(), sigma[:r].sqrt()[:, None] * Vh[:r]
+            B, A = leading_terms(W, r)
             left = torch.linalg.vector_norm(W - B @ A, dim=0)
             chosen = left.topk(count).indices.sort().values
-        self.B, self.A, self.W_S = (nn.Parameter(part.clone()) for part in (B, A, W[:, chosen]))
+        # The same layout as after a resume, so that products round alike.
+        parts = (part.clone(memory_format=torch.contiguous_format) for part in (B, A, W[:, chosen]))
+        self.B, self.A, self.W_S = map(nn.Parameter, parts)
         self.register_buffer("columns", chosen)
         self.bias = linear.bias
         self.gamma, self.activation = settings.gamma, settings.activation
@@ -64,6 +66,17 @@ class LostLinear(SlrFactored):
         out, width = len(B), A.shape[1]
         places = torch.arange(out, device=B.device)[:, None] * width + self.columns
         return Slr((out, width), self.gamma * B, A, places.flatten(), (1 - self.gamma) * W_S.flatten())
+
+
+def leading_terms(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B (out×rank) and A (rank×in) of the `rank` leading singular terms of W, √σ in each."""
+    if W.shape[0] > W.shape[1]:
+        A, B = leading_terms(W.mT, rank)
+        return B.mT, A.mT
+    U = leading_left_vectors(W, rank)
+    projected = U.mT @ W
+    root = torch.linalg.vector_norm(projected, dim=1).sqrt()
+    return U * root, projected / root[:, None]
 
 
 class Lost(LowRankMethod):

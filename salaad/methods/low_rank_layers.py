@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.common.formats import millions
+from salaad.common.formats import megabytes, millions
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.base import Method
+from salaad.methods.float32 import true_float32
 from salaad.model.parameters import trained_parameters
 from salaad.model.roles import find_blocks
 from salaad.model.weights import tied_modules
@@ -36,7 +38,9 @@ class SlrFactored(Factored):
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:  # noqa: D102
-        return self.slr().dense().to(next(self.parameters()).dtype)
+        slr = self.slr()
+        with true_float32(slr.U.device):
+            return slr.dense().to(next(self.parameters()).dtype)
 
 
 def added(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -45,11 +49,6 @@ def added(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
         x, weight = x.to(y.dtype), weight.to(y.dtype)
     rows = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight.mT, alpha=scale)
     return rows.view(y.shape)
-
-
-def at_least_float32(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, detached, in float32 unless they have more digits."""
-    return [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def no_entries(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +100,8 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
     layers = factored_layers(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in layers}
     for name, layer in layers.items():
-        state[f"{name}.weight"] = layer.dense_weight().detach()
+        # One after the other to the CPU: all of them at once have the size of the dense model.
+        state[f"{name}.weight"] = layer.dense_weight().detach().cpu()
         if layer.bias is not None:
             state[f"{name}.bias"] = layer.bias.detach()
     return state
@@ -111,6 +111,12 @@ class LowRankMethod(Method):
     """A method whose layers stand for a dense weight each, into which they are merged for export."""
 
     replaces_modules = True
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        super().__init__(model, config)
+        for layer in factored_layers(model).values():
+            for places in layer.buffers():  # of S's entries: the wrapper for data parallelism aligns weights alone
+                distributed.broadcast(places, 0)
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
@@ -124,7 +130,7 @@ class LowRankMethod(Method):
         return [
             ("layers replaced", str(len(factored_layers(model)))),
             ("parameters trained", millions(trained_parameters(model))),
-            ("parameters stored after training", millions(stored["parameters"])),
+            ("parameters stored after training", f"{millions(stored['parameters'])}, {megabytes(stored['bytes'])}"),
             *([("the same as its paper counts", millions(printed))] if printed else []),
         ]
 
@@ -142,5 +148,5 @@ class LowRankMethod(Method):
         else:
             from salaad.factored.fixed_size import factored_outline  # takes seconds to import
 
-            blocks = {name: layer.slr() for name, layer in layers.items()}
+            blocks = {name: layer.slr().to("cpu") for name, layer in layers.items()}
             factored_outline(self.model, blocks, activation).save_pretrained(folder)

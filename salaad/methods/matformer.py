@@ -7,8 +7,8 @@ the paper says; `summed` trains all of them in every step, as the released MatFo
 cost. So with `sampled` each width is trained in a quarter of the steps. Different from the release: the gradients of
 `summed` are averaged, not added, so that clipping means the same.
 
-The weights have the names and shapes of the plain model, which a checkpoint's `model/` is. A mixed model takes wider
-layers towards the end.
+The weights have the names and shapes of the plain model, so `model/` of a checkpoint is a plain folder of the whole
+width. In a mixed model the later layers are the wider ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from random import Random
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -102,7 +103,7 @@ class Widths:
                 part.bias = None if part.bias is None else nn.Parameter(part.bias[:width].clone(), requires_grad=False)
             down = layer.down_proj
             down.weight = nn.Parameter(down.weight[:, :width].clone(), requires_grad=False)
-            layer.width = width
+            layer.gate_proj.out_features = layer.up_proj.out_features = down.in_features = layer.width = width
         model.config.intermediate_size = width
         return model
 
@@ -148,6 +149,10 @@ class Matformer(Method):
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
         self.widths, self.step = self.widths_of(model, config.settings), 0
+        if config.train.compile:  # a graph per width and mixture, in training and in evaluation
+            torch._dynamo.config.recompile_limit = max(
+                torch._dynamo.config.recompile_limit, 8 * len(self.widths.uniform)
+            )
         self._draw()
 
     @classmethod

@@ -8,7 +8,8 @@ the warm start at full rank, as in GaLore's table.
 
 Different from the released code: there both gradients vanish in the first cycle, since A and B begin as zero, so that
 no projection is trained; and the merge comes a step after the learning rate has restarted. Here A is drawn at once, and
-the merge stands before the first step of the new rate.
+the merge comes before the first step of the new rate. Both moments of an entry are pruned or neither, and the new rate
+begins at 1/`rewarmup` of the cosine.
 """
 
 import torch

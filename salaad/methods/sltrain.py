@@ -4,8 +4,11 @@
 
 The support is drawn once, uniformly over all entries, and only the values of S are trained: their gradient is that of
 the dense W, gathered at the support. Different from the released code: positions are int32 and lie in the checkpoint
-(there int64, drawn anew), and W is built once per micro-batch, for the forward and the backward pass together.
+(there int64, drawn anew), and W is built once per micro-batch, for the forward and the backward pass together: faster,
+at the price of a dense weight per layer until its backward, unless activations are recomputed.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +18,11 @@ from transformers import PreTrainedModel
 from salaad.config.methods import SltrainConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
+from salaad.methods.float32 import at_least_float32
 from salaad.methods.lora import draw
 from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
-    at_least_float32,
     factored_layers,
     replace_projections,
 )
@@ -49,7 +52,7 @@ class SltrainLinear(SlrFactored):
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×out) of x (…×in)."""
         product = (self.B * self.scale) @ self.A
-        W = product.flatten().index_add(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
+        W = product.view(-1).index_add_(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
         return F.linear(x, W, self.bias)
 
     def slr(self) -> Slr:
@@ -66,6 +69,14 @@ class Sltrain(LowRankMethod):
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         replace_projections(model, lambda linear: SltrainLinear(linear, config.settings))
+
+    @classmethod
+    def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102
+        layers = factored_layers(model).values()
+        element = 2 if config.train.precision.startswith("bf16") else 4
+        held = 0 if config.train.gradient_checkpointing else sum(math.prod(layer.shape) for layer in layers) * element
+        positions = sum(layer.S_positions.nbytes for layer in layers)
+        return super().memory(model, config, ranks) | {"positions of S": positions, "dense weights in a step": held}
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:

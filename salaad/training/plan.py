@@ -22,7 +22,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
-        ("sizes", _sizes(description)),
+        ("sizes", sizes_in_words(description)),
         ("steps", f"{train.steps:,}"),
         ("sequences per step", f"{train.batch} of {length} tokens, {train.batch // ranks} per rank"),
         ("tokens, padding included", f"{positions / 1e9:.3f} B"),
@@ -58,7 +58,7 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     method_of(config).check(model, config)
 
 
-def _sizes(description: PretrainedConfig) -> str:
+def sizes_in_words(description: PretrainedConfig) -> str:
     """The sizes of a model in words; of another architecture than LLaMA's those it has by the same names."""
     names = {
         "hidden_size": "width",

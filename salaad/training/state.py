@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,6 +18,7 @@ from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
+from salaad.methods.low_rank_layers import projections
 from salaad.methods.optimizer import load_optimizer_state, place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
@@ -49,8 +50,15 @@ def model_to_train(
         model = ModelFolder(checkpoint / "model").build(config.seed)
     else:
         model = source.without_weights(pad_id, eos_id)
+    if exported:
+        with suppress(UserError):  # a model of no known family has none
+            for layer in projections(model).values():  # what is made of them is loaded: nothing need be computed
+                layer.to("meta")
     method.rebuild(model, config)
     if exported:  # model/ is another form of the model; the weights as they are trained lie beside it
+        for module in model.modules():
+            if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                module.to_empty(device="cpu", recurse=False)
         with _in_a_sentence(checkpoint / TRAINED) as path:
             load_model(model, path)
     return model

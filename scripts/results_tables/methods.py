@@ -1,5 +1,6 @@
 """The tables of results/methods: every way to train at one scale, and the search of its learning rate."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,10 @@ def search_table(result: dict[str, Any]) -> str:
     """What every learning rate gave in a run of an eighth of the length."""
     rows = []
     for method, entry in result["methods"].items():
-        best = min(entry["search"], key=lambda row: row["variants"]["X"]["perplexity"])
-        tried = (
-            f"{row['lr']:g}: " + ("**{:.1f}**" if row is best else "{:.1f}").format(row["variants"]["X"]["perplexity"])
-            for row in entry["search"]
-        )
+        found = {row["lr"]: row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
+        best = min(found, key=found.get)
+        shown = {lr: "diverged" if value == math.inf else f"{value:.1f}" for lr, value in found.items()}
+        tried = (f"{lr:g}: " + (f"**{text}**" if lr == best else text) for lr, text in shown.items())
         rows.append((method, f"{entry['own_lr']:g}", ", ".join(tried)))
     some = next(iter(result["methods"].values()))["search"][0]
     told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
+from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
@@ -70,7 +71,7 @@ class Salaad:
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
         for name in ownership.dearest_first(costs):
             if self.owners[name] == distributed.rank():
-                with _true_fp32(self.weights[name]):
+                with true_float32(self.weights[name].device):
                     self.surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
         self.steps = 0
         self._updated_at: dict[str, int] = dict.fromkeys(self.surrogates, 0)
@@ -169,7 +170,7 @@ class Salaad:
 
     def _update(self, name: str) -> None:
         X = self.weights[name]
-        with _true_fp32(X):
+        with true_float32(X.device):
             statistics = self.surrogates[name].update(X)
         if self.surrogates[name].kept and not X.isfinite().all():
             raise NotFiniteError(name, self.steps)
@@ -317,7 +318,7 @@ class Salaad:
         with restored(self.weights):
             for name, X in self.weights.items():
                 if name in self.surrogates:
-                    with _true_fp32(X):
+                    with true_float32(X.device):
                         X.copy_(self.surrogates[name].deployed())
                 distributed.broadcast(X.data, self.owners[name])
             yield
@@ -330,18 +331,3 @@ def _call(method: weakref.WeakMethod, *arguments: Any) -> None:
 
 def _is_finite(value: float) -> bool:
     return value - value == 0
-
-
-@contextmanager
-def _true_fp32(X: Tensor) -> Iterator[None]:
-    """The ADMM computes in true float32, whatever TF32 or autocast settings the training uses."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(X.device.type, enabled=False):
-            yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision

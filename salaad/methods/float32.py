@@ -1,0 +1,27 @@
+"""Products in true float32, whatever TF32 or autocast settings the training uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def true_float32(device: torch.device) -> Iterator[None]:
+    """Within this context float32 products keep all their digits: for the ADMM, decompositions and merges."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def at_least_float32(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, detached, in float32 unless they have more digits."""
+    return [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
