@@ -97,6 +97,7 @@ class Contender:
             self.model.base_model.compile()
         self.loss = SummedLoss(self.model)
         self.seconds: list[float] = []
+        self.updates: list[float] = []  # of them the seconds from the clipped gradient on, where periodic work is done
 
     def step(self, batch: dict[str, torch.Tensor]) -> None:
         """One training step, as train.py takes it."""
@@ -111,11 +112,18 @@ class Contender:
                         (self.loss(micro, targets) / tokens).backward()
         self.method.after_backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or float("inf"))
+        middle = _now(self.device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         self.method.after_step(self.optimizer, self.steps, self.taken)
-        self.seconds.append(_now(self.device) - start)
+        end = _now(self.device)
+        self.seconds.append(end - start)
+        self.updates.append(end - middle)
+
+    def forget_times(self) -> None:
+        """What comes next is counted."""
+        self.seconds, self.updates = [], []
 
     def memory(self, batch: dict[str, torch.Tensor]) -> dict[str, int]:
         """Bytes of tensors: the weights, the optimizer, what the method keeps beside them, and at most in a step."""
@@ -131,7 +139,7 @@ class Contender:
         }
         with LiveTensors() as tensors:
             self.step(batch)
-        self.seconds.clear()
+        self.forget_times()
         return {**held, "peak": sum(held.values()) + tensors.peak}
 
 
@@ -179,7 +187,7 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
         for contender in contenders.values():
             contender.step(batch)
     for contender in contenders.values():
-        contender.seconds.clear()
+        contender.forget_times()
     for _ in range(max(1, steps // ROUND)):
         batches = [next(stream) for _ in range(ROUND)]
         for contender in contenders.values():
@@ -188,12 +196,12 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
     found = {}
     positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
-    vanilla = rounds_of(contenders["full_rank"])
+    vanilla = rounds_of(contenders["full_rank"].seconds)
     for method, contender in contenders.items():
-        rounds = rounds_of(contender)
+        rounds, updates = rounds_of(contender.seconds), rounds_of(contender.updates)
         ordinary = [statistics.mean(seconds[1:-1]) for seconds in rounds]
         # The work comes in the last step of a round, or in the first one of the next.
-        both = (seconds[0] + seconds[-1] - 2 * usual for seconds, usual in zip(rounds, ordinary, strict=True))
+        both = (seconds[0] + seconds[-1] - 2 * statistics.mean(seconds[1:-1]) for seconds in updates)
         periodic = max(0.0, statistics.median(both)) if contender.period else 0.0
         shared = periodic / contender.period if contender.period else 0.0
         ratios = (
@@ -214,9 +222,9 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
     return {"methods": found, "matmul_peak_flops": peak}
 
 
-def rounds_of(contender: Contender) -> list[list[float]]:
-    """The seconds of its steps, round by round."""
-    return [contender.seconds[i : i + ROUND] for i in range(0, len(contender.seconds), ROUND)]
+def rounds_of(seconds: list[float]) -> list[list[float]]:
+    """Those of each round."""
+    return [seconds[i : i + ROUND] for i in range(0, len(seconds), ROUND)]
 
 
 def table(result: dict) -> str:
