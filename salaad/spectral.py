@@ -159,16 +159,12 @@ def left_vectors(Z: Tensor) -> Tensor:
     Raises:
         torch.linalg.LinAlgError: no decomposition converges, or Z is not finite.
     """
-    for find in (
+    return _first_sound(
+        Z,
         lambda: torch.linalg.eigh(Z @ Z.mT)[1],
         lambda: torch.linalg.svd(Z, full_matrices=False)[0],
         lambda: torch.linalg.svd(_noisy(Z), full_matrices=False)[0].to(Z),
-    ):
-        with suppress(torch.linalg.LinAlgError):
-            Q = find()
-            if bool(Q.isfinite().all()):
-                return Q
-    raise torch.linalg.LinAlgError(f"no singular vectors of a {Z.shape[0]}×{Z.shape[1]} matrix can be found")
+    )
 
 
 def leading_left_vectors(Z: Tensor, rank: int) -> Tensor:
@@ -180,11 +176,17 @@ def leading_left_vectors(Z: Tensor, rank: int) -> Tensor:
     Raises:
         torch.linalg.LinAlgError: no decomposition converges, or Z is not finite.
     """
-    for find in (
+    return _first_sound(
+        Z,
         lambda: _leading_eigenvectors(Z, rank),
         lambda: torch.linalg.svd(Z, full_matrices=False)[0][:, :rank],
         lambda: torch.linalg.svd(_noisy(Z), full_matrices=False)[0][:, :rank].to(Z),
-    ):
+    )
+
+
+def _first_sound(Z: Tensor, *finders: Callable[[], Tensor]) -> Tensor:
+    """The first result that is found and finite."""
+    for find in finders:
         with suppress(torch.linalg.LinAlgError):
             vectors = find()
             if bool(vectors.isfinite().all()):

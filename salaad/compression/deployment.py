@@ -102,6 +102,18 @@ def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
     return replace(data, tokenizer=data.tokenizer or str(source.folder.path))
 
 
+def option_that_cuts(options: CompressOptions) -> str | None:
+    """The first option that only L + S which is cut anew can follow, if one is given."""
+    asked = {
+        "--kappa": options.kappa is not None,
+        f"--allocation {options.allocation}": options.allocation is not None,
+        "--refine": options.refine,
+        "--calibrate": options.calibrate,
+        "--elastic": options.elastic,
+    }
+    return next((name for name, given in asked.items() if given), None)
+
+
 def best_device() -> torch.device:
     """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

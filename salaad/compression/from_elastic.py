@@ -9,7 +9,7 @@ import torch
 
 from salaad import hpa
 from salaad.common.errors import UserError
-from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device
+from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device, option_that_cuts
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
@@ -63,16 +63,9 @@ class ElasticDeployment:
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """The size that is asked for; whatever would change the units is refused."""
-        asked = {
-            "--kappa": options.kappa is not None,
-            f"--allocation {options.allocation}": options.allocation is not None,
-            "--refine": options.refine,
-            "--calibrate": options.calibrate,
-            "--elastic": options.elastic,
-        }
-        wrong = [name for name, given in asked.items() if given]
-        if wrong:
-            raise self._as_it_is(wrong[0])
+        wrong = option_that_cuts(options)
+        if wrong is not None:
+            raise self._as_it_is(wrong)
         return Variant(options.budget or "L+S", budget, stored=budget is not None)
 
     @contextmanager

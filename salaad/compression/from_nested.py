@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.compression.deployment import OpenedVariant, SizedModel, best_device
+from salaad.compression.deployment import OpenedVariant, SizedModel, best_device, option_that_cuts
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
@@ -54,16 +54,9 @@ class NestedDeployment:
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """The widest uniform model within the budget; whatever needs L and S is refused."""
-        asked = {
-            "--kappa": options.kappa is not None,
-            f"--allocation {options.allocation}": options.allocation is not None,
-            "--refine": options.refine,
-            "--calibrate": options.calibrate,
-            "--elastic": options.elastic,
-        }
-        wrong = [name for name, given in asked.items() if given]
-        if wrong:
-            raise UserError(f"{self.source.name} holds narrower models and no L and S to be cut; leave {wrong[0]} out")
+        wrong = option_that_cuts(options)
+        if wrong is not None:
+            raise UserError(f"{self.source.name} holds narrower models and no L and S to be cut; leave {wrong} out")
         return Variant(options.budget or "X", budget, stored=budget is not None)
 
     @contextmanager
