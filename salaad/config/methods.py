@@ -37,6 +37,10 @@ class SalaadConfig(MethodConfig):
         delta_beta: step size Δβ of the controller for the sparse threshold.
         rho_constant: c in ρ = c / (N·sqrt(n·m)), eq. 7.
         rho: an absolute ρ for every block, instead of eq. 7.
+        pull: coupled adds ρ(X − T) to the gradient, as the paper does; decoupled moves X by lr·λ(X − T) after the
+            optimizer's step, as AdamW decouples weight decay.
+        pull_rate: mean λ over the blocks of a decoupled pull; a block's own goes by its ρ.
+        release: part of the run, at its end, in which nothing draws X; L and S follow it all the same.
         roles: which weights become blocks: q k v o gate up down embedding lm_head, or re:PATTERN over module names;
             none given means all projections of a known model family.
         embedding: add the embedding to the blocks.
@@ -46,7 +50,10 @@ class SalaadConfig(MethodConfig):
             (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
     """
 
-    tunable = ("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho")
+    tunable = (
+        *("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho"),
+        *("pull", "pull_rate", "release"),
+    )
 
     rank_ratio: float = 0.15
     density: float = 0.05
@@ -58,6 +65,9 @@ class SalaadConfig(MethodConfig):
     delta_beta: float = 0.002
     rho_constant: float = 0.03
     rho: float | None = None
+    pull: Literal["coupled", "decoupled"] = "coupled"
+    pull_rate: float = 0.3
+    release: float = 0.0
     roles: tuple[str, ...] | str = ()
     embedding: bool = False
     lm_head: bool = False
@@ -72,11 +82,13 @@ class SalaadConfig(MethodConfig):
             check(0 < value <= 1, f"salaad.{name} is {value}, outside (0, 1]; give a fraction above 0 and at most 1")
         check(0 <= self.density <= 1, f"salaad.density is {self.density}, outside [0, 1]; give a fraction")
         at_least(self, 1, "every", "inner")
-        at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant")
+        at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant", "pull_rate")
+        check(0 <= self.release <= 1, f"salaad.release is {self.release}, outside [0, 1]; give a part of the run")
         if self.rho is not None:
             at_least(self, 0, "rho")
         for name, known in (
             ("energy", ("nuclear", "squared")),
+            ("pull", ("coupled", "decoupled")),
             ("schedule", ("synchronous", "staggered")),
             ("method", ("auto", "exact", "gram", "subspace")),
         ):

@@ -36,7 +36,7 @@ class SalaadMethod(Method):
         for X in find_blocks(model, config.settings).parameters.values():
             if X.dtype == torch.bfloat16:
                 X.grad_dtype = torch.float32  # to nearest, the penalty would be rounded away
-        self.salaad = Salaad(model, config.settings, most_records=None)
+        self.salaad = Salaad(model, config.settings, most_records=None, total_steps=config.train.steps)
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
@@ -59,7 +59,10 @@ class SalaadMethod(Method):
         sizes = [0] * ranks
         for name, owner in ownership.owners_of(blocks, ranks).items():
             sizes[owner] += blocks[name].numel()
-        return memory | {"ADMM": max(sizes) * _ADMM_BYTES}
+        memory["ADMM"] = max(sizes) * _ADMM_BYTES
+        if config.settings.pull == "decoupled":
+            memory["targets of other owners' blocks"] = 4 * (sum(sizes) - min(sizes))
+        return memory
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
@@ -72,7 +75,7 @@ class SalaadMethod(Method):
             ("blocks per owner", ", ".join(map(str, counts))),
             ("imbalance of the owners", f"{imbalance:.3f} (largest cost over mean)"),
             ("targets", f"rank ratio {settings.rank_ratio:g}, density {settings.density:g}"),
-            ("pull", f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"),
+            ("pull", _pull_in_words(settings)),
             ("controller", f"K = {settings.every}, Δα = {settings.delta_alpha:g}, Δβ = {settings.delta_beta:g}"),
             ("ADMM updates", f"{config.train.steps // settings.every:,} per block, {settings.schedule}"),
         ]
@@ -117,6 +120,13 @@ class SalaadMethod(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         self.salaad.load_counts(state)
+
+
+def _pull_in_words(settings: SalaadConfig) -> str:
+    strength = f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"
+    strength = strength if settings.pull == "coupled" else f"mean λ = {settings.pull_rate:g}"
+    released = f", released for the last {settings.release:.0%} of the run" if settings.release else ""
+    return f"{settings.pull}, {strength}{released}"
 
 
 def _remark(step: int, name: str) -> str:

@@ -23,6 +23,7 @@ from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
+from salaad.methods.salaad.decoupled import DecoupledPull
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
@@ -40,6 +41,7 @@ class Salaad:
         config: targets, ρ, roles and schedule.
         scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
         most_records: updates of a block that are kept for `drain_records`, the newest; all of them for None.
+        total_steps: of the whole training, which `config.release` is a part of.
 
     Attributes:
         blocks: names of all blocks, the same on every rank.
@@ -48,7 +50,8 @@ class Salaad:
         steps: optimizer steps counted so far.
 
     Raises:
-        UserError: a role matches nothing, or a weight cannot be watched (`Watch`).
+        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.release` is a part of an
+            unknown number of steps.
     """
 
     def __init__(
@@ -58,8 +61,15 @@ class Salaad:
         *,
         scaler: Any = None,
         most_records: int | None = 100,
+        total_steps: int | None = None,
     ) -> None:
         self.config = config or SalaadConfig()
+        if self.config.release and total_steps is None:
+            raise UserError(
+                f"release is {self.config.release}, a part of the training, whose length is not known; give "
+                "Salaad(model, config, total_steps=…)"
+            )
+        self._released_at = round((1 - self.config.release) * total_steps) if self.config.release else None
         self.model = distributed.unwrapped(model)
         self.scaler = scaler
         self.weights = find_blocks(self.model, self.config)
@@ -77,8 +87,15 @@ class Salaad:
         self._updated_at: dict[str, int] = dict.fromkeys(self.surrogates, 0)
         most = None if most_records is None else most_records * len(self.surrogates)
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
-        self._pending: set[str] = set(self.surrogates)
+        self._pending: set[str] = set()
         self._scale: float | None = None
+        self._pull: DecoupledPull | None = None
+        if self.config.pull == "decoupled":
+            rho = {name: self._rho(name) for name in self.blocks}
+            mean = sum(rho.values()) / len(rho) or 1.0
+            rates = {name: self.config.pull_rate * value / mean for name, value in rho.items()}
+            self._pull = DecoupledPull(self.weights, self.surrogates, self.owners, rates)
+        self.skip()
         # The hooks do not keep this object: the cycle with the weights would be one that Python cannot free.
         join = weakref.WeakMethod(self._join_gradient)
         self._hooks = [
@@ -104,6 +121,8 @@ class Salaad:
         """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay."""
         for hook in self._hooks:
             hook.remove()
+        if self._pull is not None:
+            self._pull.end()
         if not self.closed:
             self._watch.end()
         self.closed = True
@@ -151,22 +170,45 @@ class Salaad:
         self._watch.check(self.scaler)
         self.steps += 1
         self.skip()
-        K = self.config.every
-        for i, name in enumerate(self.surrogates):
-            offset = i * K // len(self.surrogates) if self.config.schedule == "staggered" else 0
-            if self.steps % K == offset:
+        due = self._due()
+        for name in due:
+            if name in self.surrogates:
                 self._update(name)
+        if self._pull is not None:
+            self._pull.send(due)
+
+    def _due(self) -> list[str]:
+        """The blocks of all ranks that the schedule updates after this step."""
+        order = ownership.dearest_first(ownership.costs_of(self.weights))
+        owned = [[name for name in order if self.owners[name] == rank] for rank in range(distributed.world_size())]
+        K, staggered = self.config.every, self.config.schedule == "staggered"
+        return [
+            name
+            for blocks in owned
+            for i, name in enumerate(blocks)
+            if self.steps % K == (i * K // len(blocks) if staggered else 0)
+        ]
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing draws the weights in the next step."""
+        return self._released_at is not None and self.steps >= self._released_at
 
     def skip(self) -> None:
         """Let the penalty join the next backward, in place of `step`, where a gradient was thrown away."""
-        self._pending = set(self.surrogates)
+        joins = self._pull is None and not self.is_released
+        self._pending = set(self.surrogates) if joins else set()
         self._scale = None
+        if self._pull is not None:
+            self._pull.steps, self._pull.active = self.steps, not self.is_released
 
     def finish(self) -> None:
         """When training ends: a last update for the blocks that the last step did not update."""
         for name in self.surrogates:
             if self._updated_at[name] != self.steps:
                 self._update(name)
+        if self._pull is not None:
+            self._pull.send(self.blocks)
 
     def _update(self, name: str) -> None:
         X = self.weights[name]
@@ -227,6 +269,8 @@ class Salaad:
         self.steps = counts["steps"]
         self._updated_at = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
+        if self._pull is not None:
+            self._pull.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """All that `load_state_dict` needs to go on to the bit with the weights as they are: tensors and plain values.
@@ -282,7 +326,13 @@ class Salaad:
 
     @classmethod
     def load(
-        cls, model: nn.Module, folder: Path | str, config: SalaadConfig | None = None, *, scaler: Any = None
+        cls,
+        model: nn.Module,
+        folder: Path | str,
+        config: SalaadConfig | None = None,
+        *,
+        scaler: Any = None,
+        total_steps: int | None = None,
     ) -> Self:
         """A `Salaad` on `model` that goes on from what `save`, `SalaadCallback` or train.py wrote; collective.
 
@@ -291,6 +341,7 @@ class Salaad:
             folder: that of `save`, a checkpoint of the Trainer or one of train.py.
             config: other settings with which to go on; those that were saved unless given.
             scaler: as of `Salaad`.
+            total_steps: as of `Salaad`.
 
         Raises:
             UserError: the folder holds no whole state, or that of a model with other blocks or other weights.
@@ -302,7 +353,7 @@ class Salaad:
                 f"{surrogates} does not say settings and steps, so an older version wrote it; go on with train.py, or "
                 "with that version"
             )
-        salaad = cls(model, config or SalaadConfig(**about["settings"]), scaler=scaler)
+        salaad = cls(model, config or SalaadConfig(**about["settings"]), scaler=scaler, total_steps=total_steps)
         try:
             storage.load_surrogates(salaad.surrogates, surrogates, salaad.weights)
             salaad.load_counts(about)

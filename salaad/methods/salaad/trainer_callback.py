@@ -59,7 +59,7 @@ class SalaadCallback(TrainerCallback):
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         model = self._trainer.model
         if state.global_step == 0:
-            self.salaad = Salaad(model, self.config, scaler=scaler)
+            self.salaad = Salaad(model, self.config, scaler=scaler, total_steps=state.max_steps)
             return
         folder = Path(self._folder or _checkpoint(args, state.global_step))
         if not (folder / "surrogate" / "index.json").is_file():
@@ -67,7 +67,7 @@ class SalaadCallback(TrainerCallback):
                 f"the Trainer goes on at step {state.global_step}, but {folder} holds no L and S; name the checkpoint "
                 "by SalaadCallback(trainer, config, resume_from_checkpoint=FOLDER)"
             )
-        self.salaad = Salaad.load(model, folder, self.config, scaler=scaler)
+        self.salaad = Salaad.load(model, folder, self.config, scaler=scaler, total_steps=state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step and update the blocks whose time has come; all of them after the last."""
@@ -104,7 +104,7 @@ class SalaadCallback(TrainerCallback):
         self.salaad.close()
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None:
-            self.salaad = Salaad.load(self._trainer.model, best, self.config)
+            self.salaad = Salaad.load(self._trainer.model, best, self.config, total_steps=state.max_steps)
             self.salaad.close()
 
 

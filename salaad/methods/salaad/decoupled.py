@@ -1,0 +1,99 @@
+"""A pull beside the optimizer: after its step X −= lr·λ(X − T), as AdamW decouples weight decay from Adam's moments.
+
+Where the penalty is a part of the gradient, Adam divides it by the size of the gradient: it is strong where gradients
+are small. Here every entry is drawn by the same share of its distance. Every rank moves its own copy of X, so it needs
+the T of every block, which the owner sends after each update.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from salaad.common import distributed
+from salaad.methods.salaad.rounding import add_rounded
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.model.weights import Weights
+
+
+class DecoupledPull:
+    """Draws the weights of all blocks towards T after every step of whatever optimizer they are trained by.
+
+    Args:
+        weights: those of the blocks.
+        surrogates: block → its state, of the blocks that this rank owns.
+        owners: block → rank that owns it.
+        rates: block → λ.
+
+    Attributes:
+        steps: counted from outside; with the block it fixes how bfloat16 is rounded.
+        active: whether anything is drawn.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        surrogates: Mapping[str, Surrogate],
+        owners: Mapping[str, int],
+        rates: Mapping[str, float],
+    ) -> None:
+        self._weights, self._surrogates, self._owners, self._rates = weights, surrogates, owners, dict(rates)
+        self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
+        self._is_stale = True  # nothing was sent yet, or the surrogates have other numbers since
+        self.steps, self.active = 0, True
+        pulling = weakref.WeakMethod(self._pull)  # the hook is one of the process and must not keep the model
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (pulling() or id)(optimizer) and None)
+
+    def end(self) -> None:
+        """Draw no more."""
+        self._hook.remove()
+
+    def forget(self) -> None:
+        """The surrogates have other numbers than were sent; collective at the next step of the optimizer."""
+        self._is_stale = True
+
+    def send(self, names: Iterable[str]) -> None:
+        """Give every rank the T of these blocks as it is now; collective."""
+        if distributed.world_size() == 1:
+            return
+        for name in names:
+            T = self._T(name)
+            if T is None:
+                T = self._others[name] = torch.empty_like(self._weights[name], dtype=torch.float32)
+            distributed.broadcast(T, self._owners[name])
+
+    @property
+    def bytes(self) -> int:
+        """Of what this rank keeps of other ranks' blocks."""
+        return sum(T.nbytes for T in self._others.values())
+
+    def _T(self, name: str) -> Tensor | None:
+        return self._surrogates[name].T if name in self._surrogates else self._others.get(name)
+
+    @torch.no_grad()
+    def _pull(self, optimizer: Optimizer) -> None:
+        rates = {id(X): group["lr"] for group in optimizer.param_groups for X in group["params"]}
+        parameters = {name: place.parameter for name, place in self._weights.places.items()}
+        mine = [name for name, X in parameters.items() if id(X) in rates]
+        if not self.active or not mine:
+            return
+        if self._is_stale:
+            self.send(self._weights)
+            self._is_stale = False
+        # 1 where a fused optimizer has left a broken step out.
+        left_out: Any = getattr(optimizer, "found_inf", None)
+        for i, name in enumerate(self._weights):
+            if id(parameters[name]) not in rates:
+                continue
+            X, T = self._weights[name], self._T(name)
+            share = rates[id(parameters[name])] * self._rates[name]
+            share = share if left_out is None else share * (1 - left_out)
+            change = (T - X.float()).mul_(share)
+            if X.dtype == torch.bfloat16:
+                add_rounded(X, change, self.steps * len(self._rates) + i)
+            else:
+                X.add_(change)

@@ -1,0 +1,163 @@
+"""The decoupled pull against its formula, on two ranks, and released; and the coupled one released."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from salaad import Salaad, SalaadConfig
+from salaad.common import distributed
+from salaad.common.errors import UserError
+from salaad.methods.salaad.method import SalaadMethod
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_llama import IDS, llama
+from tests.helpers.training import lines, run_training, weights
+
+SETTINGS = {"rank_ratio": 0.25, "density": 0.1, "every": 3, "pull": "decoupled", "pull_rate": 0.5, "embedding": True}
+
+
+def step(model, optimizer, salaad=None, ids=IDS):
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if salaad is not None:
+        salaad.step()
+
+
+@pytest.mark.parametrize("rho", [None, 1e-4])
+def test_a_step_is_the_optimizers_and_then_a_part_of_the_way_to_T(rho):
+    model, plain = llama().double(), llama().double()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS, rho=rho))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for each in (model, plain)]
+    inverse = {name: X.numel() ** -0.5 for name, X in salaad.weights.items()}
+    mean = sum(inverse.values()) / len(inverse)
+    others = dict(plain.named_parameters())
+    for _ in range(7):
+        targets = {name: s.T.clone() for name, s in salaad.surrogates.items()}
+        step(plain, optimizers[1])
+        for name, T in targets.items():
+            rate = 0.5 * (inverse[name] / mean if rho is None else 1)  # λ goes by ρ
+            X = others[f"{name}.weight"]
+            X.data = X.data - 0.01 * rate * (X.data - T.double())
+        step(model, optimizers[0], salaad)
+        for name, X in salaad.weights.items():
+            # T is float32, in which the difference is taken.
+            torch.testing.assert_close(X.detach(), others[f"{name}.weight"].detach(), rtol=0, atol=1e-7)
+    salaad.close()
+
+
+def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
+    """A share of 1e-4 of the distance is below what bfloat16 resolves: rounded to nearest, nothing would move."""
+    distances = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = llama().to(dtype)
+        salaad = Salaad(model, SalaadConfig(**SETTINGS | {"every": 10**6, "rho": 1e-4}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        before = {name: X.detach().float() - salaad.surrogates[name].T for name, X in salaad.weights.items()}
+        for _ in range(400):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            salaad.step()
+        kept = [(X.detach().float() - salaad.surrogates[name].T).norm() for name, X in salaad.weights.items()]
+        distances[dtype] = float(sum(kept) / sum(d.norm() for d in before.values()))
+        salaad.close()
+    assert distances[torch.float32] == pytest.approx((1 - 5e-4) ** 400, rel=1e-3)
+    # The sum of 400 roundings adds noise of some hundredths of a weight.
+    assert distances[torch.bfloat16] == pytest.approx(distances[torch.float32], abs=0.05)
+
+
+def test_a_broken_step_draws_nothing():
+    model = llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = {name: X.detach().clone() for name, X in salaad.weights.items()}
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+    assert all(torch.equal(X, before[name]) for name, X in salaad.weights.items())
+    salaad.close()
+
+
+def test_another_optimizer_draws_nothing():
+    model = llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS))
+    before = {name: X.detach().clone() for name, X in salaad.weights.items()}
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert all(torch.equal(X, before[name]) for name, X in salaad.weights.items())
+    salaad.close()
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
+    settings = SETTINGS | {"pull": pull, "release": 0.5, "rho_constant": 50.0}
+    model, plain = llama(), llama()
+    salaad = Salaad(model, SalaadConfig(**settings), total_steps=8)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(4):
+        assert not salaad.is_released
+        step(model, optimizers[0], salaad)
+    plain.load_state_dict(model.state_dict())
+    ranks = [record for *_, record in salaad.drain_records()]
+    for _ in range(4):
+        assert salaad.is_released
+        step(model, optimizers[0], salaad)
+        step(plain, optimizers[1])
+    for name, p in plain.named_parameters():
+        assert torch.equal(p, model.get_parameter(name)), name
+    assert ranks and salaad.drain_records()  # L and S follow X all the same
+    salaad.close()
+
+
+def test_a_part_of_an_unknown_length_is_refused():
+    with pytest.raises(UserError, match=r"release is 0.2, a part of the training, whose length is not known; give"):
+        Salaad(llama(), SalaadConfig(release=0.2))
+
+
+def train_on_a_share(batch: int, schedule: str) -> dict:
+    """Six steps of this rank's rows; its weights."""
+    model = llama()
+    wrapped = model if distributed.world_size() == 1 else torch.nn.parallel.DistributedDataParallel(model)
+    salaad = Salaad(model, SalaadConfig(**SETTINGS, schedule=schedule))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    rows = batch // distributed.world_size()
+    ids = torch.randint(64, (batch, 12), generator=torch.Generator().manual_seed(1))
+    mine = ids[distributed.rank() * rows :][:rows]
+    for i in range(6):
+        if i == 4:  # goes on from its own state, as a resume does
+            salaad.load_state_dict(salaad.state_dict())
+        step(wrapped, optimizer, salaad, mine)
+    salaad.finish()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "staggered"])
+def test_two_ranks_draw_like_one(tmp_path, schedule):
+    [alone] = run_ranks(train_on_a_share, 1, tmp_path, 4, schedule)
+    first, second = run_ranks(train_on_a_share, 2, tmp_path, 4, schedule)
+    for name, X in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        if schedule == "synchronous":  # a staggered update comes when its turn among its owner's blocks is
+            torch.testing.assert_close(first[name], X, rtol=0, atol=2e-5)
+
+
+def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypatch):
+    options = toy(salaad__pull="decoupled", salaad__pull_rate=20, salaad__release=0.25)
+    run_training(options, tmp_path / "whole")
+    pending, original = {4, 10}, SalaadMethod.after_step
+
+    def after_step(self, optimizer, step, discarded):
+        original(self, optimizer, step, discarded)
+        if step in pending:
+            pending.discard(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SalaadMethod, "after_step", after_step)
+    for _ in range(3):
+        run_training(options, tmp_path / "pieces")
+    assert not pending and lines(tmp_path / "whole") == lines(tmp_path / "pieces")
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "pieces")
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
