@@ -39,9 +39,10 @@ def main() -> None:
     sources = [one for given in options.files for one in ([given] if is_remote(given) else expand([given]))]
     with new_folder(options.output) as folder:
         write(folder, sample(sources or WIKIPEDIA, options.documents, options.least))
-    model = f"{options.output}-6400.model"
-    print("Everything is there. Train a tokenizer of micro's size on it with:")
-    print(f"python scripts/train_tokenizer.py '{options.output}/train-*' --vocab-size 6400 --output {model}")
+    print("Everything is there. Train tokenizers of the sizes of micro and of nano-20 on it with:")
+    for size in (6400, 4096):
+        model = f"{options.output}-{size}.model"
+        print(f"python scripts/train_tokenizer.py '{options.output}/train-*' --vocab-size {size} --output {model}")
 
 
 def read_options() -> Namespace:

@@ -127,6 +127,14 @@ SHORT_60M = (
 SIZE_60M = {"size": "60m", "budgets": ("0.9", "0.8", "0.75", "0.7", "0.64")}
 SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
+    "nano-20": Scale(
+        "nano-20",
+        text=WIKIPEDIA,
+        options=(f"--data.tokenizer={WIKIPEDIA}-4096.model", "--train.eval_tokens=300000"),
+        seeds=(0, 1, 2),
+        tokens="300K",
+        max_length=512,
+    ),
     "micro": Scale(
         "micro",
         text=WIKIPEDIA,
