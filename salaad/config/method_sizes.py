@@ -1,60 +1,61 @@
-"""The settings of each method as its source gives them, by the size of the model: 60m, 130m, 350m and 1b.
+"""The settings of each method as its source gives them, by the size of the model: nano, 60m, 130m, 350m and 1b.
 
 Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), GaLore (2403.03507), LORO (ICLR 2025),
 CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining and of LOST were never
 released, and ReLoRA's at 1b neither: ours are those of ReLoRA, of SLTrain, and of the size below. The optimizer is what
 the runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of warm-up; the
-warm-up of LORO ends where its schedule peaks.
+warm-up of LORO ends where its schedule peaks. No source knows `nano`: there the learning rates are those that a short
+search found (results/methods), and all else is as at 60m.
 """
 
 from typing import Any
 
 from salaad.config.run import ModelConfig
 
-_WIDTHS = (512, 768, 1024, 2048)
+_WIDTHS = (128, 512, 768, 1024, 2048)
 _ADAM: dict[str, Any] = {
     "optimizer.betas": (0.9, 0.999),
     "optimizer.weight_decay": 0.0,
     "optimizer.clip": 0.0,
     "optimizer.warmup": 0.1,
 }
-_RANKS = [128, 256, 256, 512]
+_RANKS = [32, 128, 256, 256, 512]
 # Method → setting → value, or a list of one per size.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "lora": {**_ADAM, "optimizer.lr": [1e-3, 1e-3, 5e-4, 5e-4], "lora.rank": _RANKS},
+    "lora": {**_ADAM, "optimizer.lr": [2e-3, 1e-3, 1e-3, 5e-4, 5e-4], "lora.rank": _RANKS},
     "relora": {
         **_ADAM,
-        "optimizer.lr": [1e-3, 1e-3, 5e-4, 5e-4],
-        "optimizer.clip": [1.0, 1.0, 0.0, 0.0],
+        "optimizer.lr": [2e-3, 1e-3, 1e-3, 5e-4, 5e-4],
+        "optimizer.clip": [1.0, 1.0, 1.0, 0.0, 0.0],
         "relora.rank": _RANKS,
-        "relora.every": [1000, 5000, 5000, 5000],
-        "relora.rewarmup": [100, 100, 200, 200],
+        "relora.every": [1000, 1000, 5000, 5000, 5000],
+        "relora.rewarmup": [100, 100, 100, 200, 200],
     },
     "galore": {**_ADAM, "optimizer.lr": 1e-2, "optimizer.eps": 1e-6, "galore.rank": _RANKS},
     "loro": {
         **_ADAM,
-        "optimizer.lr": [1e-2, 1e-2, 1e-2, 5e-3],
+        "optimizer.lr": [5e-3, 1e-2, 1e-2, 1e-2, 5e-3],
         "optimizer.eps": 1e-6,
-        "optimizer.warmup": [0.2, 0.2, 0.133, 0.2],
+        "optimizer.warmup": [0.2, 0.2, 0.2, 0.133, 0.2],
         "loro.rank": _RANKS,
-        "loro.every": [500, 500, 500, 200],
+        "loro.every": [500, 500, 500, 500, 200],
     },
     "cola": {
         **_ADAM,
-        "optimizer.lr": [6e-3, 3e-3, 3e-3, 2e-3],
+        "optimizer.lr": [3e-3, 6e-3, 3e-3, 3e-3, 2e-3],
         "optimizer.weight_decay": 0.01,
         "optimizer.clip": 0.5,
-        "optimizer.warmup": [0.2, 0.1, 0.1, 0.1],
+        "optimizer.warmup": [0.2, 0.2, 0.1, 0.1, 0.1],
         "cola.rank": _RANKS,
-        "cola.keep_swiglu": [True, True, False, False],
+        "cola.keep_swiglu": [True, True, True, False, False],
     },
     "lost": {**_ADAM, "optimizer.lr": 3e-3, "lost.rank": _RANKS},
     "sltrain": {
         **_ADAM,
         "optimizer.lr": 3e-3,
-        "optimizer.warmup": [0.1, 0.1, 0.1, 0.0714],
+        "optimizer.warmup": [0.1, 0.1, 0.1, 0.1, 0.0714],
         "sltrain.rank": _RANKS,
-        "sltrain.alpha": [32.0, 16.0, 16.0, 8.0],
+        "sltrain.alpha": [32.0, 32.0, 16.0, 16.0, 8.0],
     },
 }
 
@@ -62,7 +63,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 def settings_of(method: str, model: ModelConfig) -> dict[str, Any]:
     """Setting → value, by the names they have in a configuration; nothing for a method without a table.
 
-    A model of another width has the settings of the next smaller size (of 60m below that), and a quarter of its width
+    A model of another width has the settings of the next smaller size (of nano below that), and a quarter of its width
     for a rank. Of a model from a folder the width is not known, and the dataclass of the method says what holds.
     """
     if method not in _SETTINGS or model.path is not None:
