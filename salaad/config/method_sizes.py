@@ -20,7 +20,7 @@ _ADAM: dict[str, Any] = {
     "optimizer.warmup": 0.1,
 }
 _RANKS = [32, 128, 256, 256, 512]
-# Method → setting → value, or a list of one per size.
+# Method → setting → value, or a list of one per size; None leaves the configuration's own.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {**_ADAM, "optimizer.lr": [2e-3, 1e-3, 1e-3, 5e-4, 5e-4], "lora.rank": _RANKS},
     "relora": {
@@ -49,6 +49,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "cola.rank": _RANKS,
         "cola.keep_swiglu": [True, True, True, False, False],
     },
+    "matformer": {"optimizer.lr": [1.5e-3, None, None, None, None]},
     "lost": {**_ADAM, "optimizer.lr": 3e-3, "lost.rank": _RANKS},
     "sltrain": {
         **_ADAM,
@@ -69,7 +70,8 @@ def settings_of(method: str, model: ModelConfig) -> dict[str, Any]:
     if method not in _SETTINGS or model.path is not None:
         return {}
     size = max((i for i, width in enumerate(_WIDTHS) if width <= model.hidden_size), default=0)
-    found = {key: value[size] if isinstance(value, list) else value for key, value in _SETTINGS[method].items()}
+    values = {key: value[size] if isinstance(value, list) else value for key, value in _SETTINGS[method].items()}
+    found = {key: value for key, value in values.items() if value is not None}
     if model.hidden_size not in _WIDTHS and f"{method}.rank" in found:
         found[f"{method}.rank"] = max(1, model.hidden_size // 4)
     return found

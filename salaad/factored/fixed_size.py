@@ -70,6 +70,11 @@ class SlrConfig(QuantizationConfigMixin):
         self.blocks = check_entry(blocks or {}, 2)
         self.parameters = parameters
 
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as config.json holds it; of an activation only where there is one."""
+        entry = super().to_dict()
+        return entry if self.activation else {key: value for key, value in entry.items() if key != "activation"}
+
 
 class CheckedQuantizer(HfQuantizer):
     """What the quantizers of both formats share: the version of the format, and checks before a model is built."""

@@ -43,7 +43,7 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
                     f"{entry['full']['lr']:g}" if name == "X" else "",
                     f"{row['perplexity']:.2f}",
                     millions(row["parameters"]) + (f" ({millions(printed)})" if printed else ""),
-                    millions(row["trained"]) if "trained" in row else "",
+                    millions(own["trained"]) if own else "",
                     megabytes(row["bytes"]) if "bytes" in row else "",
                     megabytes(own["optimizer_bytes"] + own["method_bytes"]) if own else "",
                     f"{own['over_full_rank']:.2f}" if own else "",

@@ -362,7 +362,7 @@ def test_a_folder_of_another_format_or_without_its_blocks_is_refused_in_a_senten
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     config["quantization_config"] |= changed
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"has format 7, this version 1; use the version|give a whole") as caught:
+    with pytest.raises(UserError, match=r"has format 7, this version reads 1; use the version|give a whole") as caught:
         ModelFolder(tmp_path / "copy").load(torch.float32, budget=20_000)
     assert "\n" not in str(caught.value)
 

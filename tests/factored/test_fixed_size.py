@@ -515,7 +515,10 @@ def truncate(kept: float):
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (change_config(lambda entry: entry.update(format=7)), "has format 7, this version 1; use the version"),
+        (
+            change_config(lambda entry: entry.update(format=7)),
+            "has format 7, this version reads 1 or 2; use the version",
+        ),
         (
             change_config(lambda entry: entry["blocks"].update({Q: [4, 102]})),
             f"{Q}.U is 32×3 of F32, where config.json wants 32×4",
