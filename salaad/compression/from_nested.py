@@ -14,7 +14,7 @@ from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.energy_allocation import UnitQueue
-from salaad.methods.matformer import Widths
+from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import ModelOnDisk
 

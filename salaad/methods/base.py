@@ -32,6 +32,7 @@ from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.optimizer import build_optimizer, optimizer_class
+from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters, trained_parameters
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
@@ -115,8 +116,8 @@ class Method:
         return {}
 
     @classmethod
-    def widths_of(cls, model: PreTrainedModel, settings: MethodConfig) -> Any | None:
-        """The narrower models inside a model of this method, as `matformer.Widths` names them, if there are any."""
+    def widths_of(cls, model: PreTrainedModel, settings: MethodConfig) -> Widths | None:
+        """The narrower models inside a model of this method, if there are any."""
         return None
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:

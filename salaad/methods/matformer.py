@@ -12,13 +12,12 @@ width. In a mixed model the later layers are the wider ones.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -26,119 +25,8 @@ from salaad.common.errors import UserError
 from salaad.config.methods import MatformerConfig
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
-from salaad.model.parameters import count_parameters, trained_parameters
-
-_LAYERS = ("gate_proj", "up_proj", "down_proj")
-
-
-class NestedMlp(nn.Module):
-    """The SwiGLU layer of which the first `width` of m inner features are used.
-
-    Args:
-        mlp: a layer with `gate_proj`, `up_proj`, `down_proj` and `act_fn`, which become those of this one.
-    """
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.act_fn = mlp.act_fn
-        self.width = len(mlp.up_proj.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Y (…×d) of x (…×d)."""
-        k, down = self.width, self.down_proj
-        gate, up = (
-            F.linear(x, layer.weight[:k], None if layer.bias is None else layer.bias[:k])
-            for layer in (self.gate_proj, self.up_proj)
-        )
-        return F.linear(self.act_fn(gate) * up, down.weight[:, :k], down.bias)
-
-
-class Widths:
-    """The feed-forward widths of a model with `NestedMlp` layers, and how many parameters each choice has.
-
-    Args:
-        model: whose SwiGLU layers are replaced by `NestedMlp`, unless they are already; names and weights stay.
-        halvings: how often the whole width m is halved.
-
-    Attributes:
-        uniform: m, m/2, m/4, …
-    """
-
-    def __init__(self, model: PreTrainedModel, halvings: int) -> None:
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, NestedMlp) and all(
-                isinstance(getattr(module, x, None), nn.Linear) for x in _LAYERS
-            ):
-                model.set_submodule(name, NestedMlp(module))
-        self.layers = [module for module in model.modules() if isinstance(module, NestedMlp)]
-        self._model, self._whole = model, count_parameters(model)
-        self.uniform = [len(self.layers[0].up_proj.weight) >> i for i in range(halvings + 1)] if self.layers else []
-
-    def set(self, widths: Sequence[int]) -> None:
-        """The width of every layer, from the first on."""
-        for layer, width in zip(self.layers, widths, strict=True):
-            layer.width = width
-
-    @contextmanager
-    def of(self, widths: Sequence[int]) -> Iterator[None]:
-        """Within this context the layers have these widths."""
-        before = [layer.width for layer in self.layers]
-        self.set(widths)
-        try:
-            yield
-        finally:
-            self.set(before)
-
-    def everywhere(self, width: int) -> list[int]:
-        """The same width in all layers."""
-        return [width] * len(self.layers)
-
-    def cut_out(self, width: int) -> PreTrainedModel:
-        """The model itself as a plain one of this uniform width: whatever is beyond is gone."""
-        model = self._model
-        for layer in self.layers:
-            for part in (layer.gate_proj, layer.up_proj):
-                part.weight = nn.Parameter(part.weight[:width].clone(), requires_grad=False)
-                part.bias = None if part.bias is None else nn.Parameter(part.bias[:width].clone(), requires_grad=False)
-            down = layer.down_proj
-            down.weight = nn.Parameter(down.weight[:, :width].clone(), requires_grad=False)
-            layer.gate_proj.out_features = layer.up_proj.out_features = down.in_features = layer.width = width
-        model.config.intermediate_size = width
-        return model
-
-    def mixed(self, wider: int, number: int) -> list[int]:
-        """The last `number` layers at the uniform width of index `wider`, the others at the next smaller one."""
-        rest = len(self.layers) - number
-        return [self.uniform[wider + 1]] * rest + [self.uniform[wider]] * number
-
-    def parameters(self, widths: Sequence[int]) -> int:
-        """Of the model at these widths."""
-        return self._whole - sum(
-            (len(layer.up_proj.weight) - width) * self._per_feature(layer)
-            for layer, width in zip(self.layers, widths, strict=True)
-        )
-
-    @staticmethod
-    def _per_feature(layer: NestedMlp) -> int:
-        """Parameters of one inner feature."""
-        biases = sum(part.bias is not None for part in (layer.gate_proj, layer.up_proj))
-        return 2 * layer.up_proj.in_features + layer.down_proj.out_features + biases
-
-    def within(self, budget: int) -> list[int]:
-        """The largest choice with at most `budget` parameters, uniform or mixed of two neighbouring widths.
-
-        Raises:
-            UserError: the smallest has more.
-        """
-        choices = [self.everywhere(self.uniform[0])]
-        for i in range(len(self.uniform) - 1):
-            choices += [self.mixed(i, number) for number in range(len(self.layers) - 1, -1, -1)]
-        fitting = next((widths for widths in choices if self.parameters(widths) <= budget), None)
-        if fitting is None:
-            least = self.parameters(self.everywhere(self.uniform[-1]))
-            raise UserError(f"budget {budget:,} is below the {least:,} of the smallest width; give {least} or more")
-        return fitting
+from salaad.model.nested_widths import Widths
+from salaad.model.parameters import trained_parameters
 
 
 class Matformer(Method):

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from salaad.common.errors import UserError
-from salaad.methods.matformer import Matformer, Widths
+from salaad.methods.matformer import Matformer
+from salaad.model.nested_widths import Widths
 from tests.helpers.tiny_llama import IDS, config_of, llama
 
 
