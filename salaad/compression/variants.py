@@ -18,7 +18,8 @@ class Variant:
         kappa: κ, the part of what is removed that the low-rank side gives; a budget without it goes by energy.
         refine: alternations of the refinement that follows.
         calibrated: whether worth and error are weighed by what the loss feels of them.
-        stored: the budget goes by the order an elastic folder keeps its units in.
+        stored: the budget goes by the sizes that are there: an elastic folder's order of units, or the widths of a
+            MatFormer.
     """
 
     name: str

@@ -59,8 +59,9 @@ class PerplexityOptions(TextOptions):
 
     Args:
         variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
-            (one threshold for the whole model), or BUDGET of an elastic folder; a budget is a parameter count of the
-            whole model or a fraction of the dense one. Without it X, and L+S where there is one.
+            (one threshold for the whole model), or BUDGET of an elastic folder or a matformer run; a budget is a
+            parameter count of the whole model or a fraction of the dense one. Without it X, with what there is of L+S
+            or narrower widths.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         calibrate: sequences of training text by which worth is measured at each cut.
     """
@@ -118,7 +119,8 @@ class LmEvalOptions(EvaluationOptions):
     """Zero-shot accuracies by the installed lm-evaluation-harness.
 
     Args:
-        variants: what to evaluate, a list: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder.
+        variants: what to evaluate, a list: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder or a matformer
+            run.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         tasks: names of the harness's tasks, a list.
         task_data: folder with local copies of the tasks' data, for machines without a hub.
