@@ -21,7 +21,6 @@ from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
     no_entries,
-    replace_projections,
 )
 
 
@@ -57,10 +56,11 @@ class Cola(LowRankMethod):
     """Bottlenecks with an activation in place of projections."""
 
     Settings = ColaConfig
+    Layer = ColaLinear
 
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
-        replace_projections(model, lambda linear: ColaLinear(linear, config.settings))
+        super().rebuild(model, config)
         if not config.settings.keep_swiglu:
             model.config.hidden_act = "linear"
             for module in model.modules():

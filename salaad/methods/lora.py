@@ -12,12 +12,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from salaad.config.methods import LoraConfig
-from salaad.config.run import RunConfig
 from salaad.methods.float32 import at_least_float32, true_float32
-from salaad.methods.low_rank_layers import Factored, LowRankMethod, added, factored_layers, replace_projections
+from salaad.methods.low_rank_layers import Factored, LowRankMethod, added, factored_layers
 from salaad.model.parameters import count_parameters
 
 
@@ -60,10 +58,7 @@ class Lora(LowRankMethod):
     """Adapters on frozen weights, merged for export; counted as merged."""
 
     Settings = LoraConfig
-
-    @classmethod
-    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
-        replace_projections(model, lambda linear: LoraLinear(linear, config.settings))
+    Layer = LoraLinear
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:

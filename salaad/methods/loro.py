@@ -32,7 +32,6 @@ from salaad.methods.low_rank_layers import (
     SlrFactored,
     factored_layers,
     no_entries,
-    replace_projections,
 )
 from salaad.methods.optimizer import build_optimizer, restarted
 from salaad.methods.salaad.ownership import owners_of
@@ -89,6 +88,7 @@ class Loro(LowRankMethod):
     """Low-rank Riemannian training."""
 
     Settings = LoroConfig
+    Layer = LoroLinear
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
@@ -97,10 +97,6 @@ class Loro(LowRankMethod):
             raise UserError(
                 f"optimizer.name is {config.optimizer.name}, but loro steps along Adam's direction; give Adam or AdamW"
             )
-
-    @classmethod
-    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
-        replace_projections(model, lambda linear: LoroLinear(linear, config.settings))
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         config, settings = self.config.optimizer, self.config.settings

@@ -12,10 +12,8 @@ stands are not known: γ and the place of φ are ours, the rate is SLTrain's.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from salaad.config.methods import LostConfig
-from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32
 from salaad.methods.low_rank_layers import (
@@ -23,7 +21,6 @@ from salaad.methods.low_rank_layers import (
     SlrFactored,
     added,
     factored_layers,
-    replace_projections,
 )
 from salaad.spectral import leading_left_vectors
 
@@ -83,10 +80,7 @@ class Lost(LowRankMethod):
     """Low rank with an activation, plus dense columns."""
 
     Settings = LostConfig
-
-    @classmethod
-    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
-        replace_projections(model, lambda linear: LostLinear(linear, config.settings))
+    Layer = LostLinear
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:

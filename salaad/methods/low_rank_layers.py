@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.common.formats import megabytes, millions
-from salaad.config.methods import SalaadConfig
+from salaad.config.methods import MethodConfig, SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.base import Method
@@ -84,14 +85,8 @@ def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
         )
 
 
-def replace_projections(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Put `make` of every projection in its place, in the model's own order."""
-    for name, linear in projections(model).items():
-        model.set_submodule(name, make(linear))
-
-
 def factored_layers(model: nn.Module) -> dict[str, Factored]:
-    """Name → layer of everything that `replace_projections` put in."""
+    """Name → layer of everything that `LowRankMethod.rebuild` put in."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Factored)}
 
 
@@ -108,9 +103,14 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class LowRankMethod(Method):
-    """A method whose layers stand for a dense weight each, into which they are merged for export."""
+    """A method whose layers stand for a dense weight each, into which they are merged for export.
+
+    Attributes of the class:
+        Layer: what takes the place of a projection, made of that and of the method's settings.
+    """
 
     replaces_modules = True
+    Layer: ClassVar[Callable[[nn.Linear, MethodConfig], Factored]]
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
@@ -122,6 +122,12 @@ class LowRankMethod(Method):
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
         require_projections(model, config)
+
+    @classmethod
+    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:
+        """Put a `Layer` in the place of every projection, in the model's own order."""
+        for name, linear in projections(model).items():
+            model.set_submodule(name, cls.Layer(linear, config.settings))
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102

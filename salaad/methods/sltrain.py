@@ -24,7 +24,6 @@ from salaad.methods.low_rank_layers import (
     LowRankMethod,
     SlrFactored,
     factored_layers,
-    replace_projections,
 )
 
 
@@ -65,10 +64,7 @@ class Sltrain(LowRankMethod):
     """Low rank plus a sparse matrix of fixed support."""
 
     Settings = SltrainConfig
-
-    @classmethod
-    def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
-        replace_projections(model, lambda linear: SltrainLinear(linear, config.settings))
+    Layer = SltrainLinear
 
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102

@@ -78,6 +78,7 @@ def test_weights_loaded_in_place_are_still_watched():
     model.load_state_dict(other.state_dict())
     loss_of(model).backward()
     salaad.step()
+    assert salaad.steps == 1
 
 
 # ---- twice on the same weights
