@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from transformers import logging
+
 from salaad.common.errors import run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each")
     options = parser.parse_args()
     at_least(options, 1, "jobs", "tokens")
+    logging.disable_progress_bar()  # one for every model that is opened
     for point in options.points:
         overrides(point)
     results = options.runs / "results"
