@@ -128,6 +128,7 @@ class OptimizerConfig:
     Args:
         name: a class of torch.optim, such as AdamW, Adam, SGD or Adafactor.
         lr: peak learning rate.
+        projection_lr: that of the projections, as a share of `lr`; embedding, LM head and vectors keep `lr`.
         betas: Adam's two decay rates; ignored by optimizers without them.
         eps: Adam's epsilon; ignored by optimizers without it.
         weight_decay: decoupled weight decay.
@@ -138,6 +139,7 @@ class OptimizerConfig:
 
     name: str = "AdamW"
     lr: float = 3e-3
+    projection_lr: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -146,7 +148,7 @@ class OptimizerConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "lr", "eps", "weight_decay", "clip")
+        at_least(self, 0, "lr", "projection_lr", "eps", "weight_decay", "clip")
         for name in ("warmup", "final_lr"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"optimizer.{name} is {value}, but it is a fraction; give a number from 0 to 1")

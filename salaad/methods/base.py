@@ -31,7 +31,7 @@ from salaad.common import distributed
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
-from salaad.methods.optimizer import build_optimizer, optimizer_class
+from salaad.methods.optimizer import build_optimizer, optimizer_class, projection_weights
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters, trained_parameters
 
@@ -122,7 +122,9 @@ class Method:
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
         """The optimizer with its parameter groups, and the learning rate as a function of the step alone."""
-        return build_optimizer(self.model.parameters(), self.config.optimizer, self.config.train.steps)
+        return build_optimizer(
+            self.model.parameters(), self.config.optimizer, self.config.train.steps, projection_weights(self.model)
+        )
 
     def float32_gradients(self) -> list[nn.Parameter]:
         """Weights in bfloat16 whose gradients are kept in float32, and averaged over the ranks by `after_backward`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
 from salaad.config.run import OptimizerConfig
@@ -27,12 +28,19 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[name]
 
 
+def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The matrices of a model between its embedding and its LM head."""
+    outer = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    kept = {id(p) for layer in outer for p in layer.parameters()}
+    return [p for p in model.parameters() if p.ndim > 1 and id(p) not in kept]
+
+
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, projections: Iterable[nn.Parameter] = ()
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer, fused where it can be, and its schedule over `steps` steps.
 
-    A bfloat16 weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known
+    Those of the parameters that are `projections` are a second group where their learning rate is another. A bfloat16 weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known
     for Adam and AdamW.
     """
     parameters = [p for p in parameters if p.requires_grad]
@@ -47,7 +55,11 @@ def build_optimizer(
         "foreach" if mixed else "fused": True,
     }
     accepted = inspect.signature(cls).parameters
-    optimizer = cls(parameters, **{key: value for key, value in wanted.items() if key in accepted})
+    apart = {id(p) for p in projections} if config.projection_lr != 1 else set()
+    groups = [{"params": [p for p in parameters if id(p) not in apart]}]
+    if slower := [p for p in parameters if id(p) in apart]:
+        groups.append({"params": slower, "lr": config.lr * config.projection_lr})
+    optimizer = cls(groups, **{key: value for key, value in wanted.items() if key in accepted})
     for p in mixed:
         moments = {key: torch.zeros_like(p, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p] = {"step": torch.zeros(()), **moments}

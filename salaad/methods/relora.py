@@ -32,7 +32,7 @@ class Relora(Lora):
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         optimizer, schedule = super().build_optimizer()
-        [cosine], settings = schedule.lr_lambdas, self.config.settings
+        cosine, settings = schedule.lr_lambdas[0], self.config.settings
         return optimizer, LambdaLR(optimizer, restarted(cosine, settings.every, settings.rewarmup))
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102

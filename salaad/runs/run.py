@@ -141,7 +141,8 @@ def _compare(
     trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
     before_all, now_all = map(_flat, trees)
     # A version that did not know a setting yet trained as its default does.
-    before_all = _flat({config.method: asdict(type(config.settings)())}) | before_all
+    defaults = {config.method: asdict(type(config.settings)()), "optimizer": {"projection_lr": 1.0}}
+    before_all = _flat(defaults) | before_all
     for key in sorted(before_all.keys() | now_all.keys(), key=lambda key: (key != "method", key)):
         before, now = before_all.get(key), now_all.get(key)
         if before != now and key not in (*_FREE, *tunable):
