@@ -1,34 +1,29 @@
-"""Worth measured where it acts: how much the loss feels each output of a block, from a few sequences of text.
+"""Mean squared gradients of the blocks from a few sequences of text, where training has left none.
 
-The weight of row i of a block, whose output is y = X·x, is
-
-    w_i² = ½ + ½ · E[g_i²] / mean_j E[g_j²],   g = ∂ℓ/∂y,
-
-the output half of the empirical Fisher information (K-FAC), half way to uniform. Cutting and refinement then work on
-diag(w)·X, so that an error counts by what it does to the loss. Weights average to one in every block: how much blocks
-weigh among each other is left to their energy. An embedding, which multiplies nothing, and the head keep equal weights.
-
-Of all that was tried (results/nano/calibration) this does no harm anywhere, and helps where much is cut.
+With the output y = W·x of a block and g = ∂ℓ/∂y, the gradient of an entry for one token is g_i·x_j. Taking both factors
+for independent, E[g_i²·x_j²] = E[g_i²]·E[x_j²] (K-FAC), so the activations and their gradients are enough: no gradient
+of a weight is ever held. Of an embedding the gradient of a row is that of its outputs, where its token stands.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from salaad.config.run import DataConfig
 from salaad.data.text import Text, open_text, sample_rows, to_batch
-from salaad.model.loss import SummedLoss
+from salaad.model.loss import IGNORED, SummedLoss
+from salaad.model.second_moments import Moments
 from salaad.model.weights import weights_of
 
 _ROWS_AT_ONCE = 8
-SHRINKAGE = 0.5  # of the weights towards uniform ones
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,13 @@ class CalibrationText:
             yield to_batch(few, self.data.sequence_length, self._text.pad_id, self.vocab_size)
 
 
-def output_weights(
+def second_moments_of_text(
     loss: SummedLoss, blocks: Sequence[str], batches: Iterable[dict[str, Tensor]], device: torch.device
-) -> dict[str, Tensor]:
-    """Name → w of every block in the body that multiplies (n×1; 1×n for a weight kept transposed), float32 on the CPU.
+) -> Moments:
+    """Those per token of the blocks, float32 on the CPU.
+
+    Left out are the head, whose logits are never held at once, and experts in a 3-D parameter, whose outputs nobody
+    sees.
 
     Args:
         loss: of the model whose blocks they are, in float32, its parameters frozen.
@@ -87,33 +85,45 @@ def output_weights(
         batches: `input_ids` and `labels` of the text.
         device: where the model is.
     """
-    model, second_moments = loss.model, {}
-
-    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def add(gradient: Tensor) -> None:
-            squared = gradient.double().flatten(0, -2).square().sum(0)
-            second_moments[name] = second_moments.get(name, 0) + squared
-
-        return module.register_forward_hook(lambda module, inputs, output: output.register_hook(add) and None)
-
+    model, sums = loss.model, {}
     places = weights_of(model, blocks).places
-    # An expert in a 3-D parameter has no output that could be watched; like an embedding it is weighed as it is.
     modules = {name: place.module for name, place in places.items() if place.index is None}
-    modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
+
+    def add(name: str, inputs: Tensor, real: Tensor, gradient: Tensor) -> None:
+        g = gradient.double()[real].square()
+        if isinstance(modules[name], nn.Embedding):
+            n, _ = modules[name].weight.shape
+            rows = g.new_zeros(n).index_add_(0, inputs[real], g.mean(1))
+            pair = rows, g.sum(0) / n
+        else:
+            pair = g.sum(0), inputs.double()[real].square().sum(0)
+        sums[name] = [before + now for before, now in zip(sums.get(name, (0, 0)), pair, strict=True)]
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        def note(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            output.register_hook(partial(add, name, inputs[0].detach(), real))
+
+        return module.register_forward_hook(note)
+
     # Gradients are wanted of what flows through the model, not of its weights.
     begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    hooks = [begin, *(watch(name, module) for name, module in modules.items())]
+    hooks, tokens = [begin, *(watch(name, module) for name, module in modules.items())], 0
     try:
         with torch.enable_grad():
             for batch in batches:
+                real = (batch["labels"] != IGNORED).to(device)
                 loss(batch["input_ids"].to(device), batch["labels"].to(device)).backward()
+                tokens += int(real.sum())
     finally:
         for hook in hooks:
             hook.remove()
-    weights = {}
-    for name, total in second_moments.items():
-        mean = total.mean()
-        share = total / mean if mean > 0 else torch.ones_like(total)
-        w = (SHRINKAGE + (1 - SHRINKAGE) * share).sqrt().float().cpu()
-        weights[name] = w[None] if isinstance(modules[name], Conv1D) else w[:, None]
-    return weights
+    return {name: _means(modules[name], *pair, tokens) for name, pair in sums.items()}
+
+
+def _means(module: nn.Module, outputs: Tensor, inputs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Row and column means of the squared gradient from the sums over so many tokens."""
+    outputs, inputs = (sums.cpu() / max(1, tokens) for sums in (outputs, inputs))
+    if not isinstance(module, nn.Embedding):
+        outputs, inputs = outputs * inputs.mean(), inputs * outputs.mean()
+    pair = (inputs, outputs) if isinstance(module, Conv1D) else (outputs, inputs)
+    return pair[0].float(), pair[1].float()

@@ -1,6 +1,6 @@
 """Cutting L + S to a size: a function of the parts and of what is asked for, without a model, a folder or a device.
 
-parts ── in order of size, weighed by calibration ──▶ kept units (HPA, eqs. 8 and 9, or energy) ──▶ cut
+parts ── in order of size, in the norm of what the loss feels ──▶ kept units (HPA, eqs. 8 and 9, or energy) ──▶ cut
       ── alternating projections towards the target ──▶ refined
 """
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from salaad import hpa
 from salaad.common.budgets import fit, to_remove
 from salaad.compression.refinement import refine
+from salaad.compression.sensitivity import Weights
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.energy_allocation import Spectra, UnitQueue, allocate_by_energy, implied_kappa
@@ -29,14 +30,14 @@ class Whole:
         fixed: parameters of the model that are never compressed.
         target: block → the n×m matrix that refinement approximates: L + S as trained, or X of a model that was split
             after the fact.
-        weights: block → how much the loss feels each of its rows or columns (n×1 or 1×m), from calibration.
+        weights: block → how much the loss feels an error in each of its entries; all alike where it is not known.
         device: where refinement computes.
     """
 
     parts: Parts
     fixed: int
     target: Callable[[str], Tensor]
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Weights] = field(default_factory=dict)
     device: torch.device | str = "cpu"
 
     @property
@@ -51,32 +52,30 @@ class Whole:
         return implied_kappa(blocks, dict.fromkeys(blocks, (0, 0))) or 0.0
 
     def weighted(self) -> Parts:
-        """The units of diag(w)·X in order of size again."""
+        """The units of every block in the norm of its weights, in order of size again."""
         return {
-            name: slr.scaled(self.weights[name]).resorted() if name in self.weights else slr
+            name: self.weights[name].of_units(slr).resorted() if name in self.weights else slr
             for name, slr in self.parts.items()
         }
 
     def unweighted(self, parts: Parts) -> Parts:
-        """The same units of X."""
-        return {
-            name: slr.scaled(1 / self.weights[name]) if name in self.weights else slr for name, slr in parts.items()
-        }
+        """The same units in the usual norm."""
+        return {name: self.weights[name].undone(slr) if name in self.weights else slr for name, slr in parts.items()}
 
     def weighted_target(self, name: str) -> Tensor:
-        """The target of a block in the same weighting."""
+        """The target of a block in the norm of its weights."""
         T = self.target(name)
-        return T * self.weights[name] if name in self.weights else T
+        return self.weights[name].of(T) if name in self.weights else T
 
 
 def cut(whole: Whole, variant: Variant) -> Parts:
-    """L + S cut to the variant's budget; all of it without a budget."""
-    if variant.budget is None:
+    """L + S cut to the variant's budget; all of it without a budget, or with one that it fits."""
+    if variant.budget is None or variant.budget >= whole.parameters:
         return whole.parts
     parts = whole.weighted()
     kept = _kept(parts, whole.fixed, variant)
     small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
-    if variant.refine and whole.fixed + sum(slr.parameters for slr in small.values()) < whole.parameters:
+    if variant.refine:
         small = {name: _refined(whole, variant, name, slr) for name, slr in _with_bar(small)}
     return whole.unweighted(small)
 

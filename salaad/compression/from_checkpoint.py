@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from salaad.common.budgets import to_remove
 from salaad.common.errors import UserError
-from salaad.compression.calibration import CalibrationText, output_weights
+from salaad.compression.calibration import CalibrationText, second_moments_of_text
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
 from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device, own_text
+from salaad.compression.sensitivity import Weights, weights_from
 from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
 from salaad.compression.trained_factors import TrainedFactors
 from salaad.compression.variants import Variant
@@ -30,6 +31,7 @@ from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import find_blocks
+from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
 from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -103,7 +105,7 @@ class CheckpointDeployment:
         vocab_size = self.source.folder.config.vocab_size
         self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
         self.calibration.check()
-        self.__dict__.pop("weights", None)
+        self.__dict__.pop("calibrated_weights", None)
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
@@ -131,23 +133,30 @@ class CheckpointDeployment:
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, make)
 
     @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """How much the loss feels each output of a block, from the calibration text."""
+    def trained_weights(self) -> dict[str, Weights]:
+        """How much the loss feels an error, from the gradients of the training; nothing where they are not known."""
+        path = self.source.second_moments
+        return {} if path is None else weights_from(read_second_moments(path, self.shapes), self.parts)
+
+    @cached_property
+    def calibrated_weights(self) -> dict[str, Weights]:
+        """The same from the calibration text."""
         device = best_device()
         model = self.source.folder.load(torch.float32, device)
-        return output_weights(SummedLoss(model), self._names, self.calibration.batches(), device)
+        moments = second_moments_of_text(SummedLoss(model), self._names, self.calibration.batches(), device)
+        return weights_from(moments, self.parts)
 
     @property
     def whole(self) -> Whole:
-        """L + S of the model, not calibrated."""
-        return self._whole(calibrated=False)
+        """L + S of the model, every entry of which counts alike."""
+        return self._whole({})
 
     def cut(self, variant: Variant) -> Parts:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
-        return {} if variant.name == "X" else cut(self._whole(variant.calibrated), variant)
+        return {} if variant.name == "X" else cut(self._whole(self.weights(variant)), variant)
 
     def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:  # noqa: D102
-        return all_sizes(self._whole(variant.calibrated), variant)
+        return all_sizes(self._whole(self.weights(variant)), variant)
 
     def kappa(self, parts: Parts) -> float | None:
         """κ of a cut."""
@@ -186,8 +195,13 @@ class CheckpointDeployment:
         whole = variant.budget is not None and variant.budget >= self.whole.parameters
         return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
 
-    def _whole(self, calibrated: bool) -> Whole:
-        weights = self.weights if calibrated else {}
+    def weights(self, variant: Variant) -> dict[str, Weights]:
+        """By which a variant is cut: from text if it is calibrated, else from training, save for the paper's HPA."""
+        if variant.calibrated:
+            return self.calibrated_weights
+        return self.trained_weights if variant.kappa is None else {}
+
+    def _whole(self, weights: dict[str, Weights]) -> Whole:
         return Whole(self.parts, self.fixed, self._target, weights, best_device())
 
     def _target(self, name: str) -> Tensor:

@@ -9,6 +9,7 @@ from salaad.common import distributed
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
+from salaad.compression.sensitivity import weights_from
 from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
@@ -51,7 +52,9 @@ def compress(
     if budget is not None:
         alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
-    whole = Whole(parts, fixed, lambda name: parts[name].dense(), device=next(salaad.model.parameters()).device)
+    weights = {} if kappa is not None else weights_from(salaad.second_moments(), parts)
+    device = next(salaad.model.parameters()).device
+    whole = Whole(parts, fixed, lambda name: parts[name].dense(), weights, device)
     small = cut(whole, variant)
     return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
 

@@ -40,8 +40,9 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimizer, fused where it can be, and its schedule over `steps` steps.
 
-    Those of the parameters that are `projections` are a second group where their learning rate is another. A bfloat16 weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known
-    for Adam and AdamW.
+    Those of the parameters that are `projections` are a second group where their learning rate is another. A bfloat16
+    weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known for Adam and
+    AdamW.
     """
     parameters = [p for p in parameters if p.requires_grad]
     cls = optimizer_class(config.name)
@@ -63,6 +64,11 @@ def build_optimizer(
     for p in mixed:
         moments = {key: torch.zeros_like(p, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p] = {"step": torch.zeros(()), **moments}
+    return optimizer, LambdaLR(optimizer, warmup_and_cosine(config, steps))
+
+
+def warmup_and_cosine(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """Step → the learning rate as a share of its peak: it rises linearly, then falls as a cosine."""
     warmup = round(config.warmup * steps)
 
     def factor(step: int) -> float:
@@ -71,7 +77,7 @@ def build_optimizer(
         progress = (step - warmup) / max(1, steps - warmup)
         return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
-    return optimizer, LambdaLR(optimizer, factor)
+    return factor
 
 
 def restarted(factor: Callable[[int], float], every: int, rewarmup: int) -> Callable[[int], float]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
@@ -70,6 +71,29 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad_total, grad_head * grad_total, None, None
 
 
+def summed_divergence(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
+    """The sum over tokens of KL(p_teacher ‖ p), in nats (0-d, float32), with gradients for `hidden` and `head`.
+
+    Args:
+        hidden: tokens × width; p is the softmax of hidden·headᵀ.
+        head: vocabulary × width.
+        teacher: tokens × width of the teacher.
+        teacher_head: vocabulary × width of the teacher.
+
+    The backward pass computes the logits of a chunk once more, so that those of one chunk are held at once.
+    """
+    size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
+    chunks = zip(hidden.split(size), teacher.split(size), strict=True)
+    losses = [checkpoint(_divergence, h, head, t, teacher_head, use_reentrant=False) for h, t in chunks]
+    return torch.stack(losses).sum()
+
+
+def _divergence(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
+    log_q = F.log_softmax(teacher @ teacher_head.mT, dim=-1, dtype=torch.float32)
+    log_p = F.log_softmax(hidden @ head.mT, dim=-1, dtype=torch.float32)
+    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+
+
 # Settings by which some architectures change the logits after the head.
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -95,7 +119,20 @@ class SummedLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The loss in nats (0-d) of `input_ids` and `labels` (rows × length), labels equal to ids or −100 (ignored)."""
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return summed_cross_entropy(hidden.flatten(0, 1), head.weight, targets.flatten())
+        return summed_cross_entropy(*self.hidden_and_head(input_ids), targets.flatten())
+
+    def hidden_and_head(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the logits of all tokens are made of: their last hidden states (tokens × width), and the head."""
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1), self.model.get_output_embeddings().weight
+
+
+class SummedDivergence(SummedLoss):
+    """The divergence of a causal LM's predictions from those of a teacher, summed over the labelled tokens."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor]) -> Tensor:
+        """In nats (0-d), given the teacher's `hidden_and_head` of the same rows."""
+        hidden, head = self.hidden_and_head(input_ids)
+        real = (labels != IGNORED).flatten()
+        return summed_divergence(hidden[real], head, teacher[0][real], teacher[1])

@@ -18,6 +18,7 @@ from salaad.model.build import ModelFolder
 from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.folders import is_cached, is_hub_name, local_folder
 from salaad.model.parameters import count_parameters
+from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.model.weight_headers import check_block, check_entry, is_count
 from salaad.runs.checkpoints import TRAINED, Checkpoints
 
@@ -33,6 +34,7 @@ class ModelOnDisk:
         folder: the Hugging Face folder, compared with its own config.json.
         surrogate: the folder of its L and S, if it was trained with any.
         weights: file of the weights as they were trained, where the method trains others than the folder's.
+        second_moments: file of the mean squared gradients of the training, if it left any.
         is_checkpoint: it is a checkpoint of train.py, so `run` says how all of it was trained.
         run: the configuration of the run that trained it, as far as known.
         parameters: of a folder with blocks as U·V + S, the paper's count; None of others.
@@ -46,6 +48,7 @@ class ModelOnDisk:
     folder: ModelFolder
     surrogate: Path | None
     weights: Path | None
+    second_moments: Path | None
     is_checkpoint: bool
     run: dict[str, Any]
     parameters: int | None
@@ -103,7 +106,8 @@ def _newest_of_trainer(path: Path) -> Path | None:
 
 def _checkpoint(folder: Path) -> ModelOnDisk:
     keep_from_deletion(folder)
-    digest = verify(folder, "model/*", "surrogate/*", TRAINED)
+    moments = folder / "state" / SECOND_MOMENTS
+    digest = verify(folder, "model/*", "surrogate/*", TRAINED, f"state/{SECOND_MOMENTS}")
     surrogate, model = folder / "surrogate", ModelFolder(folder / "model")
     config = _run_of(read_object(folder / "state" / "trainer.json").get("config", {}), folder / "state")
     own = folder.resolve()
@@ -114,6 +118,7 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
         folder=model,
         surrogate=surrogate if is_file(surrogate / "index.json") else None,
         weights=folder / TRAINED if is_file(folder / TRAINED) else None,
+        second_moments=moments if is_file(moments) else None,
         is_checkpoint=True,
         run=config,
         parameters=_parameters_in_parts(model),
@@ -129,6 +134,7 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
     entry = read_object(folder / "config.json").get("quantization_config")
     elastic = is_any_size(entry)
     surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
+    moments = folder / "surrogate" / SECOND_MOMENTS
     if not is_file(folder / CHECKSUMS):
         places = [folder] if surrogate is None else [folder, surrogate]
         digest = digest_of(sorted(path for place in places for path in place.iterdir() if is_file(path)))
@@ -150,6 +156,7 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
         folder=model,
         surrogate=surrogate,
         weights=None,
+        second_moments=None if surrogate is None or not is_file(moments) else moments,
         is_checkpoint=False,
         run=run,
         parameters=parameters[1] if record else _parameters_in_parts(model),

@@ -23,6 +23,7 @@ from salaad.methods.optimizer import load_optimizer_state, place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
 from salaad.model.folders import carry_over
+from salaad.model.second_moments import save_second_moments, second_moments
 from salaad.runs.checkpoints import TRAINED, RunState
 from salaad.runs.records import Recorder
 
@@ -102,6 +103,9 @@ class TrainingParts:
             if isinstance(self.source, ModelFolder):
                 carry_over(self.source.path, folder / "model")
             torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
+            if not self.method.replaces_modules:
+                moments = second_moments(self.model, self.optimizer)
+                save_second_moments(moments, folder / "state")
             state.write(folder)
             recorder.secure()
 

@@ -20,7 +20,6 @@ def sections() -> dict[str, str]:
         "summary": summary_table(),
         "demo": (NANO / "demo.md").read_text().strip(),
         "cuts": f"{ways_table(elastic_rows())}\n\n{one_file()}",
-        "calibration": ideas_table(),
         "robust-pca": structure_tables(),
         "lm-eval": accuracy_table(sorted(read_json(NANO / "lm-eval.json")["rows"], key=lambda row: row["task"])),
         "candidates": candidates_table(),
@@ -152,18 +151,6 @@ def one_file() -> str:
     rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
     sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
     return f"One elastic folder of the demo's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
-
-
-def ideas_table() -> str:
-    """Every idea for --calibrate that was tried, from results/nano/calibration/ideas.json."""
-    rows = read_json(NANO / "calibration" / "ideas.json")["rows"]
-    columns = list(dict.fromkeys((row["model"], row["budget"]) for row in rows))
-    lines = []
-    for idea in dict.fromkeys(row["idea"] for row in rows):
-        found = {(row["model"], row["budget"]): row["perplexity"] for row in rows if row["idea"] == idea}
-        lines.append((idea, *(f"{found[column]:.2f}" for column in columns)))
-    header = ("errors weighed by", *(f"{model}, {millions(budget)}" for model, budget in columns))
-    return markdown_table(header, lines)
 
 
 def structure_tables() -> str:

@@ -1,4 +1,4 @@
-"""Weights of outputs against plain autograd in float64; the text they are measured on against the files, by hand."""
+"""Mean squared gradients against autograd in float64; the text they are measured on against the files, by hand."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.compression.calibration import CalibrationText, output_weights
+from salaad.compression.calibration import CalibrationText, second_moments_of_text
 from salaad.config.run import DataConfig
 from salaad.data.text import open_text, sample_rows
 from salaad.model.loss import SummedLoss
@@ -58,20 +58,23 @@ def rows() -> dict[str, Tensor]:
     return {"input_ids": tokens.masked_fill(padding, 0), "labels": tokens.masked_fill(padding, -100)}
 
 
-def weights(model: PreTrainedModel, blocks: list[str], *sizes: int) -> dict[str, Tensor]:
-    """The weights found from the rows in batches of these sizes."""
+Moments = dict[str, tuple[Tensor, Tensor]]
+
+
+def moments(model: PreTrainedModel, blocks: list[str], *sizes: int) -> Moments:
+    """Those found from the rows in batches of these sizes."""
     parts = {name: tensor.split(list(sizes)) for name, tensor in rows().items()}
     batches = [dict(zip(parts, few, strict=True)) for few in zip(*parts.values(), strict=True)]
-    return output_weights(SummedLoss(model), blocks, batches, CPU)
+    return second_moments_of_text(SummedLoss(model), blocks, batches, CPU)
 
 
-def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, np.ndarray]:
-    """w of every block: the gradient of zeros added to its outputs, with the logits and a loss of torch's own."""
-    model, text, added = deepcopy(model).double(), rows(), {}
+def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Block → E[g²] and E[x²] over real tokens, from zeros added to its outputs, with a loss of torch's own."""
+    model, text, added, entering = deepcopy(model).double(), rows(), {}, {}
 
     def add_zeros(name: str):
         def add(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            added[name] = torch.zeros_like(output, requires_grad=True)
+            added[name], entering[name] = torch.zeros_like(output, requires_grad=True), inputs[0]
             return output + added[name]
 
         return add
@@ -81,57 +84,64 @@ def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, np.ndarr
     logits = model(input_ids=text["input_ids"]).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), text["labels"][:, 1:].flatten(), reduction="sum")
     gradients = torch.autograd.grad(loss, [added[name] for name in blocks])
-    squared = [gradient.square().mean(dim=(0, 1)).numpy() for gradient in gradients]
-    return {name: np.sqrt(0.5 + 0.5 * mean / mean.mean()) for name, mean in zip(blocks, squared, strict=True)}
+    real = (text["labels"] != -100).numpy()
+    outputs = [np.square(gradient.numpy()[real]).mean(0) for gradient in gradients]
+    inputs = [np.square(entering[name].detach().numpy()[real]).mean(0) for name in blocks]
+    return dict(zip(blocks, zip(outputs, inputs, strict=True), strict=True))
 
 
-# ---- the weights
+# ---- the moments
 
 
 @both
-def test_weights_are_half_way_from_one_to_the_squared_gradients_of_the_outputs(build):
+def test_the_square_of_a_gradient_is_that_of_the_output_times_that_of_the_input(build):
     model, blocks = built(build), BLOCKS[build]
-    found, expected = weights(model, blocks, 3, 3, 1), by_autograd(model, blocks)
+    found, expected = moments(model, blocks, 3, 3, 1), by_autograd(model, blocks)
     assert sorted(found) == sorted(blocks)
-    for name, w in found.items():
-        shape = model.get_submodule(name).weight.shape
-        assert w.shape == ((shape[0], 1) if build is llama else (1, shape[1]))
-        assert (w.dtype, w.device, w.requires_grad) == (torch.float32, CPU, False)
-        assert np.ptp(expected[name]) > 0.1
-        np.testing.assert_allclose(w.flatten().numpy(), expected[name], rtol=1e-4)
+    for name, (by_row, by_column) in found.items():
+        outputs, inputs = expected[name]
+        square = np.outer(outputs, inputs) if build is llama else np.outer(inputs, outputs)  # GPT-2 keeps in×out
+        assert square.shape == model.get_submodule(name).weight.shape
+        assert by_row.dtype == by_column.dtype == torch.float32
+        np.testing.assert_allclose(by_row.numpy(), square.mean(1), rtol=1e-4)
+        np.testing.assert_allclose(by_column.numpy(), square.mean(0), rtol=1e-4)
 
 
 @both
-def test_the_mean_of_the_squared_weights_is_one_in_every_block_and_none_is_below_a_half(build):
-    for w in weights(built(build), BLOCKS[build], 7).values():
-        assert w.double().square().mean().item() == pytest.approx(1, abs=1e-6)
-        assert w.square().min() >= 0.5 - 1e-6
+def test_an_embedding_of_tokens_that_come_once_has_the_squares_of_its_own_gradient(build):
+    model, name = built(build), EMBEDDING[build]
+    tokens = torch.randperm(40, generator=torch.Generator().manual_seed(2))[None, :20]
+    found = second_moments_of_text(SummedLoss(model), [name], [{"input_ids": tokens, "labels": tokens}], CPU)
+    model = model.double()
+    zeros = torch.zeros_like(model.get_submodule(name).weight, requires_grad=True)
+    embedded = (model.get_submodule(name).weight + zeros)[tokens]
+    loss = F.cross_entropy(model(inputs_embeds=embedded).logits[0, :-1], tokens[0, 1:], reduction="sum")
+    square = torch.autograd.grad(loss, zeros)[0].square() / 20
+    torch.testing.assert_close(found[name][0].double(), square.mean(1), rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(found[name][1].double(), square.mean(0), rtol=1e-4, atol=1e-12)
 
 
 @both
 @pytest.mark.parametrize("sizes", [(1,) * 7, (3, 4), (1, 5, 1)])
-def test_weights_do_not_depend_on_how_rows_are_spread_over_batches(build, sizes):
-    model, blocks = built(build), BLOCKS[build]
-    together = weights(model, blocks, 7)
-    for name, w in weights(model, blocks, *sizes).items():
-        torch.testing.assert_close(w, together[name], rtol=1e-4, atol=0)
+def test_moments_do_not_depend_on_how_rows_are_spread_over_batches(build, sizes):
+    model, blocks = built(build), [EMBEDDING[build], *BLOCKS[build]]
+    together = moments(model, blocks, 7)
+    for name, pair in moments(model, blocks, *sizes).items():
+        for side, other in zip(pair, together[name], strict=True):
+            torch.testing.assert_close(side, other, rtol=1e-4, atol=1e-12)
+
+
+def test_of_the_head_none_are_found():
+    model = built(llama)
+    assert moments(model, ["lm_head"], 7) == {}
 
 
 @both
-def test_an_embedding_keeps_equal_weights_and_changes_no_others(build):
-    model, blocks, embedding = built(build), BLOCKS[build], EMBEDDING[build]
-    with_it, without = weights(model, [embedding, *blocks], 7), weights(model, blocks, 7)
-    assert embedding not in with_it
-    assert all(torch.equal(with_it[name], without[name]) for name in blocks)
-    assert weights(model, [embedding], 7) == {}
-
-
-@both
-def test_a_text_without_labels_leaves_all_weights_at_one(build):
+def test_a_text_without_labels_has_none_but_zeros(build):
     model, text = built(build), rows()
     text["labels"] = torch.full_like(text["labels"], -100)
-    for w in output_weights(SummedLoss(model), BLOCKS[build], [text], CPU).values():
-        assert torch.equal(w, torch.ones_like(w))
+    for pair in second_moments_of_text(SummedLoss(model), BLOCKS[build], [text], CPU).values():
+        assert not any(side.any() for side in pair)
 
 
 def forward_hooks(model: nn.Module) -> int:
@@ -151,7 +161,7 @@ def test_the_model_is_left_without_gradients_and_hooks(build):
     model = built(build)
     logits = model(input_ids=rows()["input_ids"]).logits
     with torch.no_grad():
-        weights(model, [EMBEDDING[build], *BLOCKS[build]], 4, 3)
+        moments(model, [EMBEDDING[build], *BLOCKS[build]], 4, 3)
     assert_untouched(model, logits)
 
 
@@ -169,7 +179,7 @@ def test_the_model_is_left_so_after_an_error_too(build, where):
         yield {"input_ids": torch.full((1, 4), 40), "labels": torch.full((1, 4), 40)}
 
     with pytest.raises(UserError if where == "text" else IndexError):
-        output_weights(SummedLoss(model), [EMBEDDING[build], *BLOCKS[build]], breaking(), CPU)
+        second_moments_of_text(SummedLoss(model), [EMBEDDING[build], *BLOCKS[build]], breaking(), CPU)
     assert_untouched(model, logits)
 
 

@@ -29,6 +29,7 @@ from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
+from salaad.model.second_moments import Moments, save_second_moments, second_moments
 
 
 class Salaad:
@@ -315,7 +316,7 @@ class Salaad:
         Raises:
             UserError: the folder is there, or cannot be written.
         """
-        storage.save_folder(Path(folder), (self.model, tokenizer), self.write)
+        storage.save_folder(Path(folder), (self.model, tokenizer), self.write_all)
 
     def write(self, folder: Path) -> None:
         """Write all that `load` reads beside the model's weights, into a folder that is there; collective."""
@@ -323,6 +324,17 @@ class Salaad:
         storage.save_surrogates(
             self.surrogates, folder, {"settings": asdict(self.config), **self.counts(), "norms": norms}
         )
+
+    def write_all(self, folder: Path) -> None:
+        """The same, and what the optimizer knows of the gradients, by which compress.py cuts; collective."""
+        self.write(folder)
+        if distributed.rank() == 0:
+            save_second_moments(self.second_moments(), folder)
+
+    def second_moments(self) -> Moments:
+        """Of the optimizer that moves the weights; none before its first step."""
+        optimizer = self._watch.optimizer
+        return {} if optimizer is None else second_moments(self.model, optimizer)
 
     @classmethod
     def load(

@@ -46,6 +46,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
         self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
+        self._optimizer: weakref.ref[Optimizer] | None = None  # that took it
         # The hook is one of the process and must not keep the model.
         noticing = weakref.WeakMethod(self._notice)
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
@@ -58,6 +59,11 @@ class Watch:
         for X in self._weights.values():
             _WATCHED.pop(X, None)
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first one that moved the weights, if it is still there."""
+        return self._optimizer and self._optimizer()
+
     def _notice(self, optimizer: Optimizer) -> None:
         """Called before every step of any optimizer: are its gradients without the penalty, and who scaled them?"""
         pending = self._pending()
@@ -68,6 +74,7 @@ class Watch:
             self._missed |= pending
             if self._scalers is None:
                 self._scalers = _scalers_of(optimizer)
+                self._optimizer = weakref.ref(optimizer)
 
     def check(self, scaler: Any) -> None:
         """Called after every step of the optimizer.

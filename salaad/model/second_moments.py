@@ -1,0 +1,64 @@
+"""What the optimizer knows of the loss: the mean square of every weight's gradient, kept by rows and by columns.
+
+Adam's second moment of a weight estimates E[g²], the diagonal of the empirical Fisher information. Its means over the
+rows and over the columns of a matrix take n + m numbers, and tell later which of them a cut may damage least.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from salaad.common.errors import UserError
+from salaad.model.weights import matrices
+
+SECOND_MOMENTS = "second_moments.safetensors"  # in state/ of a checkpoint, in surrogate/ of another trainer's folder
+Moments = Mapping[str, tuple[Tensor, Tensor]]  # matrix → means over each row (n) and over each column (m)
+
+_KEYS = ("exp_avg_sq", "square_avg")  # of the Adam family; of RMSprop and Adadelta
+_SIDES = ("rows", "columns")
+
+
+@torch.no_grad()
+def second_moments(model: nn.Module, optimizer: Optimizer) -> Moments:
+    """Those of every matrix of the model of which this optimizer keeps them entry by entry, float32 on the CPU."""
+    found = {}
+    for name, place in matrices(model).items():
+        state = optimizer.state.get(place.parameter, {})
+        moment = next((state[key] for key in _KEYS if torch.is_tensor(state.get(key))), None)
+        if moment is not None and moment.shape == place.parameter.shape:
+            square = (moment if place.index is None else moment[place.index]).float()
+            found[name] = (square.mean(1).cpu(), square.mean(0).cpu())
+    return found
+
+
+def save_second_moments(moments: Moments, folder: Path) -> None:
+    """Write them into a folder that is there, unless there are none."""
+    tensors = {
+        f"{name}/{side}": part for name, pair in moments.items() for side, part in zip(_SIDES, pair, strict=True)
+    }
+    if tensors:
+        save_file(tensors, folder / SECOND_MOMENTS)
+
+
+def read_second_moments(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Moments:
+    """Those of the matrices in `shapes` that the file has.
+
+    Raises:
+        UserError: the file cannot be read, or its numbers are none of such matrices.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None
+    there = [name for name in shapes if all(f"{name}/{side}" in tensors for side in _SIDES)]
+    found = {name: tuple(tensors[f"{name}/{side}"] for side in _SIDES) for name in there}
+    for name, pair in found.items():
+        fits = all(part.shape == (size,) for part, size in zip(pair, shapes[name], strict=True))
+        if not fits or not all(part.isfinite().all() and (part >= 0).all() for part in pair):
+            raise UserError(f"{path} holds no second moments of {name}; give a whole checkpoint")
+    return found
