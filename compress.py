@@ -1,4 +1,4 @@
-"""A model of the size you name, or of every size, out of one checkpoint, without training, as a folder that opens."""
+"""A model of the size you name, or of every size, out of one checkpoint, as a folder that opens."""
 
 from functools import partial
 

@@ -118,6 +118,10 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         cut += f", refined{fitted} by {variant.refine} alternating projections"
     if variant.calibrated:
         cut += f", weighed on {options.calibrate} sequences of text"
+    if options.match:
+        cut += f"; every layer was then matched to the dense one on {options.match} sequences of text"
+    if options.distill:
+        cut += f"; the predictions of the dense model were then learned on {options.distill} tokens of text"
     return (
         f"This is {name} with L + S in place of its weight matrices: L is the product of two thin factors, S is "
         f"sparse. L and S are {origin}; {cut}. It was written by compress.py of SALAAD."

@@ -80,20 +80,27 @@ def cut(whole: Whole, variant: Variant) -> Parts:
     return whole.unweighted(small)
 
 
-def all_sizes(whole: Whole, variant: Variant) -> tuple[Parts, UnitQueue]:
+def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tuple[Parts, UnitQueue]:
     """All units in one order of value per parameter, of which every size keeps the first ones, and that order.
 
     Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the variant's
     budget. Behind them stand units that bring the size up to that of L + S again: whatever rank and entries the cut has
     not, fitted in the same way to the difference between the target and the cut.
+
+    Args:
+        whole: L + S.
+        variant: its budget and refinement.
+        first: the cut, if it was fitted in another way.
     """
     parts = whole.weighted()
     if not variant.refine or variant.budget >= whole.parameters:
         return whole.unweighted(parts), UnitQueue.of(spectra(parts))
-    kept = _kept(parts, whole.fixed, variant)
-    first, second = {}, {}
+    first = {
+        name: whole.weights[name].of_units(slr).resorted() if name in whole.weights else slr.resorted()
+        for name, slr in (first or cut(whole, variant)).items()
+    }
+    second = {}
     for name, slr in _with_bar(parts):
-        first[name] = _refined(whole, variant, name, slr.cut(*kept[name]))
         lacking = whole.weighted_target(name) - first[name].dense()
         second[name] = refine(
             lacking.to(whole.device),

@@ -4,11 +4,14 @@ A checkpoint (or any dense model, split after the fact) is cut anew for every si
 one order already, and a size is how many of the first of them are read; a MatFormer has narrower models inside.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
@@ -49,6 +52,20 @@ class SizedModel(NamedTuple):
     note: str | None = None
 
 
+class EverySize(NamedTuple):
+    """All units of a model, for a folder that opens at any size.
+
+    Args:
+        parts: block → its units, in the order in which sizes take them.
+        queue: the order among all blocks.
+        others: further parameters of the model that were fitted with them, by name.
+    """
+
+    parts: Parts
+    queue: UnitQueue
+    others: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class Deployment(Protocol):
     """The sizes that a model on disk can be had in.
 
@@ -74,6 +91,12 @@ class Deployment(Protocol):
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
 
+    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:
+        """Let `sized` and `all_sizes` fit what they cut on text, by matching and distillation; it is opened here."""
+
+    def written(self) -> None:
+        """Forget what was kept for a command that is interrupted: its folder is there."""
+
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """What `compress.py` is asked for; a UserError if this kind of folder cannot give it."""
 
@@ -83,7 +106,7 @@ class Deployment(Protocol):
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
+    def all_sizes(self, variant: Variant) -> EverySize:
         """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
 
 
@@ -110,6 +133,8 @@ def option_that_cuts(options: CompressOptions) -> str | None:
         "--refine": options.refine,
         "--calibrate": options.calibrate,
         "--elastic": options.elastic,
+        "--match": options.match,
+        "--distill": options.distill,
     }
     return next((name for name, given in asked.items() if given), None)
 
@@ -117,6 +142,13 @@ def option_that_cuts(options: CompressOptions) -> str | None:
 def best_device() -> torch.device:
     """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def take_over(model: PreTrainedModel, others: Mapping[str, Tensor]) -> None:
+    """Give parameters of a model the numbers that were fitted, by name."""
+    for name, value in others.items():
+        model.get_parameter(name).copy_(value)
 
 
 def as_dense(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

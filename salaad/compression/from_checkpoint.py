@@ -16,14 +16,23 @@ from salaad.common.budgets import to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, second_moments_of_text
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
-from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device, own_text
+from salaad.compression.deployment import (
+    EverySize,
+    OpenedVariant,
+    SizedModel,
+    as_dense,
+    best_device,
+    own_text,
+    take_over,
+)
 from salaad.compression.sensitivity import Weights, weights_from
 from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
 from salaad.compression.trained_factors import TrainedFactors
+from salaad.compression.tuning.distillation import sizes_in_turn
+from salaad.compression.tuning.tune import Fitted, Tuning
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.energy_allocation import UnitQueue
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
@@ -55,6 +64,7 @@ class CheckpointDeployment:
     def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
         self.calibration: CalibrationText | None = None
+        self.tuning: Tuning | None = None
         model = source.folder.outline
         self.dense = count_parameters(model)
         self._factors = TrainedFactors(source) if post_hoc is None else None
@@ -107,8 +117,21 @@ class CheckpointDeployment:
         self.calibration.check()
         self.__dict__.pop("calibrated_weights", None)
 
+    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:  # noqa: D102
+        self.tuning = Tuning(self.source, own_text(self.source, data), sequences, tokens)
+        self.tuning.check()
+
+    def written(self) -> None:  # noqa: D102
+        if self.tuning is not None:
+            self.tuning.forget()
+
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
+        if self.in_parts and (options.match or options.distill):
+            raise UserError(
+                f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "
+                "checkpoint, or the dense model, that it was made of"
+            )
         refine, calibrated = options.alternations, options.calibrate > 0
         if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
             return Variant("X")  # the folder as it is, dense again or in another dtype
@@ -155,8 +178,15 @@ class CheckpointDeployment:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
         return {} if variant.name == "X" else cut(self._whole(self.weights(variant)), variant)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:  # noqa: D102
-        return all_sizes(self._whole(self.weights(variant)), variant)
+    def all_sizes(self, variant: Variant) -> EverySize:  # noqa: D102
+        whole = self._whole(self.weights(variant))
+        if self.tuning is None:
+            return EverySize(*all_sizes(whole, variant))
+        first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
+        parts, queue = all_sizes(whole, variant, first.parts)
+        sizes = sizes_in_turn(variant.budget - self.fixed, queue.parameters, queue.keep)
+        fitted = self.tuning.distilled(Fitted(parts, first.others), f"{self._name_of(variant)} elastic", sizes)
+        return EverySize(fitted.parts, queue, fitted.others)
 
     def kappa(self, parts: Parts) -> float | None:
         """κ of a cut."""
@@ -180,13 +210,17 @@ class CheckpointDeployment:
             yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
-        parts = self.cut(variant)
+        parts, others = self.cut(variant), {}
+        if self.tuning is not None:
+            fitted = self.tuning.matched(self.tuning.untouched(parts), self._name_of(variant))
+            parts, others = self.tuning.distilled(fitted, self._name_of(variant))
         if self.in_parts and not factored:
             model = as_dense(self.source.folder.load(torch.float32), dtype)
             return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
         model = self.source.folder.load(dtype)
         if self.in_parts:
             return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
+        take_over(model, others)
         if factored:
             factor(model, parts)
         else:
@@ -200,6 +234,11 @@ class CheckpointDeployment:
         if variant.calibrated:
             return self.calibrated_weights
         return self.trained_weights if variant.kappa is None else {}
+
+    def _name_of(self, variant: Variant) -> str:
+        """What a cut depends on beside the model and its text."""
+        calibration = self.calibration.digest if variant.calibrated else ""
+        return f"{self.kind} {variant} {calibration}"
 
     def _whole(self, weights: dict[str, Weights]) -> Whole:
         return Whole(self.parts, self.fixed, self._target, weights, best_device())

@@ -9,8 +9,7 @@ import torch
 
 from salaad import hpa
 from salaad.common.errors import UserError
-from salaad.compression.deployment import OpenedVariant, SizedModel, as_dense, best_device, option_that_cuts
-from salaad.compression.split import Parts
+from salaad.compression.deployment import EverySize, OpenedVariant, SizedModel, as_dense, best_device, option_that_cuts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
@@ -61,6 +60,12 @@ class ElasticDeployment:
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 
+    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:
+        """Nothing, likewise."""
+
+    def written(self) -> None:
+        """Nothing is kept."""
+
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """The size that is asked for; whatever would change the units is refused."""
         wrong = option_that_cuts(options)
@@ -83,7 +88,7 @@ class ElasticDeployment:
             model = model if factored else as_dense(model, dtype)
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
+    def all_sizes(self, variant: Variant) -> EverySize:
         """Refused: the folder is one of all sizes already."""
         raise self._as_it_is("--elastic")
 

@@ -8,12 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.compression.deployment import OpenedVariant, SizedModel, best_device, option_that_cuts
-from salaad.compression.split import Parts
+from salaad.compression.deployment import EverySize, OpenedVariant, SizedModel, best_device, option_that_cuts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.energy_allocation import UnitQueue
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -52,6 +50,12 @@ class NestedDeployment:
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 
+    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:
+        """Nothing, likewise."""
+
+    def written(self) -> None:
+        """Nothing is kept."""
+
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """The widest uniform model within the budget; whatever needs L and S is refused."""
         wrong = option_that_cuts(options)
@@ -77,6 +81,6 @@ class NestedDeployment:
         note = f"The feed-forward width is {width} of {widths.uniform[0]}; it is a plain folder that needs no salaad."
         return SizedModel(plain, count_parameters(plain), len(widths.layers), None, whole=False, note=note)
 
-    def all_sizes(self, variant: Variant) -> tuple[Parts, UnitQueue]:
+    def all_sizes(self, variant: Variant) -> EverySize:
         """Refused: `variant_for` has said so."""
         raise UserError(f"{self.source.name} holds no L and S; leave --elastic out")

@@ -14,7 +14,7 @@ from salaad.common.files import new_folder, require_new, write_checksums, write_
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.compression.card import Usage, history, not_smaller, write_card
-from salaad.compression.deployment import Deployment
+from salaad.compression.deployment import Deployment, take_over
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -76,6 +76,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     deployment.check([variant])
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
+    if options.match or options.distill:
+        deployment.tune(data or DataConfig(), options.match, parse_count(options.distill) if options.distill else 0)
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = (_all_sizes if options.elastic else _one_size)(deployment, variant, options)
 
@@ -96,6 +98,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
         about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
+        about |= {"match": options.match, "distill": options.distill}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
@@ -106,6 +109,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         usage = usage_of(deployment, options, content, tokenizer is not None)
         how = history(source.name, deployment.kind, options, variant)
         write_card(folder, usage, how=how, sizes=found, base=source.base)
+    deployment.written()
     return f"{found}\n\n{usage.said()}"
 
 
@@ -123,8 +127,9 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
 
 
 def _all_sizes(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
-    parts, order = deployment.all_sizes(variant)
+    parts, order, others = deployment.all_sizes(variant)
     model = deployment.source.folder.load(getattr(torch, options.dtype))
+    take_over(model, others)
     if set(parts) <= tied_modules(model):
         raise UserError(
             f"all blocks of {deployment.source.name} are tied weights, dense at every size; leave --elastic out"

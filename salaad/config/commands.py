@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from salaad.common.budgets import parse_count
 from salaad.common.validation import at_least, check, one_or_more
 
 # The paper's downstream tasks.
@@ -171,7 +172,7 @@ class RpcaOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions:
-    """A model of the size you name, or one folder for all sizes, out of a checkpoint, without training.
+    """A model of the size you name, or one folder for all sizes, out of a checkpoint.
 
     Args:
         checkpoint: a run, one of its checkpoints, or an elastic folder; with --rpca or --godec any Hugging Face
@@ -185,6 +186,9 @@ class CompressOptions:
         refine: alternating projections that bring the cut as near to L + S as trained (to X with --rpca or --godec) as
             its ranks and counts allow; 20 by energy and none by hpa unless given.
         calibrate: sequences of training text by which the worth of what is kept is measured.
+        match: sequences of training text on which each layer of what is cut is fitted to the dense layer.
+        distill: tokens of training text, such as 2M, on which what is cut learns the predictions of the dense model;
+            with --elastic at all sizes from --budget up.
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
             for that size, and larger sizes add to it.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
@@ -207,6 +211,8 @@ class CompressOptions:
     kappa: float | None = None
     refine: int | None = None
     calibrate: int = 0
+    match: int = 0
+    distill: str | None = None
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
     dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
@@ -219,9 +225,13 @@ class CompressOptions:
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
-        at_least(self, 0, "calibrate")
+        at_least(self, 0, "calibrate", "match")
         if self.refine is not None:
             at_least(self, 0, "refine")
+        if self.distill is not None:
+            parse_count(self.distill)  # refuses what is none
+        fitted = self.match or self.distill
+        check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:
             check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
             by_energy = self.elastic or self.allocation == "energy"

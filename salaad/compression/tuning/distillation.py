@@ -1,0 +1,97 @@
+"""Distillation: a cut model, or all sizes of one in turn, learns the predictions of the dense model on text.
+
+    minimise  E KL(p_X(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S and the rest
+
+Of many sizes each step trains one: they follow the multiples of the golden ratio over the range, evenly spaced in the
+logarithm of the compressible parameters, so that every stretch of steps covers all of it.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from salaad.common.errors import UserError
+from salaad.common.signals import StopRequest
+from salaad.compression.tuning.fitting import Fitting
+from salaad.compression.tuning.saved import SavedTuning
+from salaad.compression.tuning.tuned_model import TunedModel
+from salaad.data.batches import TrainingStream
+from salaad.hpa import Kept
+from salaad.model.loss import IGNORED, SummedDivergence
+
+RATE = 0.03  # as in `Fitting`
+_SECONDS = 60  # between two times that the state is saved
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def distill(
+    tuned: TunedModel,
+    open_stream: Callable[[dict | None], TrainingStream],
+    steps: int,
+    saved: SavedTuning,
+    request: StopRequest,
+    kept_at: Callable[[int], Kept | None] = lambda step: None,
+) -> None:
+    """Train `tuned` for so many batches, from the last step on that was saved.
+
+    Args:
+        tuned: what is trained; the dense model in it is the teacher.
+        open_stream: the text from a saved position on, or from its beginning.
+        steps: batches.
+        saved: the state.
+        request: to stop, after saving.
+        kept_at: step → block → (rank, entries) of the size that is trained then; all units for None.
+
+    Raises:
+        UserError: the text is shorter, cannot be read, or a stop was requested; what was done is saved.
+    """
+    state, fitting = saved.load(), Fitting(tuned.trained(), steps, RATE)
+    if state is not None:
+        tuned.load_state_dict(state["tuned"])
+        fitting.load_state_dict(state["fitting"])
+    wrapper, device = SummedDivergence(tuned.model), next(tuned.parameters()).device
+    stream, since = open_stream(None if state is None else state["data"]), time.monotonic()
+
+    def save() -> None:
+        saved.save({"tuned": tuned.state_dict(), "fitting": fitting.state_dict(), "data": stream.state_dict()})
+
+    bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
+    try:
+        while fitting.done < steps:
+            ids, labels = (part.to(device) for part in next(stream).values())
+            if stream.passes:
+                raise UserError(
+                    f"the training text ends after {fitting.done} of the {steps} batches that --distill asks for; give "
+                    "fewer tokens, or more text"
+                )
+            with torch.no_grad():
+                teacher = wrapper.hidden_and_head(ids)
+            summed = tuned.call(wrapper, ids, labels, teacher, kept=kept_at(fitting.done))
+            loss = summed / (labels != IGNORED).sum()
+            fitting.step(loss)
+            bar.update()
+            bar.set_postfix_str(f"divergence {float(loss.detach()):.3f}", refresh=False)
+            if request.asked or time.monotonic() - since > _SECONDS:
+                save()
+                since = time.monotonic()
+            if request.asked:
+                raise UserError(
+                    f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there"
+                )
+        save()
+    finally:
+        bar.close()
+        stream.close()
+
+
+def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], Kept]:
+    """Step → what a size between two counts of compressible parameters keeps, evenly spaced in their logarithm."""
+
+    def kept_at(step: int) -> Kept:
+        place = (step + 1) * _GOLDEN % 1
+        return keep(round(largest * (smallest / largest) ** place))
+
+    return kept_at

@@ -1,0 +1,54 @@
+"""Gradient steps on what is trained of a cut model, and their state, which an interrupted command goes on from.
+
+The learning rate of a tensor is relative to the size of its entries, so one rate serves models of every size.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from salaad.config.run import OptimizerConfig
+from salaad.methods.optimizer import warmup_and_cosine
+
+_WARMUP = OptimizerConfig(warmup=0.1, final_lr=0.0)
+
+
+class Fitting:
+    """Adam over a fixed number of steps.
+
+    Args:
+        parameters: what is trained; a tensor of zeros stays as it is.
+        steps: of the whole schedule.
+        rate: peak change of an entry in a step, relative to the root mean square of its tensor at the beginning.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], steps: int, rate: float) -> None:
+        groups = [{"params": [p], "lr": rate * _size(p)} for p in parameters if p.numel()]
+        self.steps, self.done = steps, 0
+        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        self.schedule = LambdaLR(self.optimizer, warmup_and_cosine(_WARMUP, steps))
+
+    def step(self, loss: Tensor) -> None:
+        """One step down the gradient of `loss`."""
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps."""
+        return {"done": self.done, "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.done = state["done"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.last_epoch = state["schedule"]
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().square().mean().sqrt())

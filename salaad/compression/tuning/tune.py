@@ -1,0 +1,133 @@
+"""Fitting a cut to the dense model on text: matching, then distillation, for one size or for all of a folder."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from salaad.common.signals import StopRequest
+from salaad.compression.calibration import CalibrationText
+from salaad.compression.deployment import best_device
+from salaad.compression.split import Parts
+from salaad.compression.tuning.distillation import distill
+from salaad.compression.tuning.matching import layer_names, match
+from salaad.compression.tuning.saved import SavedTuning
+from salaad.compression.tuning.tuned_model import TunedModel
+from salaad.config.run import DataConfig
+from salaad.data.batches import TrainingStream
+from salaad.data.text import Text, fingerprint, open_text
+from salaad.hpa import Kept
+from salaad.model.loss import SummedDivergence
+from salaad.model.weights import weights_of
+from salaad.runs.model_on_disk import ModelOnDisk
+
+_ROWS = 8  # of a batch
+
+
+class Fitted(NamedTuple):
+    """A cut, and what else of the model was fitted with it.
+
+    Args:
+        parts: block → its units.
+        others: further parameters, by name.
+    """
+
+    parts: Parts
+    others: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How cuts of one model are fitted to it.
+
+    Args:
+        source: the dense model on disk.
+        data: its text, of which training rows are read.
+        match: sequences that layers are matched on; 0 leaves matching out.
+        tokens: of distillation; 0 leaves it out.
+    """
+
+    source: ModelOnDisk
+    data: DataConfig
+    match: int
+    tokens: int
+
+    def check(self) -> None:
+        """Raise a UserError if the text cannot be read or is too short for matching, or the model cannot be fitted."""
+        SummedDivergence(self.source.folder.outline)
+        if self.match:
+            layer_names(self.source.folder.outline)
+            self._sequences.check()
+        self._text  # noqa: B018  opened here, before anything is computed
+
+    @property
+    def steps(self) -> int:
+        """Batches of distillation."""
+        return ceil(self.tokens / (_ROWS * self.data.sequence_length))
+
+    def matched(self, cut: Fitted, name: str) -> Fitted:
+        """The cut called `name` after matching; as it is if that is left out."""
+        if not self.match:
+            return cut
+        tuned, saved = self._begin(cut), self._saved(f"match {name} {self._sequences.digest}")
+        batches = [batch["input_ids"].to(best_device()) for batch in self._sequences.batches()]
+        match(tuned, batches, saved, self._request)
+        return Fitted(tuned.parts(), tuned.other_parameters())
+
+    def distilled(self, cut: Fitted, name: str, kept_at: Callable[[int], Kept | None] = lambda step: None) -> Fitted:
+        """The cut called `name` after distillation at the sizes of `kept_at`; as it is if that is left out."""
+        if not self.tokens:
+            return cut
+        tuned, text = self._begin(cut), fingerprint(self._text.train_files, self._text.sizes)
+        saved = self._saved(f"distill {name} {self.steps} {text} {self._sequences.digest if self.match else ''}")
+        distill(tuned, self._stream, self.steps, saved, self._request, kept_at)
+        return Fitted(tuned.parts(), tuned.other_parameters())
+
+    def forget(self) -> None:
+        """Delete what was kept for an interrupted command."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def untouched(self, parts: Parts) -> Fitted:
+        """A cut before it is fitted, with the further parameters that will be."""
+        own = self._model.named_parameters()
+        blocks = {id(X) for X in weights_of(self._model, list(parts)).parameters.values()}
+        return Fitted(parts, {name: p.detach().cpu() for name, p in own if id(p) not in blocks})
+
+    def _begin(self, cut: Fitted) -> TunedModel:
+        return TunedModel(self._model, cut.parts, cut.others)
+
+    def _saved(self, of: str) -> SavedTuning:
+        key = sha256(f"{self.source.digest} {of}".encode()).hexdigest()[:16]
+        return SavedTuning(self._folder / f"{key}.pt")
+
+    def _stream(self, state: dict | None) -> TrainingStream:
+        return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=self._request)
+
+    @property
+    def _folder(self) -> Path:
+        return self.source.cache / "tuning"
+
+    @cached_property
+    def _request(self) -> StopRequest:
+        return StopRequest()
+
+    @cached_property
+    def _text(self) -> Text:
+        return open_text(self.data, vocab_size=self.source.folder.config.vocab_size)
+
+    @cached_property
+    def _sequences(self) -> CalibrationText:
+        return CalibrationText(self.data, self.source.folder.config.vocab_size, self.match)
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        device = best_device()
+        return self.source.folder.load(torch.bfloat16 if device.type == "cuda" else torch.float32, device)

@@ -1,0 +1,308 @@
+"""Matching and distillation: gradients against autograd on dense weights, and folders made with the user's command.
+
+How near a folder comes to the dense model is measured with transformers alone, on text that nothing was fitted on.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    logging,
+)
+
+import salaad  # noqa: F401  so that from_pretrained opens factored folders
+from salaad.common.errors import UserError
+from salaad.common.signals import StopRequest
+from salaad.compression.tuning.matching import layer_names
+from salaad.compression.tuning.tuned_model import TunedModel
+from salaad.factored.slr import Slr
+from salaad.model.loss import IGNORED, SummedDivergence, summed_divergence
+from tests.helpers.deploying import compress, refused
+from tests.helpers.models import save_gpt2
+from tests.helpers.training import last_checkpoint
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+pytestmark = pytest.mark.usefixtures("own_caches")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+Q, WTE = "model.layers.1.self_attn.q_proj", "model.embed_tokens"
+
+
+def drawn(n: int, m: int, rank: int, nnz: int) -> Slr:
+    S = torch.zeros(n * m)
+    S[torch.randperm(n * m)[:nnz]] = torch.randn(nnz)
+    return Slr.from_parts(torch.randn(n, rank) @ torch.randn(rank, m), S.view(n, m), rank)
+
+
+@pytest.fixture
+def tuned() -> TunedModel:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, initializer_range=0.3, **SIZES)).eval()
+    parts = {Q: drawn(16, 16, 5, 30), WTE: drawn(40, 16, 4, 20)}
+    return TunedModel(
+        model, parts, {"lm_head.weight": model.lm_head.weight, "model.norm.weight": torch.full((16,), 2.0)}
+    )
+
+
+def ids(rows: int = 3) -> Tensor:
+    return torch.randint(3, 40, (rows, 9), generator=torch.Generator().manual_seed(1))
+
+
+# ---- what is trained
+
+
+def test_a_size_is_that_of_the_cut_parts(tuned):
+    parts = tuned.parts()
+    weights = tuned.weights({Q: (2, 7), WTE: (4, 0)})
+    torch.testing.assert_close(weights[f"{Q}.weight"], parts[Q].cut(2, 7).dense())
+    torch.testing.assert_close(weights[f"{WTE}.weight"], parts[WTE].cut(4, 0).dense())
+    torch.testing.assert_close(tuned.weights()[f"{Q}.weight"], parts[Q].dense())
+    inside = tuned.weights(prefix="model.layers.1")
+    assert set(inside) == {"self_attn.q_proj.weight"}
+
+
+def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):
+    before = tuned.model(ids()).logits
+    wrapper = SummedDivergence(tuned.model)
+    hidden, head = tuned.call(Hidden(tuned.model), ids())
+    torch.testing.assert_close(tuned.model(ids()).logits, before)
+    by_hand = LlamaForCausalLM(tuned.model.config).eval()
+    by_hand.load_state_dict(tuned.model.state_dict() | tuned.weights())
+    torch.testing.assert_close((hidden @ head.mT).view(3, 9, 40), by_hand(ids()).logits, rtol=1e-4, atol=1e-4)
+    assert wrapper.model is tuned.model
+
+
+class Hidden(SummedDivergence):
+    """What the loss is made of."""
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.hidden_and_head(input_ids)
+
+
+def test_gradients_are_those_of_dense_weights_by_the_chain_rule(tuned):
+    wrapper, labels = SummedDivergence(tuned.model), ids().clone()
+    labels[0, 5:] = IGNORED
+    with torch.no_grad():
+        teacher = wrapper.hidden_and_head(ids())
+    tuned.call(wrapper, ids(), labels, teacher).backward()
+
+    student = LlamaForCausalLM(tuned.model.config).double().eval()
+    student.load_state_dict(tuned.model.state_dict() | tuned.weights())
+    target = F.log_softmax(tuned.model.double()(ids()).logits, -1)
+    found = F.log_softmax(student(ids()).logits, -1)
+    real = labels != IGNORED
+    (target.exp() * (target - found))[real].sum().backward()
+    for name, block in zip((Q, WTE), tuned.blocks.values(), strict=True):
+        G = student.get_submodule(name).weight.grad
+        close = {"rtol": 1e-3, "atol": 1e-4 * float(G.abs().max())}
+        torch.testing.assert_close(block.U.grad.double(), G @ block.V.double().mT, **close)
+        torch.testing.assert_close(block.V.grad.double(), block.U.double().mT @ G, **close)
+        torch.testing.assert_close(block.values.grad.double(), G.flatten()[block.positions], **close)
+    head, norm = (tuned.others[name].grad.double() for name in ("lm_head/weight", "model/norm/weight"))
+    torch.testing.assert_close(head, student.lm_head.weight.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(norm, student.model.norm.weight.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 700])
+def test_the_divergence_in_chunks_is_that_of_all_logits_at_once(tokens):
+    torch.manual_seed(0)
+    hidden, head = torch.randn(tokens, 8).requires_grad_(), torch.randn(5000, 8).requires_grad_()
+    teacher, its_head = torch.randn(tokens, 8), torch.randn(5000, 8)
+    loss = summed_divergence(hidden, head, teacher, its_head)
+    h, w = (part.detach().double().requires_grad_() for part in (hidden, head))
+    q, p = F.log_softmax(teacher.double() @ its_head.double().mT, -1), F.log_softmax(h @ w.mT, -1)
+    expected = (q.exp() * (q - p)).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    for found, wanted in zip(
+        torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, (h, w)), strict=True
+    ):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-5)
+    same = summed_divergence(teacher, its_head, teacher, its_head)
+    assert abs(float(same)) < 1e-4 * tokens
+
+
+def test_an_expert_is_a_slice_of_its_parameter():
+    torch.manual_seed(0)
+    config = MixtralConfig(vocab_size=40, num_local_experts=3, num_key_value_heads=2, **SIZES)
+    model = MixtralForCausalLM(config).eval()
+    name = "model.layers.0.mlp.experts.down_proj"
+    parts = {f"{name}.{i}": drawn(16, 24, 3, 5) for i in (0, 2)}
+    W = TunedModel(model, parts).weights()[name]
+    assert W.shape == (3, 16, 24)
+    torch.testing.assert_close(W[0], parts[f"{name}.0"].dense(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(W[1], model.get_parameter(name)[1])
+    torch.testing.assert_close(W[2], parts[f"{name}.2"].dense(), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_are_found_in_every_family_and_missed_in_a_sentence(tuned):
+    assert layer_names(tuned.model) == ["model.layers.0", "model.layers.1"]
+    tuned.model.config.num_hidden_layers = 7
+    with pytest.raises(UserError, match=r"has 0 lists of 7 layers.*leave --match out"):
+        layer_names(tuned.model)
+
+
+# ---- the command
+
+
+@torch.no_grad()
+def divergence(small: Path, dense: Path, files: list[str], **options) -> float:
+    """Mean KL(dense ‖ small) per token of the first validation documents, by transformers."""
+    models = [AutoModelForCausalLM.from_pretrained(folder, **more) for folder, more in ((dense, {}), (small, options))]
+    tokenizer, total, count = AutoTokenizer.from_pretrained(small), 0.0, 0
+    for line in Path(files[0]).read_text().splitlines()[:20]:
+        row = torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"][:32]])
+        q, p = (F.log_softmax(model(row).logits.double(), -1) for model in models)
+        total, count = total + float((q.exp() * (q - p)).sum()), count + row.numel()
+    return total / count
+
+
+@pytest.fixture
+def dense(runs) -> Path:
+    return last_checkpoint(runs / "salaad") / "model"
+
+
+WORDS = {"budget": "0.4", "dtype": "float32"}
+
+
+def test_matching_and_distillation_come_nearer_to_the_dense_model(runs, dense, text_files, tmp_path):
+    ways = {"cut": {}, "matched": {"match": 32}, "distilled": {"distill": "8K"}, "both": {"match": 32, "distill": "8K"}}
+    found, numbers = {}, set()
+    for name, options in ways.items():
+        compress(runs / "salaad", tmp_path / name, **WORDS, **options)
+        found[name] = divergence(tmp_path / name, dense, text_files["validation"])
+        record = json.loads((tmp_path / name / "compression.json").read_text())
+        assert (record["match"], record["distill"]) == (options.get("match", 0), options.get("distill"))
+        numbers.add(tuple(record["numbers_stored"]))
+    assert found["matched"] < 0.9 * found["cut"] and found["distilled"] < 0.9 * found["cut"]
+    assert found["both"] < found["distilled"]
+    assert len(numbers) == 1  # not one more is stored
+    assert "matched to the dense one on 32 sequences" in (tmp_path / "both" / "README.md").read_text()
+
+
+def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp_path):
+    folders = {"cut": {}, "tuned": {"match": 32, "distill": "9K"}}
+    for name, options in folders.items():
+        compress(runs / "salaad", tmp_path / name, "--elastic", **WORDS, **options)
+    record = json.loads((tmp_path / "cut" / "compression.json").read_text())
+    smallest = record["budget"]
+    for size in (smallest, round(1.3 * smallest)):
+        before, after = (divergence(tmp_path / f, dense, text_files["validation"], budget=size) for f in folders)
+        assert after < 0.95 * before
+    largest = divergence(tmp_path / "tuned", dense, text_files["validation"])
+    assert largest < divergence(tmp_path / "tuned", dense, text_files["validation"], budget=smallest)
+
+
+def interrupted(monkeypatch, after: int) -> None:
+    """A stop is asked for when it has been looked at so many times."""
+    looked = [0]
+
+    def asked(self) -> bool:
+        looked[0] += 1
+        return looked[0] > after
+
+    monkeypatch.setattr(StopRequest, "asked", property(asked, lambda self, value: None), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "after", "said"),
+    [
+        ({"match": 16}, 11, "interrupted while model.layers.0 was matched"),
+        ({"match": 16, "distill": "4K"}, 60, "interrupted after"),
+        ({"distill": "4K"}, 20, "interrupted after"),
+    ],
+)
+@pytest.mark.parametrize("elastic", [(), ("--elastic",)])
+def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypatch, words, after, said, elastic):
+    arguments = ["--checkpoint", runs / "salaad", *elastic]
+    arguments += [f"--{key}={value}" for key, value in (WORDS | words).items()]
+    with monkeypatch.context() as patch:
+        interrupted(patch, after)
+        error = refused("compress.py", *arguments, f"--output={tmp_path / 'a'}")
+    assert said in error and "goes on" in error
+    assert not (tmp_path / "a").exists()
+    kept = list((runs / "salaad" / "cache").glob("*/tuning/*.pt"))
+    compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words)
+    assert not any(path.exists() for path in kept)
+    compress(runs / "salaad", tmp_path / "b", *elastic, **WORDS, **words)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def families(folder: Path) -> dict[str, Path]:
+    """Random models of several architectures."""
+    torch.manual_seed(0)
+    wide = SIZES | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 512}
+    made = {
+        "llama": LlamaForCausalLM(LlamaConfig(**wide)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**wide, num_key_value_heads=1)),
+        "mistral": MistralForCausalLM(MistralConfig(**wide, num_key_value_heads=1, sliding_window=16)),
+    }
+    for name, model in made.items():
+        sharpen(model).save_pretrained(folder / name)
+    sharpen(AutoModelForCausalLM.from_pretrained(save_gpt2(folder / "plain"))).save_pretrained(folder / "gpt2")
+    return {name: folder / name for name in (*made, "gpt2")}
+
+
+def sharpen(model: PreTrainedModel) -> PreTrainedModel:
+    """With larger weights, so that its predictions differ from even ones."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("way", ["rpca", "godec"])
+def test_any_dense_model_is_matched_and_distilled(tmp_path, tiny_tokenizer_dir, text_files, way):
+    text = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tiny_tokenizer_dir}
+    text |= {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
+    for name, folder in families(tmp_path).items():
+        AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
+        found = []
+        for options in ({}, {"match": 32, "distill": "4K"}):
+            made = tmp_path / f"{name}-{len(found)}"
+            compress(folder, made, f"--{way}", budget="0.8", dtype="float32", **options, **text)
+            found.append(divergence(made, folder, text_files["validation"]))
+        assert found[1] < 0.95 * found[0], name
+
+
+def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, text_files):
+    run, out = runs / "salaad", tmp_path / "out"
+    few = ["--data.source=files", f"--data.validation_files={text_files['validation'][0]}"]
+    gone = [*few, "--data.files=nowhere.jsonl"]
+    few.append(f"--data.files={text_files['train'][2]}")
+    compress(run, tmp_path / "small", budget="0.5")
+    compress(run, tmp_path / "every", "--elastic")
+    cases = [
+        (run, ["--match=8"], "--match and --distill fit what is cut; give a --budget too"),
+        (run, ["--distill=1K"], "give a --budget too"),
+        (run, ["--budget=0.5", "--match=-1"], "match is -1"),
+        (run, ["--budget=0.5", "--distill=none"], "'none' is no number"),
+        (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
+        (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),
+        (run, ["--budget=0.5", "--distill=1K", *gone], "nowhere.jsonl"),
+        (tmp_path / "small", ["--budget=0.4", "--distill=1K"], "holds no dense original"),
+        (tmp_path / "every", ["--budget=0.4", "--match=8"], "without --match"),
+        (tmp_path / "every", ["--budget=0.4", "--distill=1K"], "without --distill"),
+    ]
+    for folder, words, said in cases:
+        assert said in refused("compress.py", f"--checkpoint={folder}", *words, f"--output={out}"), words
+        assert not out.exists()
