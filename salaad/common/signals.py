@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ class StopRequest:
         self._when = 0.0
         self._process = os.getpid()
         self._waiting = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+        if threading.current_thread() is threading.main_thread():  # no other may say what a signal does
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         # A data worker inherits this handler when it is forked, but has no step to finish.

@@ -1,0 +1,288 @@
+"""One training at every size: SALAAD's cuts beside small dense models and every other way to a small model.
+
+    python scripts/compare_elastic.py --config nano-20 --seeds 0,1,2 --output results/elastic/nano-20.json \\
+        --data.source files --data.files 'runs/wikipedia/train-*' --data.validation_files 'runs/wikipedia/valid*'
+
+Every model is trained on the same tokens and measured at eight sizes, from three quarters of the compressible
+parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is its mean of log perplexity over
+full-rank's of the same seed. What is there already is kept, an interrupted run goes on.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from transformers import logging
+
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, read_json, write_json
+from salaad.common.provenance import provenance
+from salaad.common.validation import at_least, split_list
+from salaad.compression.opening import open_deployment
+from salaad.compression.split import PostHoc
+from salaad.compression.variants import Variant, parse_kappas
+from salaad.compression.write import compress
+from salaad.config.command_line import read_command_line
+from salaad.config.commands import ALTERNATIONS, CompressOptions
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
+from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.model.build import describe_model, outline
+from salaad.model.parameters import count_parameters
+from salaad.model.roles import find_blocks
+from salaad.runs.model_on_disk import ModelOnDisk
+from scripts.reliability.toy_run import ROOT
+from scripts.research.search_elastic import shares
+
+DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
+MATCH = 256  # sequences
+DISTILL = 20  # the part of the training tokens is one of so many
+KAPPAS = "0:1:0.1"
+BLOCKS = SalaadConfig(embedding=True)
+
+
+class Training(NamedTuple):
+    """A model to train, and the ways to smaller ones that are measured on it.
+
+    Args:
+        label: what tables call it.
+        words: options of train.py.
+        ways: names in `WAYS`.
+    """
+
+    label: str
+    words: tuple[str, ...]
+    ways: tuple[str, ...]
+
+
+# Settings that the searches found best (results/elastic): by config, of any method, and of SALAAD's own.
+RATES = ("--optimizer.lr=1.2e-2", "--optimizer.projection_lr=0.2")
+
+
+def trainings(config: str, extra: tuple[str, ...], salaad: tuple[str, ...]) -> list[Training]:
+    """All that are compared at a scale; `salaad` are the settings of SALAAD that this project recommends there."""
+    run, _ = read_command_line(["--config", config, *extra])
+    model = outline(describe_model(run.model, run.data.sequence_length))
+    dense = count_parameters(model)
+    compressible = sum(X.numel() for X in find_blocks(model, BLOCKS).values())
+    small = []
+    for share in DENSE_SHARES:
+        size = round(dense - (1 - share) * compressible)
+        words = ("--method=full_rank", *RATES, f"--model.like={config}", f"--model.parameters={size}")
+        small.append(Training(f"dense, {share:g}", words, ()))
+    return [
+        Training("full-rank", ("--method=full_rank", *RATES), ("rpca", "rpca, tuned", "godec")),
+        Training("SALAAD", (*RATES, *salaad), ("cut", "tuned")),
+        Training("SALAAD, as in the paper", (), ("hpa", "energy")),
+        *small,
+        Training("matformer", ("--method=matformer",), ("nested",)),
+        Training("full-rank, one rate", ("--method=full_rank",), ()),
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A trained model whose sizes are measured.
+
+    Args:
+        run: its folder.
+        tokens: validation tokens of an evaluation.
+        text_tokens: of the training.
+    """
+
+    run: Path
+    tokens: int
+    text_tokens: int
+
+    def evaluation(self, source: ModelOnDisk, split: PostHoc | None = None) -> VariantEvaluation:
+        """Of what can be cut from `source`."""
+        deployment = open_deployment(source, split)
+        if split is not None and split.method == "godec":
+            room = round(max(shares()) * (deployment.dense - deployment.fixed))
+            split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
+            deployment = open_deployment(source, split)
+        data = DataConfig(**self.source.run["data"])
+        return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
+
+    @property
+    def source(self) -> ModelOnDisk:
+        """The newest checkpoint."""
+        return ModelOnDisk.open(self.run)
+
+
+Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured there
+
+
+def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = True) -> Sizes:
+    """Cut by energy and refined, every size by itself."""
+    evaluation = model.evaluation(model.source, split)
+    deployment = evaluation.deployment
+    if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
+        deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
+    for share in shares():
+        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+
+
+def by_hpa(model: Measured) -> Sizes:
+    """Cut by HPA, with the κ that is best on the first half of the text."""
+    evaluation = model.evaluation(model.source)
+    half = Measured(model.run, model.tokens // 2, model.text_tokens).evaluation(model.source)
+    deployment = evaluation.deployment
+    for share in shares():
+        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
+        best = min(variants, key=lambda variant: half(variant)["perplexity"])
+        yield share, evaluation(best)
+
+
+def tuned(model: Measured, split: str | None = None) -> Sizes:
+    """One elastic folder, matched at the smallest size and distilled at all."""
+    source = model.source
+    deployment = open_deployment(source, PostHoc(BLOCKS, split) if split else None)
+    compressible = deployment.dense - deployment.fixed
+    folder = model.run / ("elastic" + (f"-{split}" if split else ""))
+    if not folder.exists():
+        smallest = str(round(deployment.fixed + min(shares()) * compressible))
+        how = {"rpca": split == "rpca", "godec": split == "godec", "embedding": split is not None}
+        options = CompressOptions(
+            checkpoint=str(model.run),
+            output=str(folder),
+            budget=smallest,
+            elastic=True,
+            dtype="float32",
+            match=MATCH,
+            distill=str(model.text_tokens // DISTILL),
+            **how,
+        )
+        compress(options, source, DataConfig(**source.run["data"]))
+    evaluation = model.evaluation(ModelOnDisk.open(folder))
+    for share in shares():
+        budget = round(deployment.fixed + share * compressible)
+        yield share, evaluation(Variant(str(budget), budget, stored=True))
+
+
+def nested(model: Measured) -> Sizes:
+    """The largest width, or mixture of widths, that fits."""
+    evaluation = model.evaluation(model.source)
+    deployment = evaluation.deployment
+    compressible = sum(X.numel() for X in find_blocks(model.source.folder.outline, BLOCKS).values())
+    for share in shares():
+        budget = round(deployment.dense - (1 - share) * compressible)
+        if budget >= deployment.fixed:
+            yield share, evaluation(Variant(str(budget), budget, stored=True))
+
+
+WAYS: dict[str, Callable[[Measured], Sizes]] = {
+    "cut": by_energy,
+    "energy": lambda model: by_energy(model, weighed=False),
+    "hpa": by_hpa,
+    "tuned": tuned,
+    "rpca": lambda model: by_energy(model, PostHoc(BLOCKS, "rpca")),
+    "rpca, tuned": lambda model: tuned(model, "rpca"),
+    "godec": lambda model: by_energy(model, PostHoc(BLOCKS, "godec")),
+    "nested": nested,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What every training is given alike.
+
+    Args:
+        config: file in configs/.
+        runs: folder of the runs.
+        extra: options of train.py for all.
+        tokens: validation tokens of an evaluation.
+    """
+
+    config: str
+    runs: Path
+    extra: tuple[str, ...]
+    tokens: int
+
+    def row(self, training: Training, seed: int) -> dict[str, Any]:
+        """A training with one seed, and all sizes of it; what is missing is made."""
+        folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
+        words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
+        if not (folder / "summary.json").exists():
+            command = [sys.executable, "train.py", *words, "--output", str(folder)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+        summary, lines = read_json(folder / "summary.json"), (folder / "config.yaml").read_text().splitlines()
+        origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+        model = Measured(folder, self.tokens, summary["tokens"])
+        X = model.evaluation(model.source)(Variant("X"))
+        ways, minutes = {}, {"train": summary["seconds"]["train"] / 60}
+        for way in training.ways:
+            since = time.perf_counter()
+            sizes = [
+                {"share": share, **{key: row[key] for key in ("variant", "parameters", "perplexity")}}
+                for share, row in WAYS[way](model)
+            ]
+            ways[way], minutes[way] = sizes, (time.perf_counter() - since) / 60
+        print(f"{folder.name}: X {X['perplexity']:.2f}", flush=True)
+        about = {"label": training.label, "seed": seed, "command": " ".join(words), "steps": summary["step"], **origin}
+        return {
+            **about,
+            "X": {key: X[key] for key in ("parameters", "perplexity", "tokens")},
+            "ways": ways,
+            "minutes": minutes,
+        }
+
+
+def main() -> None:
+    """Train and measure what is missing; write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="nano", help="configuration of all runs")
+    parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
+    parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
+    parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
+    parser.add_argument("--salaad", default="", help="settings of the recommended SALAAD, as options of train.py")
+    parser.add_argument("--tokens", type=int, default=300_000, help="validation tokens of an evaluation")
+    parser.add_argument("--runs", type=Path, help="where the runs go; runs/elastic-CONFIG unless given")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which rows are added")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    options, extra = parser.parse_known_args()
+    at_least(options, 1, "jobs", "tokens")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    comparison = Comparison(
+        options.config, options.runs or ROOT / "runs" / f"elastic-{options.config}", tuple(extra), options.tokens
+    )
+    comparison.runs.mkdir(parents=True, exist_ok=True)
+    every = trainings(options.config, tuple(extra), tuple(options.salaad.split()))
+    asked = options.rows.split(";") if options.rows else [training.label for training in every]
+    seeds = [int(seed) for seed in split_list(options.seeds)]
+    todo = [
+        (training, seed)
+        for training in every
+        if training.label in asked
+        for seed in (seeds if training.label in options.repeated.split(";") else seeds[:1])
+    ]
+    kept = read_json(options.output)["rows"] if options.output.exists() else []
+    rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
+
+    def measure(item: tuple[Training, int]) -> None:
+        training, seed = item
+        if (training.label, seed) in rows:
+            return
+        row = comparison.row(training, seed)
+        with lock:
+            rows[training.label, seed] = row
+            write_json({"config": options.config, **provenance(), "rows": list(rows.values())}, options.output)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(measure, todo))
+
+
+if __name__ == "__main__":
+    run_command(main)
