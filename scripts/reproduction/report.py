@@ -17,6 +17,8 @@ ABOUT = (
     "figure of the field, the mean of batch means with batches + 1 in the denominator.",
     "A claim agrees only if all parts of its measure hold. The measures were set before their items were measured; "
     "those of the LM head and the elastic curve were reworded when one seed, and a sweep of other runs, were known.",
+    "Cuts by energy of commits before 42d0652 count every entry of a block alike, since checkpoints held no second "
+    "moments of the optimizer then; those of later commits are weighed by them.",
 )
 BESIDE = {
     "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",

@@ -5,6 +5,7 @@
 A point is as for search_nano.py. A run is cut by energy and refined, to sizes from three quarters of the compressible
 parameters to a fifth, evenly spaced in their logarithm. Its score is the mean over the eight of log perplexity over
 that of full-rank training: the best of the points named `full_rank …` with the same seed. Finished points are kept.
+Further options, such as --data.files, are those of train.py for every point.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="validation tokens of an evaluation")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which points are added")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each")
-    options = parser.parse_args()
+    options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs", "tokens")
     logging.disable_progress_bar()  # one for every model that is opened
     for point in options.points:
@@ -93,7 +94,7 @@ def main() -> None:
     results = options.runs / "results"
     results.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda point: train(point, options.config, options.runs, results), options.points))
+        list(pool.map(lambda point: train(point, options.config, options.runs, results, extra), options.points))
     kept = read_json(options.output)["rows"] if options.output.exists() else []
     rows = {row["point"]: row for row in kept}
     for point in options.points:

@@ -10,6 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,14 +35,23 @@ def overrides(point: str) -> list[str]:
     return options
 
 
-def train(point: str, config: str, runs: Path, results: Path) -> None:
-    """Train one point on one core and write its result; nothing to do if that is there already."""
+def train(point: str, config: str, runs: Path, results: Path, extra: Sequence[str] = ()) -> None:
+    """Train one point on one core and write its result; nothing to do if that is there already.
+
+    Args:
+        point: what is laid over the config.
+        config: file in configs/.
+        runs: folder of the runs.
+        results: folder of their results.
+        extra: options of train.py for every point.
+    """
     name = point.replace(" ", ",").replace("salaad.", "")
     result = results / f"{name}.json"
     if result.exists():
         return
     folder = runs / name
-    command = ["train.py", "--config", config, *overrides(point), "--output", str(folder), "--train.save_every", "0"]
+    own = [*extra, *overrides(point)]
+    command = ["train.py", "--config", config, *own, "--output", str(folder), "--train.save_every", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
