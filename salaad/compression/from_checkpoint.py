@@ -184,7 +184,8 @@ class CheckpointDeployment:
             return EverySize(*all_sizes(whole, variant))
         first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts)
-        sizes = sizes_in_turn(variant.budget - self.fixed, queue.parameters, queue.keep)
+        largest = min(queue.parameters, self.dense - self.fixed)  # above that X itself is smaller
+        sizes = sizes_in_turn(min(variant.budget - self.fixed, largest), largest, queue.keep)
         fitted = self.tuning.distilled(Fitted(parts, first.others), f"{self._name_of(variant)} elastic", sizes)
         return EverySize(fitted.parts, queue, fitted.others)
 

@@ -33,6 +33,7 @@ from salaad.compression.tuning.matching import layer_names
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.factored.slr import Slr
 from salaad.model.loss import IGNORED, SummedDivergence, summed_divergence
+from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, refused
 from tests.helpers.models import save_gpt2
 from tests.helpers.training import last_checkpoint
@@ -205,6 +206,9 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
     for size in (smallest, round(1.3 * smallest)):
         before, after = (divergence(tmp_path / f, dense, text_files["validation"], budget=size) for f in folders)
         assert after < 0.95 * before
+    # The same units with other numbers, which are measured as what they are.
+    digests = {ModelOnDisk.open(tmp_path / name).digest[:16] for name in folders}
+    assert len(digests) == 2
     largest = divergence(tmp_path / "tuned", dense, text_files["validation"])
     assert largest < divergence(tmp_path / "tuned", dense, text_files["validation"], budget=smallest)
 

@@ -1,0 +1,43 @@
+"""The scripts behind results/elastic: the split of a budget against all splits, and a comparison that goes on."""
+
+import itertools
+import json
+import random
+import sys
+
+import pytest
+
+from scripts import compare_elastic
+from scripts.research.probe_allocation import dealt
+from scripts.research.search_elastic import shares
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_budget_is_dealt_as_well_as_by_trying_everything(seed):
+    draw = random.Random(seed)
+    costs = {name: [(p, draw.random() / p) for p in (10, 20, 40, 80)] for name in "abcd"}
+    budget = draw.choice((60, 151, 203))
+    found = dealt(costs, budget)
+    assert sum(costs[name][i][0] for name, i in found.items()) <= budget
+    room = 0.97 * budget  # a budget is divided into 400 steps, up to which every probe is rounded
+    tried = (dict(zip(costs, choice, strict=True)) for choice in itertools.product(range(4), repeat=4))
+    fitting = [c for c in tried if sum(costs[name][i][0] for name, i in c.items()) <= room]
+    loss = {id(c): sum(costs[name][i][1] for name, i in c.items()) for c in (*fitting, found)}
+    assert loss[id(found)] <= min(loss[id(c)] for c in fitting) + 1e-12
+
+
+def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path, monkeypatch):
+    output = tmp_path / "elastic.json"
+    words = ["compare_elastic.py", "--config=nano", "--rows=SALAAD;matformer", f"--runs={tmp_path / 'runs'}"]
+    words += [f"--output={output}", "--tokens=2000", "--salaad=--salaad.release=0.5"]
+    monkeypatch.setattr(sys, "argv", [*words, *toy(train__steps=4, salaad__embedding="true")])
+    monkeypatch.setattr(compare_elastic, "MATCH", 8)
+    compare_elastic.main()
+    rows = {row["label"]: row for row in json.loads(output.read_text())["rows"]}
+    assert set(rows) == {"SALAAD", "matformer"}
+    for way in ("cut", "tuned"):
+        assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == shares()
+    assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
+    monkeypatch.setattr(compare_elastic.subprocess, "run", lambda *a, **k: pytest.fail("trained again"))
+    compare_elastic.main()
+    assert {row["label"]: row for row in json.loads(output.read_text())["rows"]} == rows
