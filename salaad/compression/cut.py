@@ -95,23 +95,25 @@ def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tup
     parts = whole.weighted()
     if not variant.refine or variant.budget >= whole.parameters:
         return whole.unweighted(parts), UnitQueue.of(spectra(parts))
-    first = {
-        name: whole.weights[name].of_units(slr).resorted() if name in whole.weights else slr.resorted()
-        for name, slr in (first or cut(whole, variant)).items()
-    }
-    second = {}
+    kept = _kept(parts, whole.fixed, variant)
+    near, second = {}, {}
     for name, slr in _with_bar(parts):
-        lacking = whole.weighted_target(name) - first[name].dense()
+        if first is None:
+            near[name] = _refined(whole, variant, name, slr.cut(*kept[name]))
+        else:
+            fitted = first[name]
+            near[name] = (whole.weights[name].of_units(fitted) if name in whole.weights else fitted).resorted()
+        lacking = whole.weighted_target(name) - near[name].dense()
         second[name] = refine(
             lacking.to(whole.device),
-            rank=slr.rank - first[name].rank,
-            nnz=slr.nnz - first[name].nnz,
+            rank=slr.rank - near[name].rank,
+            nnz=slr.nnz - near[name].nnz,
             iterations=variant.refine,
-            taken=(first[name].sparse() != 0).to(whole.device),
+            taken=(near[name].sparse() != 0).to(whole.device),
         ).to("cpu")
-    orders = [UnitQueue.of(spectra(some)) for some in (first, second)]
+    orders = [UnitQueue.of(spectra(some)) for some in (near, second)]
     order = UnitQueue(orders[0].costs, torch.cat([one.counts for one in orders]))
-    return whole.unweighted({name: Slr.joined(first[name], second[name]) for name in parts}), order
+    return whole.unweighted({name: Slr.joined(near[name], second[name]) for name in parts}), order
 
 
 def kappa_of(whole: Parts, kept: Parts) -> float | None:

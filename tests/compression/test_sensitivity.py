@@ -16,6 +16,8 @@ from salaad.compression.variants import Variant
 from salaad.factored.slr import Slr
 from salaad.model.second_moments import read_second_moments, second_moments
 from salaad.runs.model_on_disk import ModelOnDisk
+from tests.helpers.deploying import compress
+from tests.helpers.models import open_folder
 
 
 def drawn(*shape: int, seed: int) -> np.ndarray:
@@ -162,3 +164,12 @@ def test_an_optimizer_that_keeps_none_leaves_none():
     optimizer.step()
     assert second_moments(layer, optimizer) == {}
     assert second_moments(layer, torch.optim.Adam(layer.parameters())) == {}  # before its first step
+
+
+def test_a_size_of_an_elastic_folder_is_the_cut_of_that_size(runs, tmp_path, own_caches):
+    compress(runs / "salaad", tmp_path / "every", elastic=True, dtype="float32")
+    compress(runs / "salaad", tmp_path / "one", budget="0.6", refine=0, dtype="float32")
+    one = open_folder(tmp_path / "one").state_dict()
+    every = open_folder(tmp_path / "every", budget="0.6").state_dict()
+    assert one.keys() == every.keys()
+    assert all(torch.equal(one[key], every[key]) for key in one)

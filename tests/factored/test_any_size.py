@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from salaad.common.errors import UserError
+from salaad.common.files import write_checksums
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor, slr_modules
@@ -37,6 +38,16 @@ pytestmark = pytest.mark.usefixtures("own_caches")
 
 DTYPES = ("bfloat16", "float32")
 EMBEDDING = "model.embed_tokens"
+
+
+@pytest.fixture(scope="module")
+def runs(runs, tmp_path_factory) -> Path:
+    """The toy runs as versions left them that kept no second moments: every entry of a block counts alike."""
+    copy = tmp_path_factory.mktemp("alike") / "runs"
+    shutil.copytree(runs, copy, ignore=shutil.ignore_patterns("second_moments.safetensors", "cache"))
+    for method in ("salaad", "full_rank"):
+        write_checksums(last_checkpoint(copy / method))
+    return copy
 
 
 @pytest.fixture(scope="module")
