@@ -29,7 +29,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.base import BYTES, Method
 from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import projections, require_projections
-from salaad.methods.optimizer import build_optimizer
+from salaad.methods.optimizer import build_optimizer, require_one_rate
 from salaad.methods.salaad.ownership import owners_of
 from salaad.spectral import leading_left_vectors
 
@@ -60,6 +60,7 @@ class Galore(Method):
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
         require_projections(model, config)
+        require_one_rate(config.optimizer, "galore")
         name = config.optimizer.name
         if name not in _WITH_MOMENTS:
             raise UserError(

@@ -33,7 +33,7 @@ from salaad.methods.low_rank_layers import (
     factored_layers,
     no_entries,
 )
-from salaad.methods.optimizer import build_optimizer, restarted
+from salaad.methods.optimizer import build_optimizer, require_one_rate, restarted
 from salaad.methods.salaad.ownership import owners_of
 
 
@@ -93,6 +93,7 @@ class Loro(LowRankMethod):
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
+        require_one_rate(config.optimizer, "loro")
         if config.optimizer.name not in ("Adam", "AdamW"):
             raise UserError(
                 f"optimizer.name is {config.optimizer.name}, but loro steps along Adam's direction; give Adam or AdamW"

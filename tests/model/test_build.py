@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
 from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from salaad.methods.optimizer import build_optimizer, load_optimizer_state
+from salaad.methods.optimizer import build_optimizer, load_optimizer_state, projection_weights
+from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, model_source
 from salaad.model.loss import IGNORED, SummedLoss, summed_cross_entropy
 from salaad.model.parameters import count_parameters
@@ -300,3 +302,34 @@ def test_an_optimizer_that_cannot_mix_dtypes_is_refused_in_pure_bfloat16(name):
     description = describe_model(ModelConfig(num_hidden_layers=1), 32)
     with pytest.raises(UserError, match=f"optimizer.name is {name}.* float32 .*choose"):
         check_run(config, description)
+
+
+SIZES_OF_RATES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
+SIZES_OF_RATES |= {"num_attention_heads": 2}
+
+
+def test_the_projections_learn_at_a_rate_of_their_own():
+    """Embedding, head and vectors keep `lr`, as the first group, whose rate the records show."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES_OF_RATES))
+    config = OptimizerConfig(lr=0.01, projection_lr=0.25, warmup=0)
+    slower = projection_weights(model)
+    names = {name for name, p in model.named_parameters() if any(p is other for other in slower)}
+    assert names == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    optimizer, schedule = build_optimizer(model.parameters(), config, 10, slower)
+    assert schedule.get_last_lr() == [0.01, 0.0025]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():  # Adam's first step has the size of its learning rate
+        moved = (before[name] - p).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.0025 if name in names else 0.01), rtol=1e-3, atol=0)
+    assert len(build_optimizer(model.parameters(), OptimizerConfig(), 10, slower)[0].param_groups) == 1
+
+
+@pytest.mark.parametrize("method", ["galore", "loro"])
+def test_a_method_with_a_rate_of_its_own_takes_no_other(method):
+    words = ["--config", "nano", "--method", method, f"--{method}.rank", "4"]
+    config, _ = read_command_line([*words, "--optimizer.projection_lr", "0.5"])
+    with pytest.raises(UserError, match=f"but {method} has a rate of its own"):
+        method_of(config).check(LlamaForCausalLM(LlamaConfig(**SIZES_OF_RATES)), config)
