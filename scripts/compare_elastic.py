@@ -62,7 +62,7 @@ class Training(NamedTuple):
     ways: tuple[str, ...]
 
 
-# Settings that the searches found best (results/elastic): by config, of any method, and of SALAAD's own.
+# The best learning rates of full-rank training in an eighth of the length of nano-20; given to SALAAD and dense alike.
 RATES = ("--optimizer.lr=1.2e-2", "--optimizer.projection_lr=0.2")
 
 

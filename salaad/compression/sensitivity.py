@@ -6,9 +6,8 @@ An error E in a block X (n×m) counts as Σ w_ij² E_ij², with w_ij² from the 
 
 The first factor makes errors relative to the size of the block, whose scale often means nothing, as that of an
 embedding before a norm. With exponents 1 the rest would be the diagonal of the empirical Fisher information in its best
-separable form; errors of a cut are too large for such a second-order model, and the smaller exponents temper it (found
-at two scales, results/…). Because w is separable, cutting and refining X in this norm is cutting and refining
-diag(w_rows)·X·diag(w_columns) in the usual one.
+separable form; errors of a cut are too large for such a second-order model, and smaller exponents temper it. Because w
+is separable, cutting and refining X in this norm is cutting and refining diag(w_rows)·X·diag(w_columns) in the usual.
 """
 
 from collections.abc import Mapping
