@@ -27,9 +27,11 @@ from transformers import (
 )
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
-from salaad.common.errors import UserError
+from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
-from salaad.compression.tuning.matching import layer_names
+from salaad.compression.tuning.distillation import distill
+from salaad.compression.tuning.matching import layer_names, match
+from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.factored.slr import Slr
 from salaad.model.loss import IGNORED, SummedDivergence, summed_divergence
@@ -157,6 +159,49 @@ def test_layers_are_found_in_every_family_and_missed_in_a_sentence(tuned):
     tuned.model.config.num_hidden_layers = 7
     with pytest.raises(UserError, match=r"has 0 lists of 7 layers.*leave --match out"):
         layer_names(tuned.model)
+
+
+class NeverAsked:
+    asked = False
+
+
+def test_matching_reads_no_padding(tuned, tmp_path):
+    """What stands behind the end of a sequence changes nothing of what is fitted."""
+    found = []
+    for filler in (0, 7):
+        copy = TunedModel(tuned.model, tuned.parts())
+        labels = ids().clone()
+        labels[:, 6:] = IGNORED
+        text = {"input_ids": ids().masked_fill(labels == IGNORED, filler), "labels": labels}
+        match(copy, [text], SavedTuning(tmp_path / f"{filler}.pt"), NeverAsked())
+        found.append(copy.parts()[Q].dense())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0], tuned.parts()[Q].dense(), rtol=1e-3)
+
+
+class StopsAfterTwo:
+    """A stream during whose third batch a stop is asked for."""
+
+    passes, given = 0, 0
+
+    def __next__(self) -> dict[str, Tensor]:
+        self.given += 1
+        if self.given > 2:
+            raise Stopped
+        return {"input_ids": ids(), "labels": ids()}
+
+    def state_dict(self) -> dict:
+        return {"rows": self.given}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_stop_while_text_is_waited_for_saves_what_was_done(tuned, tmp_path):
+    saved = SavedTuning(tmp_path / "state.pt")
+    with pytest.raises(UserError, match="interrupted after 2 of 9 steps; the same command goes on"):
+        distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked())
+    assert saved.load()["fitting"]["done"] == 2
 
 
 # ---- the command

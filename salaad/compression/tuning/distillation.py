@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
-from salaad.common.errors import UserError
+from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
 from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.saved import SavedTuning
@@ -46,7 +46,8 @@ def distill(
         kept_at: step → block → (rank, entries) of the size that is trained then; all units for None.
 
     Raises:
-        UserError: the text is shorter, cannot be read, or a stop was requested; what was done is saved.
+        UserError: the text is shorter; or it cannot be read any further or a stop was requested, and what was done is
+            saved.
     """
     state, fitting = saved.load(), Fitting(tuned.trained(), steps, RATE)
     if state is not None:
@@ -58,10 +59,17 @@ def distill(
     def save() -> None:
         saved.save({"tuned": tuned.state_dict(), "fitting": fitting.state_dict(), "data": stream.state_dict()})
 
+    def interrupted() -> UserError:
+        return UserError(f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there")
+
     bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
     try:
         while fitting.done < steps:
-            ids, labels = (part.to(device) for part in next(stream).values())
+            try:
+                ids, labels = (part.to(device) for part in next(stream).values())
+            except (UserError, Stopped) as error:
+                save()
+                raise (error if isinstance(error, UserError) else interrupted()) from None
             if stream.passes:
                 raise UserError(
                     f"the training text ends after {fitting.done} of the {steps} batches that --distill asks for; give "
@@ -78,9 +86,7 @@ def distill(
                 save()
                 since = time.monotonic()
             if request.asked:
-                raise UserError(
-                    f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there"
-                )
+                raise interrupted()
         save()
     finally:
         bar.close()

@@ -4,8 +4,9 @@ With the dense layer f, the cut layer f̂, hidden states x that the dense layers
 
     minimise  Σ ‖f̂(x̂) − f(x)‖² / Σ ‖f(x)‖²   over U, V, the entries of S and the norms of this layer,
 
-so that a layer also mends what those before it do wrong (the transformer matching of 3BASiL). Only one layer is trained
-at a time, and needs memory for gradients and moments. An embedding among the blocks is matched first.
+summed over the tokens that are no padding, so that a layer also mends what those before it do wrong (the transformer
+matching of 3BASiL). Only one layer is trained at a time, and needs memory for gradients and moments. An embedding among
+the blocks is matched first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from salaad.common.signals import StopRequest
 from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
+from salaad.model.loss import IGNORED
 
 PASSES = 4  # over the sequences, for every layer
 RATE = 0.03  # as in `Fitting`
@@ -35,12 +37,12 @@ class Call(NamedTuple):
     named: Mapping[str, Any] = MappingProxyType({})
 
 
-def match(tuned: TunedModel, batches: Sequence[Tensor], saved: SavedTuning, request: StopRequest) -> None:
+def match(tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: SavedTuning, request: StopRequest) -> None:
     """Fit all layers of `tuned`, with all its units, from the last layer on that was saved.
 
     Args:
         tuned: what is trained.
-        batches: ids of the sequences (rows × length).
+        texts: batches of sequences, `input_ids` and `labels` (rows × length).
         saved: the state after every layer.
         request: to stop.
 
@@ -48,13 +50,14 @@ def match(tuned: TunedModel, batches: Sequence[Tensor], saved: SavedTuning, requ
         UserError: a stop was requested; the layers that were fitted are saved.
     """
     model, base = tuned.model, tuned.model.base_model_prefix
+    batches, real = [text["input_ids"] for text in texts], [text["labels"] != IGNORED for text in texts]
     state = saved.load() or {"fitted": []}
     if state["fitted"]:
         tuned.load_state_dict(state["tuned"])
 
     def fit(name: str, calls: Sequence[Call], goals: Sequence[Tensor]) -> None:
         if name not in state["fitted"] and any(True for _ in tuned.trained(name)):
-            fit_module(tuned, name, calls, goals, request)
+            fit_module(tuned, name, calls, goals, real, request)
             state["fitted"].append(name)
             saved.save({**state, "tuned": tuned.state_dict()})
 
@@ -89,16 +92,22 @@ def match(tuned: TunedModel, batches: Sequence[Tensor], saved: SavedTuning, requ
 
 
 def fit_module(
-    tuned: TunedModel, name: str, calls: Sequence[Call], goals: Sequence[Tensor], request: StopRequest
+    tuned: TunedModel,
+    name: str,
+    calls: Sequence[Call],
+    goals: Sequence[Tensor],
+    real: Sequence[Tensor],
+    request: StopRequest,
 ) -> None:
-    """Fit the module called `name` to give `goals` when it is called so."""
+    """Fit the module called `name` to give `goals` when it is called so, at the places that are `real` (bool)."""
+    goals = [goal[places] for goal, places in zip(goals, real, strict=True)]
     scale = torch.stack([goal.float().square().mean() for goal in goals]).mean()
     fitting = Fitting(tuned.trained(name), PASSES * len(calls), RATE)
     bar = tqdm(range(fitting.steps), desc=f"matching {name}", unit="step", leave=False, disable=None)
     for step in bar:
-        call, goal = calls[step % len(calls)], goals[step % len(calls)]
-        found = hidden_of(tuned.call_inside(name, call.hidden, *call.positional, **call.named))
-        loss = (found - goal).float().square().mean() / scale
+        i = step % len(calls)
+        found = hidden_of(tuned.call_inside(name, calls[i].hidden, *calls[i].positional, **calls[i].named))
+        loss = (found[real[i]] - goals[i]).float().square().mean() / scale
         fitting.step(loss)
         bar.set_postfix_str(f"error {float(loss.detach()) ** 0.5:.3f}", refresh=False)
         if request.asked:

@@ -78,8 +78,9 @@ class Tuning:
         if not self.match:
             return cut
         tuned, saved = self._begin(cut), self._saved(f"match {name} {self._sequences.digest}")
-        batches = [batch["input_ids"].to(best_device()) for batch in self._sequences.batches()]
-        match(tuned, batches, saved, self._request)
+        device = best_device()
+        texts = [{key: part.to(device) for key, part in batch.items()} for batch in self._sequences.batches()]
+        match(tuned, texts, saved, self._request)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def distilled(self, cut: Fitted, name: str, kept_at: Callable[[int], Kept | None] = lambda step: None) -> Fitted:
