@@ -9,8 +9,6 @@ full-rank's of the same seed. What is there already is kept, an interrupted run 
 """
 
 import argparse
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +36,8 @@ from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.reliability.toy_run import ROOT
 from scripts.research.search_elastic import shares
+from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 MATCH = 256  # sequences
@@ -212,13 +210,9 @@ class Comparison:
         """A training with one seed, and all sizes of it; what is missing is made."""
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
         words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
-        if not (folder / "summary.json").exists():
-            command = [sys.executable, "train.py", *words, "--output", str(folder)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-        summary, lines = read_json(folder / "summary.json"), (folder / "config.yaml").read_text().splitlines()
-        origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+        about, summary = trained(words, folder)
+        if summary is None:
+            raise UserError(f"{folder.name} diverged; give lower learning rates")
         model = Measured(folder, self.tokens, summary["tokens"])
         X = model.evaluation(model.source)(Variant("X"))
         ways, minutes = {}, {"train": summary["seconds"]["train"] / 60}
@@ -230,8 +224,9 @@ class Comparison:
             ]
             ways[way], minutes[way] = sizes, (time.perf_counter() - since) / 60
         print(f"{folder.name}: X {X['perplexity']:.2f}", flush=True)
-        about = {"label": training.label, "seed": seed, "command": " ".join(words), "steps": summary["step"], **origin}
         return {
+            "label": training.label,
+            "seed": seed,
             **about,
             "X": {key: X[key] for key in ("parameters", "perplexity", "tokens")},
             "ways": ways,

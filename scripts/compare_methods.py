@@ -9,23 +9,19 @@ there already is kept, an interrupted run goes on, and the JSON file is written 
 """
 
 import argparse
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import yaml
-
-from salaad.common.errors import UserError, run_command
-from salaad.common.files import json_file, read_json, write_json
+from salaad.common.errors import run_command
+from salaad.common.files import json_file, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
-from scripts.reliability.toy_run import ROOT
+from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
 
@@ -50,24 +46,14 @@ class Contest:
         words = ["--config", self.config, "--method", method, *self.extra, f"--optimizer.lr={lr:g}"]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
-        if not (folder / "summary.json").exists():
-            command = [sys.executable, "train.py", *words, "--output", str(folder)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if (folder / "diagnosis.json").exists() and not (folder / "summary.json").exists():
-                print(f"{folder.name}: diverged", flush=True)
-                return {"lr": lr, "steps": steps, "command": " ".join(words), "variants": {}}
-            if done.returncode:
-                (folder.parent / f"{folder.name}.log").write_text(done.stderr)
-                raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-        text = (folder / "config.yaml").read_text()
-        if yaml.safe_load(text) != read_command_line(words)[0].to_dict():
-            raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
-        summary, lines = read_json(folder / "summary.json"), text.splitlines()
-        origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+        about, summary = trained(words, folder)
+        if summary is None:
+            print(f"{folder.name}: diverged", flush=True)
+            return {"lr": lr, "steps": steps, **about, "variants": {}}
         variants = summary["variants"]
         shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in variants.items())
         print(f"{folder.name}: {shown}", flush=True)
-        return {"lr": lr, "steps": summary["step"], "command": " ".join(words), **origin, "variants": variants}
+        return {"lr": lr, **about, "variants": variants}
 
     def entry(self, method: str) -> dict[str, Any]:
         """The search and the full training of one method."""

@@ -81,16 +81,21 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     )
 
 
+def origin_of(folder: Path) -> dict[str, str]:
+    """The versions, commit and machine that a run began with, as it wrote them above its configuration."""
+    lines = (folder / "config.yaml").read_text().splitlines()
+    return dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+
+
 def save_result(folder: Path, path: Path, command: str) -> None:
     """Write what a finished run measured as one JSON file: command, configuration, provenance, figures.
 
     The provenance is what the run itself wrote above its configuration, not that of this process.
     """
-    text = (folder / "config.yaml").read_text()
     result = {
         "command": command,
-        "config": yaml.safe_load(text),
-        **dict(line[2:].split(": ", 1) for line in text.splitlines() if line.startswith("# ")),
+        "config": yaml.safe_load((folder / "config.yaml").read_text()),
+        **origin_of(folder),
         "summary": read_json(folder / "summary.json"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ from salaad.config.commands import ALTERNATIONS
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.research.search_nano import ROOT, overrides, train
+from scripts.research.search_nano import overrides, train
+from scripts.trainings import ROOT
 
 SIZES, MOST, LEAST = 8, 0.75, 0.2
 NAMED = (0.5, 0.2)  # of the compressible parameters, which tables show beside the score

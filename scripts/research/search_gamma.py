@@ -10,7 +10,8 @@ from pathlib import Path
 from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.provenance import provenance
-from scripts.compare_methods import EIGHTH, ROOT, Contest
+from scripts.compare_methods import EIGHTH, Contest
+from scripts.trainings import ROOT
 
 GAMMAS, ACTIVATIONS, LR, STEPS = (0.5, 0.7, 0.9), ("silu", "linear"), 3e-3, 2000 // EIGHTH
 

@@ -7,18 +7,14 @@ over the config. Finished points are kept, so the search can be interrupted and 
 """
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.validation import at_least
-from salaad.runs.summary import save_result
-
-ROOT = Path(__file__).resolve().parents[2]
+from salaad.runs.summary import save_result, summary_table
+from scripts.trainings import ROOT, trained
 
 
 def overrides(point: str) -> list[str]:
@@ -51,14 +47,17 @@ def train(point: str, config: str, runs: Path, results: Path, extra: Sequence[st
         return
     folder = runs / name
     own = [*extra, *overrides(point)]
-    command = ["train.py", "--config", config, *own, "--output", str(folder), "--train.save_every", "0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{point}: {done.stderr.strip().splitlines()[-1]}", flush=True)
+    words = ["--config", config, *own]
+    try:
+        summary = trained([*words, "--train.save_every", "0"], folder, one_core=True).summary
+    except UserError as error:
+        print(f"{point}: {error}", flush=True)
         return
-    save_result(folder, result, "python " + " ".join(command[:-4]))
-    print(f"{point}\n{done.stdout.strip()}\n", flush=True)
+    if summary is None:
+        print(f"{point}: diverged", flush=True)
+        return
+    save_result(folder, result, "python train.py " + " ".join(words))
+    print(f"{point}\n{summary_table(summary)}\n", flush=True)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts import compare_elastic
+from scripts import compare_elastic, trainings
 from scripts.research.probe_allocation import dealt
 from scripts.research.search_elastic import shares
 
@@ -38,6 +38,6 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     for way in ("cut", "tuned"):
         assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == shares()
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
-    monkeypatch.setattr(compare_elastic.subprocess, "run", lambda *a, **k: pytest.fail("trained again"))
+    monkeypatch.setattr(trainings.subprocess, "run", lambda *a, **k: pytest.fail("trained again"))
     compare_elastic.main()
     assert {row["label"]: row for row in json.loads(output.read_text())["rows"]} == rows

@@ -1,0 +1,55 @@
+"""A training started by a script: run once, continued if it was interrupted, and what its folder says of it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from salaad.common.errors import UserError
+from salaad.common.files import read_json
+from salaad.config.command_line import read_command_line
+from salaad.runs.summary import origin_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Trained(NamedTuple):
+    """A training that ended.
+
+    Args:
+        about: its options, steps, and the versions, commit and machine it began with.
+        summary: summary.json; None where the numbers diverged.
+    """
+
+    about: dict[str, Any]
+    summary: dict[str, Any] | None
+
+
+def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Trained:
+    """Train with these options of train.py into `folder`, unless it holds the finished run already.
+
+    Args:
+        words: options of train.py.
+        folder: of the run; its parent is there.
+        one_core: compute on one core, whatever the environment says.
+
+    Raises:
+        UserError: the training failed, or the folder holds one with other settings.
+    """
+    if not (folder / "summary.json").exists():
+        command = [sys.executable, "train.py", *words, "--output", str(folder), "--resume", "auto"]
+        environment = os.environ | {"TQDM_DISABLE": "1"} | ({"OMP_NUM_THREADS": "1"} if one_core else {})
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if (folder / "diagnosis.json").exists() and not (folder / "summary.json").exists():
+            return Trained({"command": " ".join(words)}, None)
+        if done.returncode:
+            (folder.parent / f"{folder.name}.log").write_text(done.stderr)
+            raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+    if yaml.safe_load((folder / "config.yaml").read_text()) != read_command_line(words)[0].to_dict():
+        raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
+    summary = read_json(folder / "summary.json")
+    return Trained({"command": " ".join(words), "steps": summary["step"], **origin_of(folder)}, summary)
