@@ -36,7 +36,7 @@ from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.research.search_elastic import shares
+from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
@@ -44,6 +44,11 @@ MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 KAPPAS = "0:1:0.1"
 BLOCKS = SalaadConfig(embedding=True)
+
+
+def all_shares() -> list[float]:
+    """The eight of the elastic score, and those that tables name."""
+    return sorted({*shares(), *NAMED}, reverse=True)
 
 
 class Training(NamedTuple):
@@ -103,7 +108,7 @@ class Measured:
         """Of what can be cut from `source`."""
         deployment = open_deployment(source, split)
         if split is not None and split.method == "godec":
-            room = round(max(shares()) * (deployment.dense - deployment.fixed))
+            room = round(max(all_shares()) * (deployment.dense - deployment.fixed))
             split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
             deployment = open_deployment(source, split)
         data = DataConfig(**self.source.run["data"])
@@ -124,7 +129,7 @@ def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = Tru
     deployment = evaluation.deployment
     if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
         deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
-    for share in shares():
+    for share in all_shares():
         budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
         yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
 
@@ -134,7 +139,7 @@ def by_hpa(model: Measured) -> Sizes:
     evaluation = model.evaluation(model.source)
     half = Measured(model.run, model.tokens // 2, model.text_tokens).evaluation(model.source)
     deployment = evaluation.deployment
-    for share in shares():
+    for share in all_shares():
         budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
@@ -148,7 +153,7 @@ def tuned(model: Measured, split: str | None = None) -> Sizes:
     compressible = deployment.dense - deployment.fixed
     folder = model.run / ("elastic" + (f"-{split}" if split else ""))
     if not folder.exists():
-        smallest = str(round(deployment.fixed + min(shares()) * compressible))
+        smallest = str(round(deployment.fixed + min(all_shares()) * compressible))
         how = {"rpca": split == "rpca", "godec": split == "godec", "embedding": split is not None}
         options = CompressOptions(
             checkpoint=str(model.run),
@@ -162,7 +167,7 @@ def tuned(model: Measured, split: str | None = None) -> Sizes:
         )
         compress(options, source, DataConfig(**source.run["data"]))
     evaluation = model.evaluation(ModelOnDisk.open(folder))
-    for share in shares():
+    for share in all_shares():
         budget = round(deployment.fixed + share * compressible)
         yield share, evaluation(Variant(str(budget), budget, stored=True))
 
@@ -172,7 +177,7 @@ def nested(model: Measured) -> Sizes:
     evaluation = model.evaluation(model.source)
     deployment = evaluation.deployment
     compressible = sum(X.numel() for X in find_blocks(model.source.folder.outline, BLOCKS).values())
-    for share in shares():
+    for share in all_shares():
         budget = round(deployment.dense - (1 - share) * compressible)
         if budget >= deployment.fixed:
             yield share, evaluation(Variant(str(budget), budget, stored=True))

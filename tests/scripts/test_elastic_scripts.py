@@ -9,7 +9,6 @@ import pytest
 
 from scripts import compare_elastic, trainings
 from scripts.research.probe_allocation import dealt
-from scripts.research.search_elastic import shares
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -36,7 +35,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     rows = {row["label"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"SALAAD", "matformer"}
     for way in ("cut", "tuned"):
-        assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == shares()
+        assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == compare_elastic.all_shares()
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
     monkeypatch.setattr(trainings.subprocess, "run", lambda *a, **k: pytest.fail("trained again"))
     compare_elastic.main()

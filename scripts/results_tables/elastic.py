@@ -1,0 +1,129 @@
+"""The tables and pictures of results/elastic: one training at every size, beside small dense models and the rivals."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib import pyplot as plt
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
+from salaad.evaluation.figures import dress, save
+from scripts.reproduction.palette import COLORS, OTHERS
+from scripts.research.search_elastic import NAMED, shares
+from scripts.results_tables import RESULTS
+
+ELASTIC = RESULTS / "elastic"
+_REFERENCE = "full-rank"
+
+Row = Mapping[str, Any]
+
+
+def results() -> dict[str, Path]:
+    """Scale → what was measured there."""
+    return {path.stem: path for path in sorted(ELASTIC.glob("*.json"))}
+
+
+def sections() -> dict[str, str]:
+    """Per scale the curves in numbers, and what every step cost."""
+    found = {}
+    for scale, path in results().items():
+        rows = read_json(path)["rows"]
+        found |= {f"elastic-{scale}": curves_table(rows), f"elastic-cost-{scale}": cost_table(rows)}
+    return found
+
+
+def draw_pictures() -> None:
+    """One per scale."""
+    for scale, path in results().items():
+        picture(read_json(path)["rows"], ELASTIC / f"{scale}.png")
+
+
+def curves_table(rows: Sequence[Row]) -> str:
+    """Perplexity of X, at half and at a fifth of the compressible parameters, and the elastic score."""
+    lines = []
+    for label, mine in by_label(rows).items():
+        whole = _with_deviation([row["X"]["perplexity"] for row in mine])
+        lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(NAMED), ""))
+        for way in mine[0]["ways"]:
+            named = [
+                _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"][way], share)])
+                for share in NAMED
+            ]
+            scores = [found for row in mine if (found := score(rows, row, way)) is not None]
+            lines.append((f"{label}: {way}", "", "", *named, f"{fmean(scores):.2%}" if scores else "–"))
+    tokens = rows[0]["X"]["tokens"]
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    machines = ", ".join(sorted({row["machine"] for row in rows}))
+    told = (
+        f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps; ± is the deviation over the "
+        f"seeds where there are several. Commits {commits}; {machines}."
+    )
+    header = ("model", "parameters", "X", "half", "a fifth", "elastic score")
+    return f"{markdown_table(header, lines)}\n\n{told}"
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    """Minutes of every training and of every way to its sizes, the measurements included."""
+    lines = [
+        (label, what, f"{fmean(row['minutes'][what] for row in mine):.1f}")
+        for label, mine in by_label(rows).items()
+        for what in mine[0]["minutes"]
+    ]
+    return markdown_table(("model", "step", "minutes"), lines)
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Perplexity over stored parameters: a curve for every way, a point for every model that was trained small."""
+    figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
+    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>"
+    first = {label: mine[0] for label, mine in by_label(rows).items()}
+    for color, (label, row) in zip(colors, ((k, v) for k, v in first.items() if v["ways"]), strict=False):
+        for marker, (way, sizes) in zip(markers, row["ways"].items(), strict=False):
+            points = sorted((size["parameters"] / 1e6, size["perplexity"]) for size in sizes)
+            panel.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=f"{label}: {way}")
+    small = sorted((row["X"]["parameters"] / 1e6, row["X"]["perplexity"]) for row in first.values() if not row["ways"])
+    if small:
+        panel.plot(*zip(*small, strict=True), "k*", markersize=9, label="trained dense at its size")
+    if _REFERENCE in first:
+        panel.axhline(first[_REFERENCE]["X"]["perplexity"], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
+    low = min(row["X"]["perplexity"] for row in rows)
+    panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
+    panel.set_ylim(0.98 * low, 1.5 * low)
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
+    dress(panel, which="both")
+    figure.legend(loc="outside right upper", frameon=False)
+    save(figure, path)
+
+
+def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Label → its rows, one per seed."""
+    return {label: [row for row in rows if row["label"] == label] for label in dict.fromkeys(r["label"] for r in rows)}
+
+
+def has(sizes: Sequence[Row], share: float) -> bool:
+    """Whether a curve has this share."""
+    return any(size["share"] == share for size in sizes)
+
+
+def at(sizes: Sequence[Row], share: float) -> float:
+    """The perplexity of a curve at a share."""
+    return next(size["perplexity"] for size in sizes if size["share"] == share)
+
+
+def score(rows: Sequence[Row], row: Row, way: str) -> float | None:
+    """Mean over the eight sizes of log perplexity over that of full-rank training with the same seed."""
+    reference = [r["X"]["perplexity"] for r in rows if r["label"] == _REFERENCE and r["seed"] == row["seed"]]
+    sizes = row["ways"][way]
+    if not reference or not all(has(sizes, share) for share in shares()):
+        return None
+    return fmean(math.log(at(sizes, share) / reference[0]) for share in shares())
+
+
+def _with_deviation(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
