@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from transformers import logging
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
@@ -35,7 +36,7 @@ from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
-from salaad.runs.model_on_disk import ModelOnDisk
+from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
@@ -43,6 +44,7 @@ DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at whic
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 KAPPAS = "0:1:0.1"
+BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 BLOCKS = SalaadConfig(embedding=True)
 
 
@@ -66,7 +68,7 @@ class Training(NamedTuple):
 
 
 # The best learning rates of full-rank training in an eighth of the length of nano-20; given to SALAAD and dense alike.
-RATES = ("--optimizer.lr=1.2e-2", "--optimizer.projection_lr=0.2")
+RATES = ("--optimizer.lr=6e-3", "--optimizer.projection_lr=0.25")
 
 
 def trainings(config: str, extra: tuple[str, ...], salaad: tuple[str, ...]) -> list[Training]:
@@ -81,8 +83,8 @@ def trainings(config: str, extra: tuple[str, ...], salaad: tuple[str, ...]) -> l
         words = ("--method=full_rank", *RATES, f"--model.like={config}", f"--model.parameters={size}")
         small.append(Training(f"dense, {share:g}", words, ()))
     return [
-        Training("full-rank", ("--method=full_rank", *RATES), ("rpca", "rpca, tuned", "godec")),
-        Training("SALAAD", (*RATES, *salaad), ("cut", "tuned")),
+        Training("full-rank", ("--method=full_rank", *RATES), ("rpca", "rpca, tuned", "rpca, tuned, each", "godec")),
+        Training("SALAAD", (*RATES, *salaad), ("cut", "tuned", "tuned, each")),
         Training("SALAAD, as in the paper", (), ("hpa", "energy")),
         *small,
         Training("matformer", ("--method=matformer",), ("nested",)),
@@ -148,28 +150,56 @@ def by_hpa(model: Measured) -> Sizes:
 
 def tuned(model: Measured, split: str | None = None) -> Sizes:
     """One elastic folder, matched at the smallest size and distilled at all."""
-    source = model.source
-    deployment = open_deployment(source, PostHoc(BLOCKS, split) if split else None)
-    compressible = deployment.dense - deployment.fixed
-    folder = model.run / ("elastic" + (f"-{split}" if split else ""))
+    folder = compressed(model, min(all_shares()), split, elastic=True)
+    deployment = open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
+    evaluation = model.evaluation(ModelOnDisk.open(folder))
+    for share in all_shares():
+        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        yield share, evaluation(Variant(str(budget), budget, stored=True))
+
+
+def tuned_each(model: Measured, split: str | None = None) -> Sizes:
+    """Every size that tables name in a folder of its own, matched and distilled by itself."""
+    for share in NAMED:
+        folder = compressed(model, share, split, elastic=False)
+        row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
+        yield share, {**row, "parameters": read_json(folder / RECORD)["parameters"][1]}
+
+
+def compressed(model: Measured, share: float, split: str | None, elastic: bool) -> Path:
+    """The folder that compress.py makes of the model, matched and distilled; made unless it is there."""
+    name = "-".join(["elastic" if elastic else f"{share:g}", *filter(None, [split])])
+    folder, deployment = model.run / name, open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
     if not folder.exists():
-        smallest = str(round(deployment.fixed + min(all_shares()) * compressible))
-        how = {"rpca": split == "rpca", "godec": split == "godec", "embedding": split is not None}
         options = CompressOptions(
             checkpoint=str(model.run),
             output=str(folder),
-            budget=smallest,
-            elastic=True,
+            budget=str(round(deployment.fixed + share * (deployment.dense - deployment.fixed))),
+            elastic=elastic,
             dtype="float32",
             match=MATCH,
             distill=str(model.text_tokens // DISTILL),
-            **how,
+            rpca=split == "rpca",
+            godec=split == "godec",
+            embedding=split is not None,
         )
-        compress(options, source, DataConfig(**source.run["data"]))
-    evaluation = model.evaluation(ModelOnDisk.open(folder))
-    for share in all_shares():
-        budget = round(deployment.fixed + share * compressible)
-        yield share, evaluation(Variant(str(budget), budget, stored=True))
+        compress(options, model.source, DataConfig(**model.source.run["data"]))
+    return folder
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """What the smallest and the largest size of an elastic folder make of the same beginning."""
+    found, tokenizer = [], AutoTokenizer.from_pretrained(folder)
+    units = open_deployment(ModelOnDisk.open(folder))
+    least = round(units.fixed + min(all_shares()) * (units.dense - units.fixed))
+    most = units.fixed + units.queue.parameters
+    prompt = tokenizer(BEGINNING, return_tensors="pt", add_special_tokens=False).input_ids
+    for budget in (least, most):
+        model = AutoModelForCausalLM.from_pretrained(folder, budget=budget, dtype=torch.float32)
+        torch.manual_seed(0)
+        ids = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=10, pad_token_id=0)
+        found.append({"parameters": budget, "text": tokenizer.decode(ids[0], skip_special_tokens=True)})
+    return found
 
 
 def nested(model: Measured) -> Sizes:
@@ -188,8 +218,10 @@ WAYS: dict[str, Callable[[Measured], Sizes]] = {
     "energy": lambda model: by_energy(model, weighed=False),
     "hpa": by_hpa,
     "tuned": tuned,
+    "tuned, each": tuned_each,
     "rpca": lambda model: by_energy(model, PostHoc(BLOCKS, "rpca")),
     "rpca, tuned": lambda model: tuned(model, "rpca"),
+    "rpca, tuned, each": lambda model: tuned_each(model, "rpca"),
     "godec": lambda model: by_energy(model, PostHoc(BLOCKS, "godec")),
     "nested": nested,
 }
@@ -229,6 +261,7 @@ class Comparison:
             ]
             ways[way], minutes[way] = sizes, (time.perf_counter() - since) / 60
         print(f"{folder.name}: X {X['perplexity']:.2f}", flush=True)
+        written = {"samples": samples(folder / "elastic")} if "tuned" in training.ways else {}
         return {
             "label": training.label,
             "seed": seed,
@@ -236,6 +269,7 @@ class Comparison:
             "X": {key: X[key] for key in ("parameters", "perplexity", "tokens")},
             "ways": ways,
             "minutes": minutes,
+            **written,
         }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from scripts import compare_elastic, trainings
 from scripts.research.probe_allocation import dealt
+from scripts.research.search_elastic import NAMED
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -36,6 +37,8 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     assert set(rows) == {"SALAAD", "matformer"}
     for way in ("cut", "tuned"):
         assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == compare_elastic.all_shares()
+    assert [row["share"] for row in rows["SALAAD"]["ways"]["tuned, each"]] == list(NAMED)
+    assert [row["text"].startswith(compare_elastic.BEGINNING) for row in rows["SALAAD"]["samples"]] == [True, True]
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
     monkeypatch.setattr(trainings.subprocess, "run", lambda *a, **k: pytest.fail("trained again"))
     compare_elastic.main()
