@@ -1,9 +1,9 @@
 """Settings of SALAAD for a run of a given length.
 
-They are `nano`'s at its 2,000 steps, and `micro`'s at 5,000 but for a K twice as long. In longer runs the pull
-over the whole run, c·steps, stays: at every step it is weaker, so is what it leaves between L and X, and the thresholds
-go further. In shorter ones more than nano's c costs X more than it helps L + S (tried at 250 to 1,000 steps), and the
-thresholds have to go a little further, as the weights have followed less.
+They are `nano`'s at its 2,000 steps, and `micro`'s at 5,000 but for a K twice as long. In longer runs the pull over the
+whole run, c·steps, stays, down to the paper's c: at every step it is weaker, so is what it leaves between L and X, and
+the thresholds go further. In shorter ones more than nano's c costs X more than it helps L + S (tried at 250 to 1,000
+steps), and the thresholds have to go a little further, as the weights have followed less.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from salaad.common.validation import check
 
 _NANO = 2000  # steps at which these were found
 _PULL = 600  # c·steps from there on
+_LEAST = 0.01  # c that the paper's ρ come to, at tens of thousands of large batches
 _UPDATES = 400  # ADMM updates of a block, as long as K is at most _LONGEST
 _LONGEST = 10
 _WAY = 16.0  # updates·Δα
@@ -30,7 +31,7 @@ def settings_for(steps: int) -> dict[str, Any]:
     alpha = _WAY * further * every / steps
     return {
         "every": every,
-        "rho_constant": float(f"{_PULL / max(steps, _NANO):.3g}"),
+        "rho_constant": max(_LEAST, float(f"{_PULL / max(steps, _NANO):.3g}")),
         "delta_alpha": float(f"{alpha:.3g}"),
         "delta_beta": float(f"{alpha / _ALPHA_OVER_BETA:.3g}"),
     }

@@ -1,6 +1,6 @@
 """Every table and figure of the paper, in its order."""
 
-from scripts.reproduction import curves, deployments, diagrams, experiments, tables
+from scripts.reproduction import appendix_c, curves, deployments, diagrams, experiments, tables
 from scripts.reproduction import trainings as t
 from scripts.reproduction.items import Item
 
@@ -27,6 +27,7 @@ ITEMS = (
          deployments.rpca_vanilla, hub=LLAMA),
     Item("rpca_salaad", "Robust PCA of SALAAD weights", "appendix A", SEEDS, deployments.rpca_salaad),
     Item("overview", "The two pipelines", "appendix", t.once(), diagrams.overview),
+    Item("cost", "Memory and operations", "appendix C", t.once(), appendix_c.memory_and_operations),
     Item("hpa", "HPA across the blocks", "appendix", t.once(t.SALAAD), deployments.hpa_blocks),
     Item("bf16", "Training in bfloat16", "appendix", BF16, tables.bf16, reads=OTHER),
     Item("dynamics", "Learning dynamics", "appendix", SEEDS, curves.learning_dynamics),

@@ -25,7 +25,7 @@ from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import at_budget, elastic, evaluation, post_hoc
-from scripts.reproduction.tables import paper
+from scripts.reproduction.tables import paper, paper_note
 
 
 def flexible(scale: Scale) -> Measured:
@@ -108,9 +108,9 @@ def rpca_salaad(scale: Scale) -> Measured:
         for row in first
     ]
     header = ("block", "rank ratio found", "trained", "density found", "trained")
-    return Measured(
-        rows, {"robust PCA, seed 0": markdown_table(header, lines)}, {"found and trained, seed 0": "rpca_salaad.png"}
-    )
+    tables = {"robust PCA, seed 0": markdown_table(header, lines)}
+    pictured = {"found and trained, seed 0": "rpca_salaad.png"}
+    return Measured(rows, tables, pictured, paper_note("rpca_salaad", scale))
 
 
 def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ SHORT = {
 
 # Where the user's own files stand in a command; a path of one machine would be of no use on another.
 PLACES = {"c4": "FOLDER", "tokenizer": "FILE", "other-text": "FILE", "task-data": "DIR"}
+PAPERS = ("60m", "130m", "350m", "1b")
 TRAINED_ON = ("c4", "tokenizer")  # without these no training is the same
 
 
@@ -71,6 +72,11 @@ class Scale:
     task_data: Path | None = None
     other_text: Path | None = None
     asked: tuple[str, ...] = ()
+
+    @property
+    def is_the_papers(self) -> bool:
+        """Whether the paper trained it too, so that its absolute numbers hold."""
+        return self.name in PAPERS
 
     @property
     def config(self) -> RunConfig:
@@ -166,12 +172,14 @@ class Run:
         seed: of weights and order of the text.
         factors: (setting, factor) on the scale's own value.
         settings: (setting, value), other than the scale's own.
+        printed: (setting, value) as the paper prints them, which at its own scales stand in place of the factors.
     """
 
     method: str = "salaad"
     seed: int = 0
     factors: tuple[tuple[str, float], ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
+    printed: tuple[tuple[str, str], ...] = ()
 
     def seeded(self, seed: int) -> "Run":
         """The same with another seed."""
@@ -179,8 +187,9 @@ class Run:
 
     def changes(self, scale: Scale) -> dict[str, str]:
         """Settings that differ from the scale's, by name; so two ways to say the same are the same run."""
-        tree, changed = scale.config.to_dict(), {}
-        for name, factor in self.factors:
+        by_factors = not (self.printed and scale.is_the_papers)
+        tree, changed = scale.config.to_dict(), {} if by_factors else dict(self.printed)
+        for name, factor in self.factors if by_factors else ():
             section, key = name.split(".")
             value = tree[section][key] * factor
             changed[name] = f"{value:.6g}"

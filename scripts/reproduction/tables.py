@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from salaad.common.files import read_json
@@ -12,14 +13,16 @@ from scripts.reproduction.grid import ROOT, Run, Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import at_budget, on_other_text, perplexity, shown, spread, summary
 
+PAPER = ROOT / "results" / "paper.json"
 VARIANTS = ("X", "L+S", "L̃+S̃")
 KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}
+OF_350M = ("ablation350m", "ablation350m_rho")
 PRINTED = ("paper final loss", "paper mean δ")
 
 
 def paper(table: str, scale: Scale) -> Any:
     """The paper's numbers of a table at this scale, or nothing where it has none."""
-    return read_json(ROOT / "results" / "paper.json").get(table, {}).get(scale.name, {})
+    return read_json(PAPER).get(table, {}).get(scale.name, {})
 
 
 def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None = None) -> list[dict[str, Any]]:
@@ -48,8 +51,22 @@ def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None 
     return rows
 
 
-def layout(rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> str:
-    """Method, perplexity, parameters; the legacy figure beside, and the paper's numbers where it has any."""
+def paper_note(item: str, scale: Scale) -> list[str]:
+    """What has to be known of the paper's own numbers beside ours."""
+    notes = read_json(PAPER)["notes"]
+    return [notes[item]] if scale.is_the_papers and item in notes else []
+
+
+def layout(
+    rows: Sequence[dict[str, Any]], theirs: dict[str, Any], others: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Method, perplexity, parameters; the legacy figure beside, and the paper's numbers where it has any.
+
+    Args:
+        rows: of `trained`.
+        theirs: the paper's numbers of the same variants.
+        others: those of methods that are not among the rows.
+    """
     header = ["method", "PPL", "Prm (M)", "κ*", "legacy PPL"]
     header += ["PPL, other text"] if rows[0]["other_perplexity"] else []
     header += ["paper PPL", "paper Prm (M)"] if theirs else []
@@ -62,6 +79,7 @@ def layout(rows: Sequence[dict[str, Any]], theirs: dict[str, Any]) -> str:
         cells += [shown(row["legacy_perplexity"])]
         cells += [shown(row["other_perplexity"])] if row["other_perplexity"] else []
         lines.append([name, *cells, *(map(str, known) if theirs else ())])
+    lines += [[name, *["–"] * (len(header) - 3), *map(str, printed)] for name, printed in others.items()]
     return markdown_table(header, lines)
 
 
@@ -80,8 +98,9 @@ def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
 def table1(scale: Scale) -> Measured:
     """Full-rank, X, L + S and L̃ + S̃ (Table 1)."""
     rows = trained(trainings.VANILLA, scale, ["X"]) + trained(trainings.SALAAD, scale, VARIANTS)
-    table = layout(rows, paper("table1", scale))
-    return Measured(rows, {"perplexity and parameters": table}, notes=[provenance_note(rows, scale)])
+    table = layout(rows, paper("table1", scale), paper("baselines", scale))
+    notes = [provenance_note(rows, scale), *paper_note("table1", scale)]
+    return Measured(rows, {"perplexity and parameters": table}, notes=notes)
 
 
 def embedding(scale: Scale) -> Measured:
@@ -128,6 +147,8 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
     """One row a setting of ρ, Δα and Δβ, as factors on the scale's own, from what the runs themselves evaluated."""
     theirs = paper(table, scale) or [None] * len(runs)
     own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in KNOBS.items()}
+    if scale.is_the_papers:
+        own = dict(zip(KNOBS, trainings.OWN_350M if table in OF_350M else trainings.OWN_130M, strict=True))
     rows = []
     for run, printed in zip(runs, theirs, strict=True):
         factors = dict(run.factors)
@@ -172,7 +193,8 @@ def two_ablations(betas: Sequence[Run], alphas: Sequence[Run], table: str, scale
     tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
     tables["Δα at the scale's own Δβ"] = ablation_table(second, "alpha")
     marked = [{**row, "grid": "beta"} for row in first] + [{**row, "grid": "alpha"} for row in second]
-    return Measured(marked, tables, notes=["factors on the scale's own settings; one seed"])
+    notes = ["factors on the scale's own settings; one seed", *paper_note(table, scale)]
+    return Measured(marked, tables, notes=notes)
 
 
 def ablation_350m(scale: Scale) -> Measured:
@@ -203,7 +225,8 @@ def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
     ]
     header = ["Δα ×, Δβ ×", "ρ ×", "PPL (X)", "PPL (L+S)", "Prm (M)", "rank ratio", "density"]
     header += ["paper PPL (X)", "paper PPL (L+S)", "paper Prm (M)"] if rows[0]["paper"] else []
-    return Measured(rows, {"ρ under pairs": markdown_table(header, lines)}, notes=["factors; one seed"])
+    notes = ["factors; one seed", *paper_note(table, scale)]
+    return Measured(rows, {"ρ under pairs": markdown_table(header, lines)}, notes=notes)
 
 
 def ablation_rho_350m(scale: Scale) -> Measured:
@@ -239,7 +262,7 @@ def update_frequency(scale: Scale) -> Measured:
     folders = {K: run.folder(scale) for K, run in zip(trainings.KS, trainings.FREQUENCIES, strict=True)}
     pictures.update_frequency(folders, scale.results / "frequency.png")
     picture = {"over the number of ADMM updates, seed 0": "frequency.png"}
-    return Measured(rows, tables, picture, [seeds_note(scale)])
+    return Measured(rows, tables, picture, [seeds_note(scale), *paper_note("frequency", scale)])
 
 
 def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from salaad.model.roles import find_blocks
 from scripts.reproduction.grid import Run, Scale
 
 RHO, ALPHA, BETA, K = "salaad.rho_constant", "salaad.delta_alpha", "salaad.delta_beta", "salaad.every"
+ABSOLUTE_RHO = "salaad.rho"
 KS = (5, 10, 20)  # at J = 1
 HEAD_RHOS = (0.1, 1)  # 1e-7 and 1e-6
 
@@ -16,24 +17,35 @@ VANILLA, SALAAD = Run("full_rank"), Run()
 WITH_EMBEDDING = Run(settings=(("salaad.embedding", "true"),))
 WITHOUT_EMBEDDING = Run(settings=(("salaad.embedding", "false"),))
 HALF = ("train.precision", "bf16")
-FREQUENCIES = tuple(Run(settings=((K, str(every)),)) for every in KS)
-HEADS = tuple(Run(factors=((RHO, factor),), settings=(("salaad.lm_head", "true"),)) for factor in HEAD_RHOS)
-EMBEDDINGS = tuple(Run(factors=((RHO, factor),), settings=WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
+FREQUENCIES = tuple(Run(settings=((K, str(every)), *WITH_EMBEDDING.settings)) for every in KS)
+# What the paper calls its own in an ablation (Δα, Δβ, ρ), on which its other values are factors.
+OWN_350M, OWN_130M = (0.2, 0.005, 5e-8), (0.5, 0.005, 1e-7)
+_HEAD_RHO = 1e-6  # at 60M, the larger of two
+
+
+def head_study(factor: float, *settings: tuple[str, str]) -> Run:
+    """A training with one of the two ρ of the paper's study of the LM head."""
+    return Run(factors=((RHO, factor),), settings=settings, printed=((ABSOLUTE_RHO, f"{_HEAD_RHO * factor:g}"),))
+
+
+HEADS = tuple(head_study(factor, ("salaad.lm_head", "true")) for factor in HEAD_RHOS)
+EMBEDDINGS = tuple(head_study(factor, *WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
 VANILLA_BF16, SALAAD_BF16 = Run("full_rank", settings=(HALF,)), Run(settings=(HALF, *WITH_EMBEDDING.settings))
 
 
-def scaled(alpha: float = 1, beta: float = 1, rho: float = 1) -> Run:
-    """SALAAD with its three knobs turned by factors."""
-    return Run(factors=((ALPHA, alpha), (BETA, beta), (RHO, rho)))
+def scaled(alpha: float = 1, beta: float = 1, rho: float = 1, own: tuple[float, float, float] | None = None) -> Run:
+    """SALAAD with its three knobs turned by factors, on `own` at the paper's scales if given."""
+    factors, names = (alpha, beta, rho), (ALPHA, BETA, ABSOLUTE_RHO)
+    printed = [(name, f"{value * factor:g}") for name, value, factor in zip(names, own or (), factors, strict=False)]
+    return Run(factors=((ALPHA, alpha), (BETA, beta), (RHO, rho)), printed=tuple(printed))
 
 
-# The paper's settings over those it calls its own: 350M Δα 0.2, Δβ 0.005, ρ 5e-8; 130M Δα 0.5, Δβ 0.005, ρ 1e-7.
-BETAS_350M = tuple(scaled(beta=factor) for factor in (0.6, 1, 2, 10, 20))
-ALPHAS_350M = tuple(scaled(alpha=factor) for factor in (0.4, 0.5, 0.75, 0.9, 1))
-RHO_PAIRS_350M = tuple(scaled(*factors) for factors in product((0.5,), (2, 10), (1, 2)))  # (Δα, Δβ, ρ)
-BETAS_130M = tuple(scaled(beta=factor) for factor in (0.1, 1, 100))
-ALPHAS_130M = tuple(scaled(alpha=factor) for factor in (0.01, 0.1, 0.4))
-PAIRS_130M = tuple(scaled(*factors) for factors in product((0.01, 0.1, 1), (0.1, 1, 10), (0.1, 1, 10)))
+BETAS_350M = tuple(scaled(beta=factor, own=OWN_350M) for factor in (0.6, 1, 2, 10, 20))
+ALPHAS_350M = tuple(scaled(alpha=factor, own=OWN_350M) for factor in (0.4, 0.5, 0.75, 0.9, 1))
+RHO_PAIRS_350M = tuple(scaled(*factors, OWN_350M) for factors in product((0.5,), (2, 10), (1, 2)))  # (Δα, Δβ, ρ)
+BETAS_130M = tuple(scaled(beta=factor, own=OWN_130M) for factor in (0.1, 1, 100))
+ALPHAS_130M = tuple(scaled(alpha=factor, own=OWN_130M) for factor in (0.01, 0.1, 0.4))
+PAIRS_130M = tuple(scaled(*factors, OWN_130M) for factors in product((0.01, 0.1, 1), (0.1, 1, 10), (0.1, 1, 10)))
 # Trainings whose L + S is made of more or less L, all with the scale's own ρ.
 SHARES = tuple(scaled(alpha, beta) for alpha, beta in product((0.01, 0.1, 1), (0.1, 1, 10)))
 
@@ -67,7 +79,7 @@ def embedding_why(scale: Scale) -> dict[str, Run]:
     return {
         "as in Table 1": WITH_EMBEDDING,
         "five times the updates": replace(WITH_EMBEDDING, factors=((K, 0.2),)),
-        "one ρ for all blocks": Run(settings=(*WITH_EMBEDDING.settings, ("salaad.rho", f"{absolute:.3g}"))),
+        "one ρ for all blocks": Run(settings=(*WITH_EMBEDDING.settings, (ABSOLUTE_RHO, f"{absolute:.3g}"))),
         "ρ × 10": replace(WITH_EMBEDDING, factors=((RHO, 10),)),
         "Δβ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10),)),
         "Δβ × 10, ρ × 10": replace(WITH_EMBEDDING, factors=((BETA, 10), (RHO, 10))),

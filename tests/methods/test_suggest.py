@@ -71,6 +71,14 @@ def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
     assert found["delta_alpha"] / found["every"] == pytest.approx(micro.salaad.delta_alpha / micro.salaad.every)
 
 
+def test_the_pull_of_long_runs_is_no_weaker_than_the_papers():
+    assert settings_for(20_000)["rho_constant"] == pytest.approx(0.03)
+    assert settings_for(130_000)["rho_constant"] == 0.01
+    for name in ("60m", "130m", "350m", "1b"):
+        config, _ = read_command_line(["--config", name])
+        assert config.salaad.rho_constant == 0.01
+
+
 def test_what_is_given_holds_instead_of_what_is_suggested():
     model = llama()
     config = salaad.suggest(model, 1000, every=7, rank_ratio=0.3)

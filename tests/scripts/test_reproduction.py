@@ -13,6 +13,7 @@ from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from scripts.reproduction import trainings
+from scripts.reproduction.appendix_c import memory_and_operations
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, Verdict, claims_tables, verdicts
 from scripts.reproduction.deployments import accuracies
@@ -485,6 +486,49 @@ def test_every_training_of_an_ablation_has_its_number_in_the_paper(table, scale,
     sizes = {tuple(dict(run.factors).values()): numbers[2] for run, numbers in zip(mine, printed, strict=True)}
     for (alpha, beta, rho), size in sizes.items():
         assert all(size >= other for (a, b, r), other in sizes.items() if (a, b) == (alpha, beta) and r > rho)
+
+
+@pytest.mark.parametrize(
+    ("scale", "runs", "rhos"),
+    [
+        ("350m", trainings.RHO_PAIRS_350M, {5e-8, 1e-7}),
+        ("130m", trainings.PAIRS_130M, {1e-8, 1e-7, 1e-6}),
+        ("60m", trainings.HEADS, {1e-7, 1e-6}),
+    ],
+)
+def test_the_papers_scales_train_its_absolute_settings_and_ours_the_same_factors(scale, runs, rhos):
+    configs = [read_command_line(run.command(SCALES[scale])[1:])[0].salaad for run in runs]
+    assert {float(f"{config.rho:.6g}") for config in configs} == rhos
+    if scale == "350m":  # Δα 0.1, Δβ 0.01 and 0.05
+        assert [(c.delta_alpha, c.delta_beta) for c in configs] == [(0.1, 0.01)] * 2 + [(0.1, 0.05)] * 2
+    if scale == "130m":
+        assert {c.delta_alpha for c in configs} == {0.005, 0.05, 0.5}
+        assert {c.delta_beta for c in configs} == {0.0005, 0.005, 0.05}
+    own = NANO.config.salaad.rho_constant
+    at_nano = [read_command_line(run.command(NANO)[1:])[0].salaad for run in runs]
+    assert all(config.rho is None for config in at_nano)
+    ratios = sorted({round(config.rho_constant / own, 6) for config in at_nano})
+    assert [ratio / ratios[0] for ratio in ratios] == pytest.approx([rho / min(rhos) for rho in sorted(rhos)], rel=1e-4)
+
+
+def test_the_study_of_k_has_the_embedding_among_its_blocks_as_the_papers():
+    for run in trainings.FREQUENCIES:
+        assert read_command_line(run.command(SCALES["1b"])[1:])[0].salaad.embedding
+
+
+def test_the_costs_of_the_admm_are_the_papers_where_it_prints_them():
+    measured = memory_and_operations(NANO)
+    blocks = [row for row in measured.rows if "block" in row]
+    for row in blocks:
+        assert row["svd_flops"] == pytest.approx(row["printed_svd_flops"], rel=0.05)  # two digits are printed
+        n, m = row["shape"]
+        assert row["bytes"] >= 2 * 4 * n * m  # two matrices in float32
+    seventy = next(row for row in measured.rows if row.get("size") == "70b")
+    assert seventy["blocks"] == 560 and 6e10 < seventy["parameters"] < 8e10
+    # A GPU a block: the largest one's matrices.
+    assert seventy["bytes_many"] == max(row["bytes"] for row in blocks)
+    small = next(row for row in measured.rows if row.get("size") == "60m")
+    assert small["step_flops"] == pytest.approx(6 * 58.07e6 * 512 * 256, rel=0.1)
 
 
 def test_tables_hold_the_papers_numbers_beside_ours():
