@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Literal
 
 Row = Mapping[str, Any]
+NOT_SHOWN = "not shown"  # a limit that would be kept by chance, as what it is about is not there
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,12 @@ class Number:
     Args:
         what: is measured, with its limit if it has one.
         ours: the number, or one per seed.
-        holds: whether it keeps the limit; None where it has none and decides nothing.
+        holds: whether it keeps the limit, or NOT_SHOWN; None where it has none and decides nothing.
     """
 
     what: str
     ours: str
-    holds: bool | None = None
+    holds: bool | Literal["not shown"] | None = None
 
 
 def the_row(rows: Sequence[Row], **values: Any) -> Row:

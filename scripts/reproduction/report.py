@@ -15,8 +15,10 @@ ABOUT = (
     "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
     "Perplexity is exp of the mean loss over all validation tokens; beside it, where a table has it, stands the legacy "
     "figure of the field, the mean of batch means with batches + 1 in the denominator.",
-    "A claim agrees only if all parts of its measure hold. The measures were set before their items were measured; "
-    "those of the LM head and the elastic curve were reworded when one seed, and a sweep of other runs, were known.",
+    "A claim agrees only if all parts of its measure hold; where a part would hold by chance, as nothing is there that "
+    "it is about, the claim is not shown. The measures are in scripts/reproduction/claims.py; at nano and micro those "
+    "of the LM head, the elastic curve, bfloat16 and small dense models were set or made stricter when results were "
+    "known.",
     "Cuts by energy of commits before 42d0652 count every entry of a block alike, since checkpoints held no second "
     "moments of the optimizer then; those of later commits are weighed by them.",
 )
@@ -73,7 +75,7 @@ def trainings_table(result: Result) -> str:
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
-    """Claim by scale: yes, no, or not measured."""
+    """Claim by scale: yes, no, or not shown."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
     lines = [(claim.name, *(ANSWERS[column[i][1].agrees] for column in columns)) for i, claim in enumerate(CLAIMS)]
     return text_table(("claim", *(scale.name for scale in scales)), lines)
