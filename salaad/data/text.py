@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -93,20 +94,33 @@ def _field(config: DataConfig) -> str:
 
 
 def validation_batches(
-    text: Text, config: DataConfig, *, rank: int = 0, world_size: int = 1, rows: int, max_tokens: int
+    text: Text,
+    config: DataConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    rows: int,
+    max_tokens: int,
+    half: Literal["first", "second"] | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The validation rows of a rank, in micro-batches of up to `rows`.
 
     The rows are read in order until they hold `max_tokens` non-padding tokens or more; row i belongs to rank i mod W.
-    Every rank reads all of them, so no communication is needed, and caches its own.
+    Every rank reads all of them, so no communication is needed, and caches its own. With `half` only that half of a
+    rank's rows is given: what is chosen on one can be reported on the other.
 
     Raises:
-        UserError: the text cannot be read.
+        UserError: the text cannot be read, or has too few rows for halves.
     """
     key = (config.sequence_length, config.packing, max_tokens, rank, world_size)
     if key not in text.validation_rows:
         text.validation_rows[key] = _validation_rows(text, config, max_tokens)[rank::world_size]
     mine = text.validation_rows[key]
+    if half is not None:
+        if len(mine) < 2:
+            raise UserError(f"the validation text has {len(mine)} rows, which make no two halves; give a longer one")
+        middle = len(mine) // 2
+        mine = mine[:middle] if half == "first" else mine[middle:]
     for start in range(0, len(mine), rows):
         yield to_batch(mine[start : start + rows], config.sequence_length, text.pad_id, text.vocab_size)
 

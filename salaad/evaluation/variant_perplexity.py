@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,13 +31,29 @@ class VariantEvaluation:
         tokens: validation tokens after which to stop reading.
         dtype: name of the dtype of weights and activations.
         batch: rows per forward pass.
+        half: of the rows that hold so many tokens, which to read; all unless given.
     """
 
-    def __init__(self, deployment: Deployment, data: DataConfig, *, tokens: int, dtype: str, batch: int) -> None:
-        self.deployment, self.dtype, self.tokens, self.batch = deployment, dtype, tokens, batch
+    def __init__(
+        self,
+        deployment: Deployment,
+        data: DataConfig,
+        *,
+        tokens: int,
+        dtype: str,
+        batch: int,
+        half: Literal["first", "second"] | None = None,
+    ) -> None:
+        self.deployment, self.dtype, self.tokens, self.batch, self.half = deployment, dtype, tokens, batch, half
         self.data = own_text(deployment.source, data)
         self.path = deployment.source.cache / "perplexity.jsonl"
         self.cached = {json.dumps(row["of"]): row for row in read_json_lines(self.path)}
+
+    def on_half(self, half: Literal["first", "second"]) -> "VariantEvaluation":
+        """The same on a half of the text."""
+        other = copy(self)
+        other.half = half
+        return other
 
     @cached_property
     def text(self) -> Text:
@@ -63,6 +80,7 @@ class VariantEvaluation:
             "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
             "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.folder.path) else None,
             "dtype": self.dtype,
+            **({"half": self.half} if self.half else {}),
         }
         key = json.dumps(of)
         if key not in self.cached:
@@ -96,5 +114,6 @@ class VariantEvaluation:
         }
 
     def _batches(self, name: str) -> Iterable[dict[str, Tensor]]:
-        batches = list(validation_batches(self.text, self.data, rows=self.batch, max_tokens=self.tokens))
+        which = {"rows": self.batch, "max_tokens": self.tokens, "half": self.half}
+        batches = list(validation_batches(self.text, self.data, **which))
         return tqdm(batches, desc=name, unit="batch", leave=False, disable=None)

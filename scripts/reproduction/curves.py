@@ -1,5 +1,9 @@
 """The paper's figures of training itself, drawn from the records of its runs."""
 
+import math
+from statistics import fmean
+from typing import Any
+
 from salaad.common.formats import markdown_table
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
@@ -19,22 +23,35 @@ def time_breakdown(scale: Scale) -> Measured:
 
 
 def learning_dynamics(scale: Scale) -> Measured:
-    """Loss, mean δ, and one block's structure and δ, over training."""
+    """Loss, mean δ, and one block's structure and δ, over training; at its end every block's error and growth of τ_S.
+
+    With J = 1, X − L − S is the change of the dual, whose entries are at most τ_S: δ is bounded while τ_S is.
+    """
     pictures.learning_dynamics(trainings.SALAAD.folder(scale), scale.results / "dynamics.png")
     rows = []
     for seed in scale.seeds:
         blocks = pictures.blocks_of(trainings.SALAAD.seeded(seed).folder(scale))
         steps, deltas = pictures.mean_over_blocks(blocks)
         _, errors = pictures.mean_over_blocks(blocks, "error")
+        worst = [max(row["error"] for row in round_) for round_ in zip(*blocks.values(), strict=False)]
         course = [
-            {"seed": seed, "step": step, "delta": delta, "error": error}
-            for step, delta, error in zip(steps, deltas, errors, strict=True)
+            {"seed": seed, "step": step, "delta": delta, "error": error, "worst_error": largest}
+            for step, delta, error, largest in zip(steps, deltas, errors, worst, strict=True)
         ]
+        course[-1]["errors"] = {name: mine[-1]["error"] for name, mine in blocks.items()}
+        course[-1]["tau_growth"] = {name: growth([row["beta"] for row in mine]) for name, mine in blocks.items()}
         rows += peaks(course, 200)
     return Measured(rows, {}, {"learning dynamics, seed 0": "dynamics.png"})
 
 
-def peaks(course: list[dict[str, float]], stretches: int) -> list[dict[str, float]]:
+def growth(values: list[float]) -> float:
+    """The mean of the last quarter over that of the third; 1 where both are zero."""
+    quarter = max(1, len(values) // 4)
+    third, last = fmean(values[-2 * quarter : -quarter] or values), fmean(values[-quarter:])
+    return last / third if third else math.inf if last else 1.0
+
+
+def peaks(course: list[dict[str, Any]], stretches: int) -> list[dict[str, Any]]:
     """The largest δ of each of so many stretches, and the end: a long course thinned, without losing its height."""
     length = -(-len(course) // stretches)
     highest = [max(course[i : i + length], key=lambda row: row["delta"]) for i in range(0, len(course), length)]

@@ -24,7 +24,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import at_budget, elastic, evaluation, post_hoc
+from scripts.reproduction.records import at_budget, choose_kappas, elastic, evaluation, post_hoc
 from scripts.reproduction.tables import paper, paper_note
 
 
@@ -48,12 +48,15 @@ def flexible(scale: Scale) -> Measured:
 
 
 def kappa_sweep(scale: Scale) -> Measured:
-    """κ* at every budget, and its range over the budgets."""
+    """κ* at every budget, and its range over the budgets, on the half of the text that κ* is chosen on."""
     rows, tables = [], {}
     for seed in scale.seeds:
-        cells = [row for row in elastic(trainings.SALAAD.seeded(seed), scale) if "energy" not in row["variant"]]
+        measure = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale)
+        budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
+        cells, reported = choose_kappas(measure, budgets)
         low, high = stable_band(cells)
-        rows += [{"seed": seed, **row} for row in cells]
+        other = {row["variant"]: row["perplexity"] for row in reported}
+        rows += [{"seed": seed, **row, "other_half": other.get(row["variant"])} for row in cells]
         tables[f"seed {seed}: κ* from {low:g} to {high:g}"] = grid_table(cells)
         if seed == scale.seeds[0]:
             sweep_figure(cells, scale.results / "kappa.png")
@@ -93,12 +96,16 @@ def rpca_vanilla(scale: Scale) -> Measured:
 
 
 def rpca_salaad(scale: Scale) -> Measured:
-    """Robust PCA of a SALAAD run's L + S, as one dense matrix, beside the ranks and densities that training gave."""
+    """Robust PCA of a SALAAD run's L + S, and of its cut of Table 1, each as one dense matrix, beside what it is of."""
     rows = []
     for seed in scale.seeds:
-        parts = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale).deployment.parts
-        rows += [{"block": row["name"], "seed": seed, **row} for row in found_and_true(parts)]
-    first = [row for row in rows if row["seed"] == scale.seeds[0]]
+        run = trainings.SALAAD.seeded(seed)
+        small = at_budget(run, scale, scale.table_budget)
+        deployment = evaluation(run.folder(scale), scale).deployment
+        cut = deployment.cut(Variant(small["variant"], small["budget"], small["kappa"]))
+        for of, parts in (("L+S", deployment.parts), ("L̃+S̃", cut)):
+            rows += [{"of": of, "block": row["name"], "seed": seed, **row} for row in found_and_true(parts)]
+    first = [row for row in rows if (row["of"], row["seed"]) == ("L+S", scale.seeds[0])]
     pictures.rpca_truth(first, scale.results / "rpca_salaad.png")
     lines = [
         (

@@ -20,7 +20,7 @@ from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction.grid import Run, Scale
 
-KAPPAS = tuple(k / 10 for k in range(11))
+KAPPAS = tuple(k / 20 for k in range(21))
 REFINE = 20  # alternations of the refined cuts
 
 
@@ -28,13 +28,17 @@ REFINE = 20  # alternations of the refined cuts
 def evaluation(
     folder: Path, scale: Scale, post_hoc: PostHoc | None = None, other_text: Path | None = None
 ) -> VariantEvaluation:
-    """Perplexities of a run over its own validation text, unless another is given; the run's cache keeps them."""
+    """Perplexities of a run over the second half of its validation text, or another text; the run's cache keeps them.
+
+    The first half is what κ* is chosen on.
+    """
     source = ModelOnDisk.open(folder)
     deployment = CheckpointDeployment(source, post_hoc)
     data = DataConfig(**source.run["data"])
     if other_text:
         data = replace(data, source="files", validation_files=(str(other_text),))
-    return VariantEvaluation(deployment, data, tokens=parse_count(scale.tokens), dtype=scale.dtype, batch=32)
+    half = None if other_text else "second"
+    return VariantEvaluation(deployment, data, tokens=parse_count(scale.tokens), dtype=scale.dtype, batch=32, half=half)
 
 
 def perplexity(run: Run, scale: Scale, name: str) -> dict[str, Any]:
@@ -45,10 +49,17 @@ def perplexity(run: Run, scale: Scale, name: str) -> dict[str, Any]:
 def at_budget(run: Run, scale: Scale, budget: str) -> dict[str, Any]:
     """The row of L̃ + S̃: HPA at κ*."""
     measure = evaluation(run.folder(scale), scale)
-    count = parse_budget(budget, measure.deployment.dense)
-    cells = grid([count], KAPPAS)[2:]
-    measure.deployment.check(cells)
-    return best([measure(cell) for cell in cells])[0]
+    [chosen] = choose_kappas(measure, [parse_budget(budget, measure.deployment.dense)])[1]
+    return chosen
+
+
+def choose_kappas(measure: VariantEvaluation, budgets: Sequence[int]) -> tuple[list[dict], list[dict]]:
+    """HPA's grid with X and L + S over the first half of the text; what is at κ* of each budget over the second."""
+    variants = grid(budgets, KAPPAS)
+    measure.deployment.check(variants)
+    rows = [measure.on_half("first")(variant) for variant in variants]
+    chosen = {(row["budget"], row["kappa"]) for row in best(rows)}
+    return rows, [measure(variant) for variant in variants if (variant.budget, variant.kappa) in chosen]
 
 
 def on_other_text(run: Run, scale: Scale, row: dict[str, Any]) -> dict[str, Any]:
@@ -64,12 +75,12 @@ def post_hoc(run: Run, scale: Scale) -> PostHoc:
 
 
 def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[str, Any]]:
-    """X, L + S, HPA's grid, energy, and energy refined, at every budget of the scale."""
+    """X, L + S, HPA at κ*, energy, and energy refined, at every budget of the scale."""
     measure = evaluation(run.folder(scale), scale, split)
     budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
-    variants = [*grid(budgets, KAPPAS), *by_energy(budgets, REFINE)]
+    variants = [Variant("X"), Variant("L+S"), *by_energy(budgets, REFINE)]
     measure.deployment.check(variants)
-    return [measure(variant) for variant in variants]
+    return [*choose_kappas(measure, budgets)[1], *map(measure, variants)]
 
 
 def summary(run: Run, scale: Scale) -> dict[str, Any]:

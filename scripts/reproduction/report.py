@@ -1,13 +1,15 @@
-"""results/README.md: claims, tables and figures of every scale that has results, from the stored JSON alone."""
+"""results/README.md: claims, tables and figures of every scale that has results, from the stored JSON."""
 
+import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json
 from scripts.reproduction.claims import ANSWERS, CLAIMS, claims_tables, text_table, verdicts
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.grid import Scale
+from scripts.reproduction.grid import ROOT, Scale
 from scripts.reproduction.items import Item
 
 TITLE = "The paper, table by table"
@@ -29,6 +31,13 @@ BESIDE = {
     "bench/README.md": "training, inference and compression on the clock",
     "reliability.md": "what a training run survives, and the seconds to recover",
 }
+
+# What a figure comes out of: its training, the cut and the evaluation.
+BEHIND = (
+    "train.py",
+    *(f"salaad/{one}.py" for one in ("prox", "spectral", "rpca", "hpa", "energy_allocation")),
+    *(f"salaad/{one}" for one in ("methods", "model", "data", "compression", "evaluation")),
+)
 
 Result = Mapping[str, Any]
 
@@ -57,12 +66,36 @@ def facts(result: Result) -> list[str]:
     trainings = result["trainings"]
     told = [f"made by: `{result['command']}`, anew with `--again`"]
     told += [f"needs a model from the hub: `{result['hub']}`"] if result["hub"] else []
-    told.append(f"measured at: commit {result['commit']}, {result['machine']}")
+    changed = changed_since(result["commit"])
+    since = f"; since then changed: {', '.join(changed)}" if changed else ""
+    told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
         told.append(f"trained: {len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
     return told
+
+
+@cache
+def changed_since(commit: str) -> list[str]:
+    """Which of the places that figures depend on have changed since a commit; none where git does not know it."""
+    words = ["git", "-C", str(ROOT), "diff", "--name-only", commit.removesuffix("-dirty"), "HEAD", "--", *BEHIND]
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [place for place in BEHIND if any(name == place or name.startswith(f"{place}/") for name in names)]
+
+
+def outdated_note(measured: Mapping[str, Result]) -> str:
+    """Which items were measured before what they depend on changed."""
+    old = [name for name, result in measured.items() if result["trainings"] and changed_since(result["commit"])]
+    if not old:
+        return "All items were measured with the code as it is."
+    return (
+        f"{len(old)} of {len(measured)} items were measured before some of the code behind them changed (each says "
+        f"what; `--again` measures anew): {', '.join(old)}."
+    )
 
 
 def trainings_table(result: Result) -> str:
@@ -88,7 +121,8 @@ def markdown(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping
     if len(found) > 1:
         parts += ["## The claims at a glance", glance(results, list(found))]
     for scale, measured in found.items():
-        parts += [f"## {scale.name}", f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
+        parts += [f"## {scale.name}", outdated_note(measured)]
+        parts += [f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
         for result in measured.values():
             parts += markdown_item(result, scale)
         if missing := [item for item in items if item.name not in measured]:

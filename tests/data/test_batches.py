@@ -309,6 +309,17 @@ def test_validation_may_hold_less_than_asked_for_and_packs_its_remainder(text, c
         assert [i for batch in batches for row in rows_of(batch) for i in row] == tokens
 
 
+def test_the_halves_of_the_validation_rows_are_all_of_them_and_share_none(text, config):
+    def read(**which):
+        batches = validation_batches(text, config, rows=3, max_tokens=300, **which)
+        return [row for batch in batches for row in rows_of(batch)]
+
+    whole, first, second = read(), read(half="first"), read(half="second")
+    assert first + second == whole and abs(len(first) - len(second)) <= 1 and first
+    with pytest.raises(UserError, match="has 1 rows, which make no two halves"):
+        next(validation_batches(text, config, rows=3, max_tokens=1, half="first"))
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(config):
     with pytest.raises(UserError, match=r"model.vocab_size 100; give model.vocab_size \d+ or more"):
         open_text(config, vocab_size=100)

@@ -1,6 +1,7 @@
 """Claims from hand-made rows, and the report from made-up results."""
 
 import json
+import math
 from copy import deepcopy
 from itertools import combinations, product
 
@@ -12,10 +13,11 @@ from salaad.config.commands import DEFAULT_TASKS
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
-from scripts.reproduction import trainings
+from scripts.reproduction import report, trainings
 from scripts.reproduction.appendix_c import memory_and_operations
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, Verdict, claims_tables, verdicts
+from scripts.reproduction.curves import growth
 from scripts.reproduction.deployments import accuracies
 from scripts.reproduction.diagrams import overview
 from scripts.reproduction.evidence import NOT_SHOWN
@@ -132,7 +134,8 @@ def rows() -> dict[str, list[dict]]:
             )
         ],
         "dynamics": [
-            {"seed": seed, "step": 5 * i, "delta": factor * delta, "error": factor * 0.2}
+            {"seed": seed, "step": 5 * i, "delta": factor * delta, "error": factor * 0.1}
+            | {"errors": {"a": factor * 0.14, "b": 0.06}, "tau_growth": {"a": 1.0, "b": 1.05}}
             for seed, factor in enumerate((1.0, 2.0))
             for i, delta in enumerate((2, 4, 6, 7, 8, 8, 7, 8))
         ],
@@ -148,7 +151,11 @@ def rows() -> dict[str, list[dict]]:
             )
         ],
         "rpca_vanilla": [robust("control", (0.5, 0.6), (0.57, 0.7)), robust("control", (0.52, 0.64), (0.57, 0.7))],
-        "rpca_salaad": [robust("true", (0.25, 0.1), (0.2, 0.05)), robust("true", (0.2, 0.08), (0.25, 0.05))],
+        "rpca_salaad": [
+            {"of": of, **robust("true", found, (0.2, 0.05))}
+            for of in ("L+S", "L̃+S̃")
+            for found in ((0.25, 0.1), (0.15, 0.08))
+        ],
     }
 
 
@@ -260,10 +267,13 @@ DISAGREEING = (
     ("frequency", "3 %", change("frequency", "loss", 2.7, K=20, seed=1)),
     ("bounded", "1.5 times", course(2, 4, 4, 4, 6.1, 6, 6, 6)),
     ("bounded", "last quarter", course(8, 8, 8, 8, 6, 6, 6, 7.3)),
+    ("bounded", "worst block", change("dynamics", "errors", {"a": 0.1, "b": 0.31}, seed=1)),
+    ("bounded", "τ_S", change("dynamics", "tau_growth", {"a": 1.2, "b": 1.0}, seed=0)),
     ("bf16", "PPL of X", change("bf16", "perplexity", spread(112.0, 113.0), variant="X", precision="bf16")),
     ("rpca", "vanilla's L + S", change("flexible", "parameters", 1.7e6, label="vanilla + RPCA", variant="L+S")),
     ("rpca", "density of vanilla", change("rpca_vanilla", "density", 0.3)),
-    ("rpca", "rank ratio of SALAAD", change("rpca_salaad", "rank_ratio", 0.4)),
+    ("rpca", "rank ratio of SALAAD, L + S", change("rpca_salaad", "rank_ratio", 0.4, of="L+S")),
+    ("rpca", "density of SALAAD, the cut", change("rpca_salaad", "density", 0.2, of="L̃+S̃")),
 )
 
 
@@ -291,8 +301,9 @@ def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
     assert found["frequency"]["final loss, within 3 % in every seed"] == "2.890, 2.890, 2.830"
     assert found["frequency"]["mean δ, falls with K in every seed"] == "10.16, 7.74, 5.73"
     assert list(found["bounded"].values())[:2] == ["7 to 14", "8 to 16"]
-    assert found["bounded"]["‖X−L−S‖ over ‖X‖ at the end"] == "20 to 40 %"
-    assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.23 ± 0.02, 0.09 ± 0.01"
+    assert found["bounded"]["‖X−L−S‖ over ‖X‖ at the end, mean over the blocks"] == "10 to 20 %"
+    assert found["bounded"]["blocks above that"] == "0, 0 of 2"
+    assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.20 ± 0.05, 0.09 ± 0.01"
 
 
 def test_budgets_above_the_structured_model_do_not_count(rows, judged):
@@ -312,6 +323,21 @@ def test_the_first_step_of_the_elastic_curve_counts(rows, judged):
     found = judged(rows)["elastic_by_hpa"]
     assert found.agrees is False
     assert any("largest step" in number.what and number.ours.startswith("×5.00") for number in found.numbers)
+
+
+def test_what_older_results_do_not_say_is_not_shown(rows, judged):
+    for row in rows["dynamics"]:
+        del row["errors"], row["tau_growth"]
+    rows["rpca_salaad"] = [row for row in rows["rpca_salaad"] if row["of"] == "L+S"]
+    for name in ("bounded", "rpca"):
+        found = judged(rows)[name]
+        assert found.agrees is None and [number.holds for number in found.numbers].count(NOT_SHOWN) == 2
+
+
+def test_growth_compares_the_last_two_quarters():
+    assert growth([1, 1, 1, 1, 2, 2, 3, 3]) == 1.5
+    assert growth([0.0] * 8) == 1 and growth([0.0] * 6 + [1, 1]) == math.inf
+    assert growth([5.0]) == 1
 
 
 def test_a_head_beside_which_nothing_is_structured_shows_nothing(rows, judged):
@@ -458,6 +484,21 @@ def test_the_report_holds_everything_that_was_measured(results):
         assert said in text
     assert "## micro" not in text and text.count("12.34") == len(ITEMS) - 1
     assert text.index(CLAIMS[0].measure) < text.index("caption <of>")
+
+
+def test_the_report_says_what_changed_since_an_item_was_measured(results, monkeypatch):
+    kept = json.loads((results / "nano" / "reproduce" / "table1.json").read_text())
+    changed = {kept["commit"]: ["train.py"]}
+    monkeypatch.setattr(report, "changed_since", lambda commit: changed.get(commit, []))
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert "since then changed: train.py" in text and "table1" in text.split("items were measured before")[1]
+    changed.clear()
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert "since then changed" not in text and "All items were measured with the code as it is." in text
+
+
+def test_what_changed_since_a_commit_is_told_by_place():
+    assert report.changed_since("HEAD") == [] and report.changed_since("no-such-commit") == []
 
 
 def test_pictures_of_the_report_are_where_it_points(results):
