@@ -43,7 +43,7 @@ from scripts.trainings import ROOT, trained
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
-KAPPAS = "0:1:0.1"
+KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 BLOCKS = SalaadConfig(embedding=True)
 
@@ -98,7 +98,7 @@ class Measured:
 
     Args:
         run: its folder.
-        tokens: validation tokens of an evaluation.
+        tokens: validation tokens, of whose second half every figure is.
         text_tokens: of the training.
     """
 
@@ -114,7 +114,7 @@ class Measured:
             split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
             deployment = open_deployment(source, split)
         data = DataConfig(**self.source.run["data"])
-        return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
+        return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
 
     @property
     def source(self) -> ModelOnDisk:
@@ -137,10 +137,9 @@ def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = Tru
 
 
 def by_hpa(model: Measured) -> Sizes:
-    """Cut by HPA, with the κ that is best on the first half of the text."""
+    """Cut by HPA, with the κ that is best on the half of the text that no other figure is of."""
     evaluation = model.evaluation(model.source)
-    half = Measured(model.run, model.tokens // 2, model.text_tokens).evaluation(model.source)
-    deployment = evaluation.deployment
+    deployment, half = evaluation.deployment, evaluation.on_half("first")
     for share in all_shares():
         budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
@@ -235,7 +234,7 @@ class Comparison:
         config: file in configs/.
         runs: folder of the runs.
         extra: options of train.py for all.
-        tokens: validation tokens of an evaluation.
+        tokens: validation tokens, of whose second half every figure is.
     """
 
     config: str
@@ -281,7 +280,9 @@ def main() -> None:
     parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--salaad", default="", help="settings of the recommended SALAAD, as options of train.py")
-    parser.add_argument("--tokens", type=int, default=300_000, help="validation tokens of an evaluation")
+    parser.add_argument(
+        "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"
+    )
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/elastic-CONFIG unless given")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which rows are added")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")

@@ -145,7 +145,7 @@ def bf16(scale: Scale) -> Measured:
 
 
 def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[str, Any]]:
-    """One row a setting of ρ, Δα and Δβ, as factors on the scale's own, from what the runs themselves evaluated."""
+    """One row a setting of ρ, Δα and Δβ, as factors on the scale's own."""
     theirs = paper(table, scale) or [None] * len(runs)
     own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in KNOBS.items()}
     if scale.is_the_papers:
@@ -153,14 +153,15 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
     rows = []
     for run, printed in zip(runs, theirs, strict=True):
         factors = dict(run.factors)
-        X, structured = (summary(run, scale)["variants"][name] for name in ("X", "L+S"))
+        X, whole = (perplexity(run, scale, name) for name in ("X", "L+S"))
+        structured = summary(run, scale)["variants"]["L+S"]
         rows.append(
             {
                 "alpha": factors.get(trainings.ALPHA, 1),
                 "beta": factors.get(trainings.BETA, 1),
                 "rho": factors.get(trainings.RHO, 1),
                 "X": X["perplexity"],
-                "L+S": structured["perplexity"],
+                "L+S": whole["perplexity"],
                 "parameters": structured["parameters"],
                 "rank_ratio": structured["rank_ratio"],
                 "density": structured["density"],
