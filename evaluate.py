@@ -150,7 +150,7 @@ def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
 
 def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
     """Perplexities of one model with the options of this command."""
-    tokens = parse_count(options.tokens)
+    tokens = parse_count(options.tokens, "--tokens")
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=dtype_of(options), batch=options.batch)
 
 

@@ -1,18 +1,20 @@
-"""One training at every size: SALAAD's cuts beside small dense models and every other way to a small model.
+"""One training at every size: SALAAD's cuts beside small dense models, all other methods and all other ways to cut.
 
     python scripts/compare_elastic.py --config nano-20 --seeds 0,1,2 --output results/elastic/nano-20.json \\
+        --search results/methods/nano-20.json --other-text runs/c4.parquet \\
         --data.source files --data.files 'runs/wikipedia/train-*' --data.validation_files 'runs/wikipedia/valid*'
 
-Every model is trained on the same tokens and measured at eight sizes, from three quarters of the compressible
-parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is its mean of log perplexity over
-full-rank's of the same seed. What is there already is kept, an interrupted run goes on.
+Every model is trained on the same tokens and measured whole, and what can be cut also at eight sizes, from three
+quarters of the compressible parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is
+its mean of log perplexity over full-rank's of the same seed. What the JSON file has is kept, and an interrupted run
+goes on.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
+from scripts.compare_methods import best_rate
 from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
@@ -45,6 +48,8 @@ MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
+FIGURES = ("variant", "parameters", "perplexity")
+ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 BLOCKS = SalaadConfig(embedding=True)
 
 
@@ -67,12 +72,22 @@ class Training(NamedTuple):
     ways: tuple[str, ...]
 
 
-# The best learning rates of full-rank training in an eighth of the length of nano-20; given to SALAAD and dense alike.
-RATES = ("--optimizer.lr=6e-3", "--optimizer.projection_lr=0.25")
+class Settings(NamedTuple):
+    """What is laid over the configuration of all runs, as options of train.py.
+
+    Args:
+        dense: of dense models and of SALAAD, such as their learning rates.
+        salaad: that this project recommends for SALAAD.
+        rates: method → learning rate, of the other methods; those without are left out.
+    """
+
+    dense: tuple[str, ...]
+    salaad: tuple[str, ...]
+    rates: Mapping[str, float]
 
 
-def trainings(config: str, extra: tuple[str, ...], salaad: tuple[str, ...]) -> list[Training]:
-    """All that are compared at a scale; `salaad` are the settings of SALAAD that this project recommends there."""
+def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:
+    """All that are compared at a scale."""
     run, _ = read_command_line(["--config", config, *extra])
     model = outline(describe_model(run.model, run.data.sequence_length))
     dense = count_parameters(model)
@@ -80,15 +95,18 @@ def trainings(config: str, extra: tuple[str, ...], salaad: tuple[str, ...]) -> l
     small = []
     for share in DENSE_SHARES:
         size = round(dense - (1 - share) * compressible)
-        words = ("--method=full_rank", *RATES, f"--model.like={config}", f"--model.parameters={size}")
+        words = ("--method=full_rank", *settings.dense, f"--model.like={config}", f"--model.parameters={size}")
         small.append(Training(f"dense, {share:g}", words, ()))
+    whole = ("--method=full_rank", *settings.dense)
+    others = {name: (f"--method={name}", f"--optimizer.lr={lr:g}") for name, lr in settings.rates.items()}
     return [
-        Training("full-rank", ("--method=full_rank", *RATES), ("rpca", "rpca, tuned", "rpca, tuned, each", "godec")),
-        Training("SALAAD", (*RATES, *salaad), ("cut", "tuned", "tuned, each")),
-        Training("SALAAD, as in the paper", (), ("hpa", "energy")),
+        Training("full-rank", whole, ("rpca", "rpca, tuned, each", "rpca, tuned", "godec")),
+        Training("SALAAD", (*settings.dense, *settings.salaad), ("cut", "tuned, each", "tuned")),
+        Training("SALAAD, as in the paper", settings.dense, ("hpa", "energy")),
         *small,
-        Training("matformer", ("--method=matformer",), ("nested",)),
-        Training("full-rank, one rate", ("--method=full_rank",), ()),
+        Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
+        Training("full-rank, one rate", (*whole, *ONE_RATE), ()),
+        *(Training(name, words, ()) for name, words in others.items()),
     ]
 
 
@@ -116,6 +134,13 @@ class Measured:
         data = DataConfig(**self.source.run["data"])
         return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
 
+    def on_other_text(self, file: str) -> float:
+        """Perplexity of X on another validation file."""
+        data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(file,))
+        deployment = open_deployment(self.source)
+        measure = VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
+        return measure(Variant("X"))["perplexity"]
+
     @property
     def source(self) -> ModelOnDisk:
         """The newest checkpoint."""
@@ -139,7 +164,8 @@ def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = Tru
 def by_hpa(model: Measured) -> Sizes:
     """Cut by HPA, with the κ that is best on the half of the text that no other figure is of."""
     evaluation = model.evaluation(model.source)
-    deployment, half = evaluation.deployment, evaluation.on_half("first")
+    deployment = evaluation.deployment
+    half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
     for share in all_shares():
         budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
@@ -235,41 +261,49 @@ class Comparison:
         runs: folder of the runs.
         extra: options of train.py for all.
         tokens: validation tokens, of whose second half every figure is.
+        other_text: a second validation file, on which whole models are measured too.
     """
 
     config: str
     runs: Path
     extra: tuple[str, ...]
     tokens: int
+    other_text: str | None = None
 
-    def row(self, training: Training, seed: int) -> dict[str, Any]:
-        """A training with one seed, and all sizes of it; what is missing is made."""
+    def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
+        """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
+        left = [way for way in training.ways if way not in row.get("ways", {})]
+        if row and not left:
+            return
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
         words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
         about, summary = trained(words, folder)
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
         model = Measured(folder, self.tokens, summary["tokens"])
-        X = model.evaluation(model.source)(Variant("X"))
-        ways, minutes = {}, {"train": summary["seconds"]["train"] / 60}
-        for way in training.ways:
+        if not row:
+            row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
+            row |= {"X": self.figures(model, summary), "ways": {}}
+            row["minutes"] = {"train": summary["seconds"]["train"] / 60}
+            print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
+            save()
+        for way in left:
             since = time.perf_counter()
-            sizes = [
-                {"share": share, **{key: row[key] for key in ("variant", "parameters", "perplexity")}}
-                for share, row in WAYS[way](model)
-            ]
-            ways[way], minutes[way] = sizes, (time.perf_counter() - since) / 60
-        print(f"{folder.name}: X {X['perplexity']:.2f}", flush=True)
-        written = {"samples": samples(folder / "elastic")} if "tuned" in training.ways else {}
-        return {
-            "label": training.label,
-            "seed": seed,
-            **about,
-            "X": {key: X[key] for key in ("parameters", "perplexity", "tokens")},
-            "ways": ways,
-            "minutes": minutes,
-            **written,
-        }
+            sizes = [{"share": share, **{key: size[key] for key in FIGURES}} for share, size in WAYS[way](model)]
+            row["minutes"][way] = (time.perf_counter() - since) / 60
+            row["ways"][way] = sizes
+            if way == "tuned":
+                row["samples"] = samples(folder / "elastic")
+            found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)
+            print(f"{folder.name}, {way}: {found}", flush=True)
+            save()
+
+    def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
+        """Of the whole model."""
+        X, of = model.evaluation(model.source)(Variant("X")), summary["variants"]["X"]
+        found = {key: X[key] for key in (*FIGURES, "legacy_perplexity", "tokens")}
+        found |= {key: of[key] for key in ("trained", "bytes") if key in of}
+        return found | ({"other_perplexity": model.on_other_text(self.other_text)} if self.other_text else {})
 
 
 def main() -> None:
@@ -279,6 +313,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
     parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
+    parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
+    parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
+    parser.add_argument("--other-text", help="a second validation file, on which whole models are measured too")
     parser.add_argument("--salaad", default="", help="settings of the recommended SALAAD, as options of train.py")
     parser.add_argument(
         "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"
@@ -290,11 +327,13 @@ def main() -> None:
     at_least(options, 1, "jobs", "tokens")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    comparison = Comparison(
-        options.config, options.runs or ROOT / "runs" / f"elastic-{options.config}", tuple(extra), options.tokens
-    )
-    comparison.runs.mkdir(parents=True, exist_ok=True)
-    every = trainings(options.config, tuple(extra), tuple(options.salaad.split()))
+    runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
+    runs.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(options.config, runs, tuple(extra), options.tokens, options.other_text)
+    searched = read_json(options.search)["methods"] if options.search else {}
+    rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
+    settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
+    every = trainings(options.config, tuple(extra), settings)
     asked = options.rows.split(";") if options.rows else [training.label for training in every]
     seeds = [int(seed) for seed in split_list(options.seeds)]
     todo = [
@@ -306,14 +345,14 @@ def main() -> None:
     kept = read_json(options.output)["rows"] if options.output.exists() else []
     rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
 
+    def save() -> None:
+        with lock:
+            there = [row for row in rows.values() if row]
+            write_json({"config": options.config, **provenance(), "rows": there}, options.output)
+
     def measure(item: tuple[Training, int]) -> None:
         training, seed = item
-        if (training.label, seed) in rows:
-            return
-        row = comparison.row(training, seed)
-        with lock:
-            rows[training.label, seed] = row
-            write_json({"config": options.config, **provenance(), "rows": list(rows.values())}, options.output)
+        comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(measure, todo))

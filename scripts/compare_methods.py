@@ -1,14 +1,15 @@
 """Every way to train at one scale: a short search of its learning rate, then one training in full with the best.
 
     python scripts/compare_methods.py --config nano --output results/nano/methods.json
-    python scripts/compare_methods.py --config nano --methods lora,galore --jobs 2
+    python scripts/compare_methods.py --config nano-20 --methods lora,galore --search-only --output FILE --jobs 2
 
 For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
-this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. What is
-there already is kept, an interrupted run goes on, and the JSON file is written anew after every run.
+this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. What the
+JSON file has is kept, an interrupted run goes on, and the file is written anew after every run.
 """
 
 import argparse
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from salaad.common.errors import run_command
-from salaad.common.files import json_file, write_json
+from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
@@ -55,23 +56,33 @@ class Contest:
         print(f"{folder.name}: {shown}", flush=True)
         return {"lr": lr, **about, "variants": variants}
 
-    def entry(self, method: str) -> dict[str, Any]:
-        """The search and the full training of one method."""
+    def complete(self, method: str, entry: dict[str, Any], search_only: bool, save: Callable[[], None]) -> None:
+        """Add to the entry of a method what it lacks: the runs of its search, and that in full at the best rate."""
         config, _ = read_command_line(["--config", self.config, "--method", method, *self.extra])
-        own, steps = config.optimizer.lr, config.train.steps // EIGHTH
-        tried = {factor: self.result(method, own * factor, steps) for factor in FACTORS}
+        entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
+        search = entry.setdefault("search", [])
+
+        def tried(lr: float) -> None:
+            if lr not in [row["lr"] for row in search]:
+                search.append(self.result(method, lr, steps))
+                search.sort(key=lambda row: row["lr"])
+                save()
+
+        for factor in FACTORS:
+            tried(entry["own_lr"] * factor)
         for _ in range(MOST_MORE):
-            best = min(tried, key=lambda factor: _perplexity(tried[factor]))
-            if best not in (min(tried), max(tried)):
+            rates, best = [row["lr"] for row in search], best_rate(entry)
+            if best not in (min(rates), max(rates)):
                 break
-            further = best / 2 if best == min(tried) else best * 2
-            tried[further] = self.result(method, own * further, steps)
-        best = min(tried, key=lambda factor: _perplexity(tried[factor]))
-        return {
-            "own_lr": own,
-            "search": [tried[factor] for factor in sorted(tried)],
-            "full": self.result(method, own * best, None),
-        }
+            tried(best / 2 if best == min(rates) else best * 2)
+        if not search_only and "full" not in entry:
+            entry["full"] = self.result(method, best_rate(entry), None)
+            save()
+
+
+def best_rate(entry: dict[str, Any]) -> float:
+    """The learning rate of the lowest perplexity in the search of a method."""
+    return min(entry["search"], key=_perplexity)["lr"]
 
 
 def _perplexity(result: dict[str, Any]) -> float:
@@ -85,21 +96,23 @@ def main() -> None:
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas")
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/methods-CONFIG unless given")
-    parser.add_argument("--output", type=json_file, help="JSON file to write")
+    parser.add_argument("--search-only", action="store_true", help="no run in full")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which results are added")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs")
     contest = Contest(options.config, options.runs or ROOT / "runs" / f"methods-{options.config}", tuple(extra))
     contest.runs.mkdir(parents=True, exist_ok=True)
-    found, lock = {}, Lock()
+    found = read_json(options.output)["methods"] if options.output.exists() else {}
+    lock = Lock()
+
+    def save() -> None:
+        with lock:
+            ordered = {name: found[name] for name in SETTINGS if found.get(name, {}).get("search")}
+            write_json({"config": options.config, **provenance(), "methods": ordered}, options.output)
 
     def measure(method: str) -> None:
-        entry = contest.entry(method)
-        with lock:
-            found[method] = entry
-            if options.output:
-                ordered = {name: found[name] for name in SETTINGS if name in found}
-                write_json({"config": options.config, **provenance(), "methods": ordered}, options.output)
+        contest.complete(method, found.setdefault(method, {}), options.search_only, save)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(measure, split_list(options.methods)))

@@ -6,16 +6,16 @@ from salaad.hpa import Blocks, Kept, allocate, parameters
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, what: str = "count") -> int:
     """The number that a text such as `10M`, `1.2M` or `194000000` stands for.
 
     Raises:
-        UserError: it is no number, or below 1.
+        UserError: it is no number, or below 1; the error says of `what`, such as an option.
     """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
-    count = round(finite_number(number, f"count {text!r}", "a number such as 10M or 194000000", unit))
+    count = round(finite_number(number, f"{what} {text!r}", "a number such as 10M or 194000000", unit))
     if count < 1:
-        raise UserError(f"count {text!r} is less than 1; give a number such as 10M or 194000000")
+        raise UserError(f"{what} {text!r} is less than 1; give a number such as 10M or 194000000")
     return count
 
 

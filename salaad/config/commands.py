@@ -229,7 +229,7 @@ class CompressOptions:
         if self.refine is not None:
             at_least(self, 0, "refine")
         if self.distill is not None:
-            parse_count(self.distill)  # refuses what is none
+            parse_count(self.distill, "--distill")  # refuses what is none
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:

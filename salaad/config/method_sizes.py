@@ -14,6 +14,7 @@ from salaad.config.run import ModelConfig
 
 _WIDTHS = (128, 512, 768, 1024, 2048)
 _ADAM: dict[str, Any] = {
+    "optimizer.projection_lr": 1.0,
     "optimizer.betas": (0.9, 0.999),
     "optimizer.weight_decay": 0.0,
     "optimizer.clip": 0.0,

@@ -47,9 +47,9 @@ def curves_table(rows: Sequence[Row]) -> str:
     for label, mine in by_label(rows).items():
         whole = _with_deviation([row["X"]["perplexity"] for row in mine])
         lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(NAMED), ""))
-        for way in mine[0]["ways"]:
+        for way in dict.fromkeys(way for row in mine for way in row["ways"]):
             named = [
-                _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"][way], share)])
+                _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"].get(way, ()), share)])
                 for share in NAMED
             ]
             scores = [found for row in mine if (found := score(rows, row, way)) is not None]
@@ -68,9 +68,9 @@ def curves_table(rows: Sequence[Row]) -> str:
 def cost_table(rows: Sequence[Row]) -> str:
     """Minutes of every training and of every way to its sizes, the measurements included."""
     lines = [
-        (label, what, f"{fmean(row['minutes'][what] for row in mine):.1f}")
+        (label, what, f"{fmean(row['minutes'][what] for row in mine if what in row['minutes']):.1f}")
         for label, mine in by_label(rows).items()
-        for what in mine[0]["minutes"]
+        for what in dict.fromkeys(what for row in mine for what in row["minutes"])
     ]
     return markdown_table(("model", "step", "minutes"), lines)
 
@@ -117,7 +117,7 @@ def at(sizes: Sequence[Row], share: float) -> float:
 def score(rows: Sequence[Row], row: Row, way: str) -> float | None:
     """Mean over the eight sizes of log perplexity over that of full-rank training with the same seed."""
     reference = [r["X"]["perplexity"] for r in rows if r["label"] == _REFERENCE and r["seed"] == row["seed"]]
-    sizes = row["ways"][way]
+    sizes = row["ways"].get(way, ())
     if not reference or not all(has(sizes, share) for share in shares()):
         return None
     return fmean(math.log(at(sizes, share) / reference[0]) for share in shares())

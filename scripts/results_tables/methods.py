@@ -18,11 +18,10 @@ def sections() -> dict[str, str]:
         if path.stem != "gamma":
             result = read_json(path)
             costs = RESULTS / "bench" / f"methods-{path.stem}.json"
-            found |= {
-                f"methods-{path.stem}": comparison_table(result, costs),
-                f"search-{path.stem}": search_table(result),
-                f"widths-{path.stem}": widths_table(result),
-            }
+            found[f"search-{path.stem}"] = search_table(result)
+            if all("full" in entry for entry in result["methods"].values()):  # else only the search was asked for
+                found[f"methods-{path.stem}"] = comparison_table(result, costs)
+                found[f"widths-{path.stem}"] = widths_table(result)
     gamma = METHODS / "gamma.json"
     return found | ({"gamma": gamma_table(read_json(gamma))} if gamma.exists() else {})
 

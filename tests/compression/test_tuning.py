@@ -344,7 +344,7 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--match=8"], "--match and --distill fit what is cut; give a --budget too"),
         (run, ["--distill=1K"], "give a --budget too"),
         (run, ["--budget=0.5", "--match=-1"], "match is -1"),
-        (run, ["--budget=0.5", "--distill=none"], "'none' is no number"),
+        (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
         (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
         (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),
         (run, ["--budget=0.5", "--distill=1K", *gone], "nowhere.jsonl"),
