@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
+from salaad.model.causal import without_mask
 
 IGNORED = -100
 # Logits held at once: as many as fit into a processor's cache, or as keep a GPU busy.
@@ -124,7 +125,8 @@ class SummedLoss(nn.Module):
 
     def hidden_and_head(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What the logits of all tokens are made of: their last hidden states (tokens × width), and the head."""
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        with without_mask(self.model):
+            hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1), self.model.get_output_embeddings().weight
 
 
