@@ -1,5 +1,6 @@
 """Ranks, device and precision of a run, through accelerate."""
 
+import os
 import warnings
 
 import torch
@@ -18,6 +19,7 @@ from salaad.model.loss import SummedLoss
 def start_accelerator(config: RunConfig) -> Accelerator:
     """Ranks, device and precision; refuses what is not supported."""
     follow_launcher()
+    require_devices()
     logging.disable_progress_bar()  # every checkpoint would draw one
     # accelerate knows no other name for the setting yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -38,6 +40,22 @@ def start_accelerator(config: RunConfig) -> Accelerator:
             f"train.batch {config.train.batch} cannot be shared by {ranks} processes; give a multiple of {ranks}"
         )
     return accelerator
+
+
+def require_devices() -> None:
+    """Refuse several processes on a machine without a working GPU, unless they were meant for the CPU.
+
+    Raises:
+        UserError: they were not: the GPUs are not hidden, and accelerate was not told to use the CPU.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "none given")
+    on_cpu = hidden == "" or hidden.startswith("-1") or os.environ.get("ACCELERATE_USE_CPU") == "True"
+    if local > 1 and not on_cpu and not torch.cuda.is_available():
+        raise UserError(
+            f"{local} processes were launched on this machine, where torch {torch.__version__} finds no GPU; mend the "
+            "driver or install torch for it, or launch with configs/accelerate/cpu2.yaml to train on the CPU"
+        )
 
 
 def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parameter], config: RunConfig) -> nn.Module:

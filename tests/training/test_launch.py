@@ -1,0 +1,83 @@
+"""The launch configurations as accelerate itself reads them, and processes that were meant for GPUs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+from salaad.common.errors import UserError
+from salaad.training.launch import require_devices
+
+EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
+NUMBERS = {"two": 2, "four": 4, "eight": 8}
+
+
+def resolved(path: Path):
+    parsed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    return _validate_launch_command(parsed)[0]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_what_its_first_line_says(path):
+    found = resolved(path)
+    said = [NUMBERS[word] for word in re.findall(r"two|four|eight", path.read_text().splitlines()[0].lower())]
+    machines, each = said if len(said) == 2 else (1, said[0])
+    assert (found.num_machines, found.num_processes) == (machines, machines * each)
+    assert found.use_cpu == ("on the CPU" in path.read_text())
+    assert found.mixed_precision == "no"  # train.precision says it
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_no_key_of_an_example_is_overruled(path):
+    found = resolved(path)
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        value = value.partition("#")[0].strip().strip('"')
+        if line.startswith("#") or key in ("compute_environment", "distributed_type"):  # only read by accelerate config
+            continue
+        assert str(getattr(found, key)).lower() == value.lower(), key
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "False"}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, False),
+        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, False),
+        ({"LOCAL_WORLD_SIZE": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_processes_for_gpus_are_refused_where_there_are_none(monkeypatch, environment, refused):
+    for name in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if refused:
+        with pytest.raises(UserError, match=r"8 processes were launched on this machine, where torch .* finds no GPU"):
+            require_devices()
+    else:
+        require_devices()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_devices()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file=configs/accelerate/gpu8.yaml"]
+    command += ["--num_processes=2", "--main_process_port=0", "train.py", "--config=nano"]
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0 and "2 processes were launched on this machine" in done.stderr
+    assert not (tmp_path / "run").exists()
