@@ -1,4 +1,4 @@
-"""Requests to stop, by SIGTERM or Ctrl-C."""
+"""Requests to stop, by SIGTERM, SIGUSR1 or Ctrl-C."""
 
 import os
 import signal
@@ -12,9 +12,10 @@ from salaad.common.errors import Stopped
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C requests a stop after the step; another one two seconds later or more ends the process at once.
+    """SIGTERM, SIGUSR1 (which schedulers send ahead of the time limit) or Ctrl-C requests a stop after the step.
 
-    One within two seconds does not, as a scheduler may signal the whole group and the launcher pass its signal on.
+    Another one two seconds later or more ends the process at once. One within two seconds does not, as a scheduler may
+    signal the whole group and the launcher pass its signal on.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class StopRequest:
         self._process = os.getpid()
         self._waiting = False
         if threading.current_thread() is threading.main_thread():  # no other may say what a signal does
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -210,10 +210,12 @@ def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path,
     assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
-def test_sigterm_saves_says_how_to_go_on_and_exits_0(toy, tmp_path):
-    process = start_alone(toy(train__steps=100000), tmp_path / "run")
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+def test_a_signal_saves_says_how_to_go_on_and_exits_0(toy, tmp_path, number, workers):
+    process = start_alone(toy(train__steps=100000, data__workers=workers), tmp_path / "run")
     wait_for_steps(process, tmp_path / "run")
-    process.send_signal(signal.SIGTERM)
+    for each in [process, *psutil.Process(process.pid).children()]:  # as a scheduler sends it
+        each.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "--resume auto" in out + err

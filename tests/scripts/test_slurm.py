@@ -1,0 +1,74 @@
+"""The Slurm job script, in a bash with stand-ins for Slurm's commands and for the launcher."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path("configs/slurm/train.sbatch")
+# Each writes what it was called with into the folder it runs in.
+STAND_INS = {
+    "srun": """while [[ $1 == --* ]]; do shift; done; echo $$ > srun.pid; SLURM_NODEID=0 exec "$@" """,
+    "scontrol": """case $1 in show) echo first-host; echo second-host;; *) echo "$*" > requeued;; esac""",
+    "scancel": """echo "$*" > cancelled; kill -TERM "$(cat srun.pid)" """,
+    "accelerate": """printf '%s\\n' "$@" > launched; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > patience
+if [[ -n ${ENDS_WITH:-} ]]; then exit "$ENDS_WITH"; fi
+trap 'sleep 0.5; echo saved > saved; exit 0' TERM; touch ready; while :; do sleep 0.1; done""",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start the script with arguments as a job of two nodes; its process."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, body in STAND_INS.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+
+    def start(*arguments: str, **environment: str) -> subprocess.Popen:
+        own = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+        own |= {"PATH": f"{tools}:{os.environ['PATH']}", **environment}
+        command = ["bash", str(SCRIPT.absolute()), *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_the_launcher_gets_nodes_processes_and_the_arguments_of_the_training(job, tmp_path):
+    process = job("--config", "1b.yaml", "--output", "runs/a b", ENDS_WITH="0")
+    assert process.wait(timeout=30) == 0
+    words = (tmp_path / "launched").read_text().splitlines()
+    options = dict(zip(words[2:-7:2], words[3:-7:2], strict=False))
+    assert words[:2] == ["launch", "--multi_gpu"]
+    assert (options["--num_machines"], options["--num_processes"]) == ("2", "8")
+    assert (options["--machine_rank"], options["--main_process_ip"]) == ("0", "first-host")
+    assert words[-7:] == ["train.py", "--config", "1b.yaml", "--output", "runs/a b", "--resume", "auto"]
+    assert int((tmp_path / "patience").read_text()) < 300  # the signal comes so many seconds before the end
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_before_its_time_is_over_the_job_saves_and_queues_itself_again(job, tmp_path):
+    process = job("--config", "1b.yaml")
+    for _ in range(300):
+        if (tmp_path / "ready").exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == 0
+    assert (tmp_path / "saved").exists(), "the job was queued again before the training had saved"
+    assert (tmp_path / "cancelled").read_text().split() == ["--signal=TERM", "77.0"]
+    assert (tmp_path / "requeued").read_text().split() == ["requeue", "77"]
+
+
+def test_a_training_that_fails_is_not_queued_again(job, tmp_path):
+    assert job("--config", "1b.yaml", ENDS_WITH="2").wait(timeout=30) == 2
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_the_script_asks_for_the_signal_and_may_be_queued_again():
+    asked = {line.removeprefix("#SBATCH ") for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")}
+    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= asked
