@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, methods, nano
+from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, methods, nano
 
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "methods", "admm", "bench")),
+    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench")),
     RESULTS / "reliability.md",
 )
 
@@ -26,6 +26,7 @@ PAGES = (
 def main() -> None:
     """The pictures, then the generated sections of every page."""
     nano.draw_pictures()
+    elastic.draw_pictures()
     sections = all_sections()
     for page in PAGES:
         page.write_text(filled(page, sections))
@@ -33,7 +34,13 @@ def main() -> None:
 
 def all_sections() -> dict[str, str]:
     """Every generated section by its name."""
-    return {**nano.sections(), **methods.sections(), **admm.sections(), **bench.sections()}
+    return {
+        **nano.sections(),
+        **elastic.sections(),
+        **methods.sections(),
+        **admm.sections(),
+        **bench.sections(),
+    }
 
 
 def filled(page: Path, sections: Mapping[str, str]) -> str:

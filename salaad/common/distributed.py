@@ -3,17 +3,19 @@
 At world size 1, every operation is the identity.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from salaad.common.errors import NotSavedError, UserError
 
 T = TypeVar("T")
+_BUCKET = 2**25  # bytes that are averaged at once
 
 
 def world_size() -> int:
@@ -104,11 +106,27 @@ def together(action: Callable[[], None], only: int | None = None) -> None:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over the ranks, in the gradient's own dtype."""
-    if world_size() > 1:
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(world_size())
+    """Replace each gradient by its mean over the ranks, in the gradient's own dtype; many at once."""
+    if world_size() == 1:
+        return
+    for bucket in _buckets([parameter.grad for parameter in parameters]):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat)
+        for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat.div_(world_size()), bucket), strict=True):
+            gradient.copy_(mean)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in lists of one dtype that have up to `_BUCKET` bytes, or one tensor."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(one.nbytes for one in bucket) + tensor.nbytes
+        if bucket and (size > _BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def exclude_from_averaging(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

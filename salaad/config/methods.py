@@ -46,13 +46,15 @@ class SalaadConfig(MethodConfig):
         embedding: add the embedding to the blocks.
         lm_head: add the LM head to the blocks.
         schedule: synchronous updates all blocks at once; staggered spreads an owner's blocks over the K steps.
+        owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the process
+            that has least to do so far.
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
             (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
     """
 
     tunable = (
         *("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho"),
-        *("pull", "pull_rate", "release"),
+        *("pull", "pull_rate", "release", "owners"),
     )
 
     rank_ratio: float = 0.15
@@ -72,6 +74,7 @@ class SalaadConfig(MethodConfig):
     embedding: bool = False
     lm_head: bool = False
     schedule: Literal["synchronous", "staggered"] = "synchronous"
+    owners: Literal["round_robin", "balanced"] = "round_robin"
     method: Literal["auto", "exact", "gram", "subspace"] = "auto"
 
     def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ class SalaadConfig(MethodConfig):
             ("energy", ("nuclear", "squared")),
             ("pull", ("coupled", "decoupled")),
             ("schedule", ("synchronous", "staggered")),
+            ("owners", ("round_robin", "balanced")),
             ("method", ("auto", "exact", "gram", "subspace")),
         ):
             value = getattr(self, name)

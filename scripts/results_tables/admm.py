@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import replace
+from typing import get_args
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
@@ -73,13 +74,15 @@ def trajectory_table() -> str:
 
 
 def balance_table() -> str:
-    """The most loaded rank's modelled cost over the mean, embedding and head among the blocks."""
-    rows = []
+    """The most loaded rank's modelled cost over the mean, embedding and head among the blocks, dealt in both ways."""
+    rows, counts = [], (1, 2, 4, 8, 16, 32, 64)
     for name in SCALES:
         config, _ = read_command_line(["--config", f"{name}.yaml"])
         model = outline(describe_model(config.model, config.data.sequence_length))
         blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
         costs = {block: ownership.update_cost(*X.shape) for block, X in blocks.items()}
-        ratios = [ownership.imbalance(costs, ownership.assign_owners(costs, ranks), ranks) for ranks in (1, 2, 8, 64)]
-        rows.append((name, str(len(blocks)), *(f"{ratio:.2f}" for ratio in ratios)))
-    return markdown_table(("model", "blocks", "1 rank", "2 ranks", "8 ranks", "64 ranks"), rows)
+        for how in get_args(ownership.Dealing):
+            owners = {ranks: ownership.assign_owners(costs, ranks, how) for ranks in counts}
+            ratios = [ownership.imbalance(costs, mine, ranks) for ranks, mine in owners.items()]
+            rows.append((name, len(blocks), how, *(f"{ratio:.2f}" for ratio in ratios)))
+    return markdown_table(("model", "blocks", "dealt", "1 rank", *(f"{ranks} ranks" for ranks in counts[1:])), rows)

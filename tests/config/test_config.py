@@ -143,6 +143,7 @@ def test_the_defaults_of_the_admm_are_the_papers():
         "embedding": False,
         "lm_head": False,
         "schedule": "synchronous",
+        "owners": "round_robin",
         "method": "auto",
     }
 

@@ -29,11 +29,31 @@ costs_of_blocks = st.dictionaries(st.text("abc", min_size=1, max_size=4), st.int
 
 @settings(deadline=None)
 @given(costs_of_blocks, st.integers(1, 8))
-def test_the_blocks_are_dealt_round_robin_the_dearest_first(costs, ranks):
+def test_the_blocks_are_dealt_back_and_forth_the_dearest_first(costs, ranks):
     owners = ownership.assign_owners(costs, ranks)
     dearest_first = sorted(sorted(costs), key=costs.get, reverse=True)
+    turns = [*range(ranks), *reversed(range(ranks))] * len(costs)
     assert list(owners) == list(costs)  # every block has one owner, in the model's order
-    assert [owners[name] for name in dearest_first] == [i % ranks for i in range(len(costs))]
+    assert [owners[name] for name in dearest_first] == turns[: len(costs)]
+
+
+@settings(deadline=None)
+@given(costs_of_blocks, st.integers(1, 8))
+def test_balanced_owners_are_no_further_apart_than_one_block(costs, ranks):
+    owners = ownership.assign_owners(costs, ranks, "balanced")
+    assert list(owners) == list(costs)
+    loads = np.bincount([owners[name] for name in costs], weights=list(costs.values()), minlength=ranks)
+    # The last and least block of a rank went to it when it had no more than any other.
+    for busy in range(ranks):
+        mine = [costs[name] for name in costs if owners[name] == busy]
+        assert not mine or loads[busy] - min(mine) <= loads.min() + 1e-9
+
+
+def test_one_dear_block_is_made_up_for():
+    costs = {"embedding": 6.0, **{f"block {i}": 1.0 for i in range(12)}}
+    owners = {how: ownership.assign_owners(costs, 3, how) for how in ("round_robin", "balanced")}
+    assert ownership.imbalance(costs, owners["balanced"], 3) == 1.0
+    assert ownership.imbalance(costs, owners["round_robin"], 3) > 1.5
 
 
 @settings(deadline=None)
@@ -219,13 +239,67 @@ def test_both_ranks_hold_the_same_to_the_bit(two_ranks):
 def test_a_surrogate_exists_on_its_owner_only(two_ranks):
     first, second = (result[0] for result in two_ranks)
     # By cost: 20×16, then 12×20, then 16×4.
-    assert first["owners"] == {"2": 0, "0": 1, "4": 0}
-    assert (first["owned"], second["owned"]) == (["2", "4"], ["0"])
+    assert first["owners"] == {"2": 0, "0": 1, "4": 1}
+    assert (first["owned"], second["owned"]) == (["2"], ["0", "4"])
 
 
 def test_small_exchanges_give_every_rank_the_same(two_ranks):
     for result in two_ranks:
         assert result[2] == [[3.0, 20.0], [2.0, 10.0], [{"rank": 0}, {"rank": 1}]]
+
+
+# ---- nobody waits in between
+
+
+def deploy_and_note() -> list[str]:
+    """What this rank does while L + S takes the place of X: blocks made, and blocks exchanged."""
+    salaad, done = Salaad(toy(), CONFIG), []
+    for name, surrogate in salaad.surrogates.items():
+
+        def made(of=name, deployed=surrogate.deployed):
+            done.append(f"made {of}")
+            return deployed()
+
+        surrogate.deployed = made
+    exchange = distributed.broadcast
+    distributed.broadcast = lambda values, owner: (done.append("exchanged"), exchange(values, owner))[1]
+    try:
+        with salaad.deployed():
+            pass
+    finally:
+        distributed.broadcast = exchange
+    return done
+
+
+def test_a_rank_makes_all_its_blocks_before_it_waits_for_anothers(tmp_path):
+    for done in run_ranks(deploy_and_note, 2, tmp_path):
+        made = [what for what in done if what.startswith("made")]
+        assert made and done[: len(made)] == made and done[len(made) :] == ["exchanged"] * len(BLOCKS)
+
+
+def averaged_together(limit: int) -> tuple[int, list[Tensor]]:
+    """How often ranks exchanged for the gradients of several weights, and the means."""
+    weights = [nn.Parameter(torch.zeros(size)) for size in (3, 5, 2, 7)]
+    weights[2] = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    for i, weight in enumerate(weights):
+        weight.grad = torch.arange(len(weight), dtype=weight.dtype) * (i + 1) + distributed.rank()
+    calls, reduce, bucket = [], dist.all_reduce, distributed._BUCKET
+    dist.all_reduce, distributed._BUCKET = lambda values: (calls.append(1), reduce(values))[1], limit
+    try:
+        distributed.average_gradients(weights)
+    finally:
+        dist.all_reduce, distributed._BUCKET = reduce, bucket
+    return len(calls), [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(2**20, 3), (12, 4)])  # one dtype at a time; 3, 5, 2 and 7 numbers alone
+def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
+    for counted, found in run_ranks(averaged_together, 2, tmp_path, limit):
+        assert counted == calls
+        for i, gradient in enumerate(found):
+            expected = torch.arange(len(gradient), dtype=torch.float64) * (i + 1) + 0.5
+            torch.testing.assert_close(gradient.double(), expected, rtol=0.01 if i == 2 else 1e-6, atol=0)
+            assert gradient.dtype == (torch.bfloat16 if i == 2 else torch.float32)
 
 
 # ---- pure bfloat16: the blocks' gradients are kept and averaged in float32

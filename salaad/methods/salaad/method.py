@@ -57,7 +57,7 @@ class SalaadMethod(Method):
             memory["gradients"] += 2 * in_blocks
             memory["optimizer state"] += 4 * in_blocks
         sizes = [0] * ranks
-        for name, owner in ownership.owners_of(blocks, ranks).items():
+        for name, owner in ownership.owners_of(blocks, ranks, config.settings.owners).items():
             sizes[owner] += blocks[name].numel()
         memory["ADMM"] = max(sizes) * _ADMM_BYTES
         if config.settings.pull == "decoupled":
@@ -67,7 +67,7 @@ class SalaadMethod(Method):
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
         blocks, settings = find_blocks(model, config.settings), config.settings
-        owners = ownership.owners_of(blocks, ranks)
+        owners = ownership.owners_of(blocks, ranks, settings.owners)
         counts = [list(owners.values()).count(rank) for rank in range(ranks)]
         imbalance = ownership.imbalance(ownership.costs_of(blocks), owners, ranks)
         return [

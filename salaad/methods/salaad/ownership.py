@@ -1,8 +1,17 @@
-"""Which rank owns which block: round-robin over the blocks sorted by the modelled cost of their update."""
+"""Which rank owns which block, by the modelled cost of its update.
 
+`round_robin` deals the blocks in order of cost, the dearest first, and turns around at the last rank, so that no rank
+is first in every turn. `balanced` gives each block to the rank that has least so far, which also makes up for a block
+that costs more than many others together, as an embedding does.
+"""
+
+import heapq
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
+
+Dealing = Literal["round_robin", "balanced"]
 
 
 def update_cost(n: int, m: int) -> float:
@@ -25,15 +34,23 @@ def dearest_first(costs: Mapping[str, float]) -> list[str]:
     return sorted(costs, key=lambda name: (-costs[name], name))
 
 
-def assign_owners(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
-    """Block → owner: round-robin over the blocks, the dearest first."""
-    owners = {name: i % ranks for i, name in enumerate(dearest_first(costs))}
+def assign_owners(costs: Mapping[str, float], ranks: int, how: Dealing = "round_robin") -> dict[str, int]:
+    """Block → owner, the dearest first; the same on every rank and in every start of a run."""
+    owners, loads = {}, [(0.0, rank) for rank in range(ranks)]
+    for i, name in enumerate(dearest_first(costs)):
+        if how == "round_robin":
+            place = i % (2 * ranks)
+            owners[name] = place if place < ranks else 2 * ranks - 1 - place
+        else:
+            load, rank = loads[0]
+            owners[name] = rank
+            heapq.heapreplace(loads, (load + costs[name], rank))
     return {name: owners[name] for name in costs}
 
 
-def owners_of(blocks: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+def owners_of(blocks: Mapping[str, Tensor], ranks: int, how: Dealing = "round_robin") -> dict[str, int]:
     """Block → owner, of the weights (n×m) of a model's blocks."""
-    return assign_owners(costs_of(blocks), ranks)
+    return assign_owners(costs_of(blocks), ranks, how)
 
 
 def imbalance(costs: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:

@@ -77,7 +77,7 @@ class Salaad:
         self.blocks = tuple(self.weights)
         self._watch = Watch(self.weights, self._has_joined_nothing)
         costs = ownership.costs_of(self.weights)
-        self.owners = ownership.assign_owners(costs, distributed.world_size())
+        self.owners = ownership.assign_owners(costs, distributed.world_size(), self.config.owners)
         self.surrogates: dict[str, Surrogate] = {}
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
         for name in ownership.dearest_first(costs):
@@ -379,10 +379,12 @@ class Salaad:
     def deployed(self) -> Iterator[None]:
         """Within this context the model computes with L + S, truncated as deployed, instead of X, on every rank."""
         with restored(self.weights):
+            # First all that this rank owns, so that no rank waits for another's in between.
+            for name, surrogate in self.surrogates.items():
+                X = self.weights[name]
+                with true_float32(X.device):
+                    X.copy_(surrogate.deployed())
             for name, X in self.weights.items():
-                if name in self.surrogates:
-                    with true_float32(X.device):
-                        X.copy_(self.surrogates[name].deployed())
                 distributed.broadcast(X.data, self.owners[name])
             yield
 
