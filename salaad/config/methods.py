@@ -46,7 +46,7 @@ class SalaadConfig(MethodConfig):
         embedding: add the embedding to the blocks.
         lm_head: add the LM head to the blocks.
         schedule: synchronous updates all blocks at once; staggered spreads an owner's blocks over the K steps.
-        owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the process
+        owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the one
             that has least to do so far.
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
             (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.

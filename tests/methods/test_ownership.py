@@ -10,10 +10,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
+from salaad.common.errors import UserError
 from salaad.methods.salaad import ownership
 from tests.helpers.ranks import run_ranks
 
@@ -300,6 +302,34 @@ def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
             expected = torch.arange(len(gradient), dtype=torch.float64) * (i + 1) + 0.5
             torch.testing.assert_close(gradient.double(), expected, rtol=0.01 if i == 2 else 1e-6, atol=0)
             assert gradient.dtype == (torch.bfloat16 if i == 2 else torch.float32)
+
+
+# ---- compressed gradients
+
+
+def one_step_with(hook: Any) -> str:
+    """What a step says whose gradients go to the other ranks by a communication hook."""
+    model = toy()
+    wrapped = DistributedDataParallel(model)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Salaad(model, CONFIG) as salaad:
+        loss_of(wrapped(rows(0))).backward()
+        optimizer.step()
+        try:
+            salaad.step()
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"), [(None, ""), (allreduce_hook, ""), (fp16_compress_hook, "through fp16_compress_hook")]
+)
+def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, said):
+    for found in run_ranks(one_step_with, 2, tmp_path, hook):
+        assert said in found if said else found == ""
 
 
 # ---- pure bfloat16: the blocks' gradients are kept and averaged in float32

@@ -5,11 +5,13 @@ Nothing here waits for the device: identities, dtypes and flags are compared.
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -46,6 +48,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
         self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
+        self._compressors: list[str] = []  # at that time
         self._optimizer: weakref.ref[Optimizer] | None = None  # that took it
         # The hook is one of the process and must not keep the model.
         noticing = weakref.WeakMethod(self._notice)
@@ -74,6 +77,7 @@ class Watch:
             self._missed |= pending
             if self._scalers is None:
                 self._scalers = _scalers_of(optimizer)
+                self._compressors = _compressors_of(self._weights.values())
                 self._optimizer = weakref.ref(optimizer)
 
     def check(self, scaler: Any) -> None:
@@ -84,7 +88,8 @@ class Watch:
 
         Raises:
             UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
-                penalty never joined; the loss is scaled by a scaler that the penalty does not know.
+                penalty never joined; the loss is scaled by a scaler that the penalty does not know; the gradients are
+                compressed on their way to the other ranks.
         """
         for name, X in self._weights.items():
             place = self._places[name]
@@ -111,6 +116,11 @@ class Watch:
                 "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
                 "Salaad(model, config, scaler=scaler)"
             )
+        if self._compressors:
+            raise UserError(
+                f"DistributedDataParallel sends gradients through {self._compressors[0]}, in whose few digits the "
+                "penalty would be lost; register no communication hook"
+            )
 
 
 def _check(name: str, X: nn.Parameter) -> None:
@@ -134,6 +144,16 @@ def _check(name: str, X: nn.Parameter) -> None:
             f"block {name} is watched by another Salaad already, and the penalty would count twice; call close() on "
             "that one, or use it as a context: with Salaad(model, config) as salaad"
         )
+
+
+def _compressors_of(weights: Iterable[nn.Parameter]) -> list[str]:
+    """Names of the communication hooks of whatever wraps these weights for data parallelism, but for the plain mean."""
+    if distributed.world_size() == 1:
+        return []
+    mine = {id(X) for X in weights}
+    wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    around = [wrapper for wrapper in wrappers if any(id(p) in mine for p in wrapper.parameters())]
+    return [hook.__name__ for wrapper in around for hook, _ in wrapper._comm_hooks if hook is not allreduce_hook]
 
 
 def _scalers_of(optimizer: Optimizer) -> list[Any]:
