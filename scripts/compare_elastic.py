@@ -134,12 +134,12 @@ class Measured:
         data = DataConfig(**self.source.run["data"])
         return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
 
-    def on_other_text(self, file: str) -> float:
-        """Perplexity of X on another validation file."""
+    def on_other_text(self, file: str, variant: str) -> float:
+        """Perplexity of X or L + S on another validation file."""
         data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(file,))
         deployment = open_deployment(self.source)
         measure = VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
-        return measure(Variant("X"))["perplexity"]
+        return measure(Variant(variant))["perplexity"]
 
     @property
     def source(self) -> ModelOnDisk:
@@ -283,7 +283,7 @@ class Comparison:
         model = Measured(folder, self.tokens, summary["tokens"])
         if not row:
             row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
-            row |= {"X": self.figures(model, summary), "ways": {}}
+            row |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
             row["minutes"] = {"train": summary["seconds"]["train"] / 60}
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
             save()
@@ -299,11 +299,15 @@ class Comparison:
             save()
 
     def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
-        """Of the whole model."""
-        X, of = model.evaluation(model.source)(Variant("X")), summary["variants"]["X"]
-        found = {key: X[key] for key in (*FIGURES, "legacy_perplexity", "tokens")}
-        found |= {key: of[key] for key in ("trained", "bytes") if key in of}
-        return found | ({"other_perplexity": model.on_other_text(self.other_text)} if self.other_text else {})
+        """Of the whole model, and of L + S where there is one."""
+        measure, found = model.evaluation(model.source), {}
+        for name in {"X", "L+S"} & set(measure.deployment.default_variants.split(",")):
+            row, of = measure(Variant(name)), summary["variants"][name]
+            found[name] = {key: row[key] for key in (*FIGURES, "legacy_perplexity", "tokens")}
+            found[name] |= {key: of[key] for key in ("trained", "bytes") if key in of}
+            if self.other_text:
+                found[name]["other_perplexity"] = model.on_other_text(self.other_text, name)
+        return found
 
 
 def main() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from salaad.common.files import read_json
-from salaad.common.formats import markdown_table, millions
+from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.evaluation.figures import dress, save
 from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.research.search_elastic import NAMED, shares
 from scripts.results_tables import RESULTS
 
 ELASTIC = RESULTS / "elastic"
+FAIR_WAYS = ("hpa", "nested", "rpca, tuned, each", "tuned, each")
 _REFERENCE = "full-rank"
 
 Row = Mapping[str, Any]
@@ -32,7 +33,63 @@ def sections() -> dict[str, str]:
     for scale, path in results().items():
         rows = read_json(path)["rows"]
         found |= {f"elastic-{scale}": curves_table(rows), f"elastic-cost-{scale}": cost_table(rows)}
+        found[f"fair-{scale}"] = fair_table(rows, RESULTS / "bench" / f"methods-{scale.partition('-')[0]}.json")
     return found
+
+
+def fair_table(rows: Sequence[Row], bench: Path) -> str:
+    """Every model whole, and what is cut from it to half and to a fifth in the best ways, with all that it takes.
+
+    Args:
+        rows: of compare_elastic.py.
+        bench: what a step of every method takes at these shapes.
+    """
+    costs = read_json(bench)["methods"]
+    lines = []
+    for label, mine in by_label(rows).items():
+        cost = costs[mine[0]["method"]] if not label.startswith("dense, ") else None
+        for name in ("X", "L+S"):
+            if name in mine[0]:
+                shown = label if name == "X" else f"{label}: L + S"
+                lines.append((shown, *_whole(mine, name), *(_cost(cost) if name == "X" else ("", ""))))
+        for way in (way for way in FAIR_WAYS if way in mine[0]["ways"]):
+            for share in NAMED:
+                there = [row for row in mine if has(row["ways"].get(way, ()), share)]
+                if there:
+                    sizes = [row["ways"][way] for row in there]
+                    stored = next(size["parameters"] for size in sizes[0] if size["share"] == share)
+                    values = _with_deviation([at(mine, share) for mine in sizes])
+                    lines.append((f"{label}: {way}", values, "", "", millions(stored), *[""] * 4))
+    tokens = rows[0]["text_tokens"]
+    header = ("model", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
+    told = (
+        f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, *C4* the perplexity on C4 "
+        "text, *stored*, *trained* and *bytes* are of the trained model in float32, *state* is that of the optimizer and "
+        "of the method, *step time* is over full-rank's (results/bench). Half and a fifth are parts of the compressible "
+        "parameters."
+    )
+    return f"{markdown_table(header, lines)}\n\n{told}"
+
+
+def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
+    """Perplexities, parameters and bytes of X or L + S."""
+    of = [row[name] for row in rows]
+    other = [row["other_perplexity"] for row in of if "other_perplexity" in row]
+    return (
+        _with_deviation([row["perplexity"] for row in of]),
+        _with_deviation([row["legacy_perplexity"] for row in of]),
+        _with_deviation(other) if other else "",
+        millions(of[0]["parameters"]),
+        millions(of[0]["trained"]) if "trained" in of[0] else "",
+        megabytes(of[0]["bytes"]) if "bytes" in of[0] else "",
+    )
+
+
+def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:
+    """State and step time of a method; nothing of a model of another shape."""
+    if cost is None:
+        return "", ""
+    return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
 
 
 def draw_pictures() -> None:
