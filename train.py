@@ -39,6 +39,7 @@ from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
+from salaad.training.prediction import prediction_table
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
@@ -51,6 +52,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     check_run(config, source.config)
     if options.dry_run:
         accelerator.print(plan_table(config, source.config, distributed.world_size()))
+        if options.device:
+            accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
         accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
         return
     folder, checkpoint = run.open_run(config, options)

@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, methods, nano
+from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, methods, nano, scaling
 
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench")),
+    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench", "scaling")),
     RESULTS / "reliability.md",
 )
 
@@ -40,6 +40,7 @@ def all_sections() -> dict[str, str]:
         **methods.sections(),
         **admm.sections(),
         **bench.sections(),
+        **scaling.sections(),
     }
 
 

@@ -39,12 +39,17 @@ class TrainOptions:
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
             gives them.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
+        device: with --dry-run, also predict the time of a step and of the run on this kind of GPU.
     """
 
     output: str | None = None
     resume: str = "auto"
     preset: Literal["auto"] | None = None
     dry_run: bool = False
+    device: Literal["h100", "a100", "4090"] | None = None
+
+    def __post_init__(self) -> None:
+        check(self.device is None or self.dry_run, f"--device {self.device} only predicts; add --dry-run")
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig, TrainOptions]:

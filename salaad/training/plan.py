@@ -18,7 +18,9 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
-    memory = method.memory(model, config, ranks) | {"activations (estimate)": _activations(config, description, ranks)}
+    memory = method.memory(model, config, ranks) | {
+        "activations (estimate)": activation_bytes(config, description, ranks)
+    }
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
@@ -70,7 +72,7 @@ def sizes_in_words(description: PretrainedConfig) -> str:
     return ", ".join(f"{word} {value}" for name, word in names.items() if (value := getattr(description, name, None)))
 
 
-def _activations(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
+def activation_bytes(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
     """Bytes of the activations that a backward pass needs."""
     rows_at_once = min(config.train.micro_batch, config.train.batch // ranks)
     # About 34 values of the hidden size are kept per token and layer (17 in half precision), or one when recomputed.

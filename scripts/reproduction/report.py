@@ -29,6 +29,7 @@ BESIDE = {
     "micro/README.md": "micro: what L + S costs at every size",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "training, inference and compression on the clock",
+    "scaling/README.md": "predicted hours of the paper's trainings on GPUs",
     "reliability.md": "what a training run survives, and the seconds to recover",
 }
 

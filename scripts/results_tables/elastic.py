@@ -64,9 +64,9 @@ def fair_table(rows: Sequence[Row], bench: Path) -> str:
     header = ("model", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
     told = (
         f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, *C4* the perplexity on C4 "
-        "text, *stored*, *trained* and *bytes* are of the trained model in float32, *state* is that of the optimizer and "
-        "of the method, *step time* is over full-rank's (results/bench). Half and a fifth are parts of the compressible "
-        "parameters."
+        "text; *stored*, *trained* and *bytes* are of the model in float32, *state* is that of the optimizer and the "
+        "method, *step time* is over full-rank's (results/bench). What is cut is at half, then at a fifth of the "
+        "compressible parameters."
     )
     return f"{markdown_table(header, lines)}\n\n{told}"
 

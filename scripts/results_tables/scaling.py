@@ -1,0 +1,53 @@
+"""The tables of results/scaling: predicted hours of the paper's trainings on one GPU to 128, which nobody measured."""
+
+from dataclasses import replace
+
+from salaad.common.formats import markdown_table
+from salaad.config.command_line import read_command_line
+from salaad.model.build import describe_model
+from salaad.training.prediction import COUNTS, DEVICES, EIGH_REACHED, REACHED, predict, prediction_table
+from scripts.reproduction.grid import PAPERS
+
+
+def sections() -> dict[str, str]:
+    """Hours of every size, the parts of a step of one, and what all of it assumes."""
+    config, _ = read_command_line(["--config", "350m"])
+    description = describe_model(config.model, config.data.sequence_length)
+    return {
+        "scaling-hours": hours_table(),
+        "scaling-350m": prediction_table(config, description, "h100"),
+        "scaling-assumptions": assumptions(),
+    }
+
+
+def hours_table() -> str:
+    """Hours of the whole run by size, device, precision and number of GPUs."""
+    rows = []
+    for size in PAPERS:
+        own, _ = read_command_line(["--config", size])
+        description = describe_model(own.model, own.data.sequence_length)
+        for precision in ("fp32", "bf16-mixed"):
+            config = replace(own, train=replace(own.train, precision=precision))
+            for name in ("h100", "a100"):
+                steps = [sum(predict(config, description, DEVICES[name], count).values()) for count in COUNTS]
+                hours = (config.train.steps * step / 3600 for step in steps)
+                rows.append((size, precision, name, *(f"{h:,.0f}" if h >= 10 else f"{h:.2g}" for h in hours)))
+    return markdown_table(("model", "precision", "GPU", *(f"{count}" for count in COUNTS)), rows)
+
+
+def assumptions() -> str:
+    """What a prediction takes for granted of each device."""
+    rows = [
+        (
+            name,
+            *(f"{device.peaks[precision] / 1e12:g}" for precision in ("fp32", "tf32", "bf16")),
+            f"{device.bandwidth / 1e12:g}",
+            f"{device.memory / 1e9:g}",
+            f"{device.link / 1e9:g}",
+            f"{device.network / 1e9:g}",
+        )
+        for name, device in DEVICES.items()
+    ]
+    header = ("GPU", "fp32, T/s", "tf32, T/s", "bf16, T/s", "memory, TB/s", "GB", "link, GB/s", "network, GB/s")
+    told = f"Products reach {REACHED:.0%} of the peak, an eigensolver {EIGH_REACHED:.0%} of that of fp32."
+    return f"{markdown_table(header, rows)}\n\n{told}"
