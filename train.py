@@ -60,7 +60,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     if options.resume == "auto" and (folder / "summary.json").exists():
         accelerator.print(f"{folder} is finished:\n\n{summary_table(read_json(folder / 'summary.json'))}")
         return
-    with accelerator.local_main_process_first():
+    with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)

@@ -1,21 +1,32 @@
 """The collective operations between ranks; the only module that uses torch.distributed.
 
-At world size 1, every operation is the identity.
+At world size 1, every operation is the identity. What moves numbers between devices goes over the group that the
+launcher made, which gives up after minutes. What waits for somebody's disk or network (`barrier`, `gather` and what is
+made of them) goes over one of its own that waits for hours, and says for whom.
 """
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.distributed_c10d import _get_default_store as _default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from salaad.common.errors import NotSavedError, UserError
 
 T = TypeVar("T")
+PATIENCE = 6 * 3600  # seconds that ranks wait for one at a disk or a network
+TOLD_AFTER = 60.0  # seconds of waiting, again and again
 _BUCKET = 2**25  # bytes that are averaged at once
+_meetings = 0  # so far, the same on every rank
 
 
 def world_size() -> int:
@@ -40,10 +51,57 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")  # a DTensor, whose import takes half a second
 
 
+@cache
+def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of all ranks of `world` on the CPU that waits long; made when all ranks first come here."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+
+
+@contextmanager
+def _together() -> Iterator[dist.ProcessGroup]:
+    """The patient group; within this context a rank that waits for others says for whom, now and then."""
+    global _meetings
+    group = _patient(dist.group.WORLD)
+    _meetings += 1
+    store, meeting = dist.PrefixStore("salaad", _default_store()), _meetings
+    store.set(f"{meeting}/{rank()}", "")
+    over = threading.Event()
+
+    def tell() -> None:
+        waited = 0.0
+        while not over.wait(TOLD_AFTER):
+            waited += TOLD_AFTER
+            absent = [other for other in range(world_size()) if not store.check([f"{meeting}/{other}"])]
+            if absent and not over.is_set():
+                more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+                names = ", ".join(map(str, absent[:3]))
+                print(f"rank {rank()} has waited {waited:.0f} s for rank {names}{more}", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield group
+    finally:
+        over.set()
+        teller.join()
+    store.delete_key(f"{meeting - 1}/{rank()}")  # all have left the meeting before
+
+
 def barrier() -> None:
     """Wait until every rank has called this."""
     if world_size() > 1:
-        dist.barrier()
+        with _together() as group:
+            dist.barrier(group)
+
+
+@contextmanager
+def first_on_its_machine(is_first: bool) -> Iterator[None]:
+    """Let the ranks that are first on their machines through this context before the others."""
+    if not is_first:
+        barrier()
+    yield
+    if is_first:
+        barrier()
 
 
 def all_sum(values: Tensor) -> Tensor:
@@ -65,7 +123,8 @@ def gather(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with _together() as group:
+        dist.all_gather_object(values, value, group)
     return values
 
 

@@ -81,7 +81,7 @@ def leave_together(accelerator: Accelerator) -> None:
     Several ranks leave without tidying up. The thread of torch's gloo group asks for the interpreter at its end, which
     whoever takes the group down holds while it waits for that thread: now and then neither goes on.
     """
-    accelerator.wait_for_everyone()
+    distributed.barrier()
     locks.release()
     if distributed.world_size() > 1:
         leave(0)

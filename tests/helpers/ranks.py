@@ -13,23 +13,23 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60) -> list[Any]:
     """`fn(*args)` on `world_size` ranks that form a gloo group; the results in rank order.
 
-    `fn` must be a function of a module, and its arguments and results picklable. An error on any rank is raised here.
+    `fn` must be a function of a module, and its arguments and results picklable. An error on any rank is raised here. A
+    rank that waits for one that has failed does not wait for longer than `timeout` seconds.
     """
     folder = Path(mkdtemp(dir=tmp_path))
     # The ranks are forked from one process that has torch and the module of `fn` ready: seconds for each of them else.
     multiprocessing.get_context("forkserver").set_forkserver_preload([fn.__module__])
-    mp.start_processes(_rank, (world_size, folder, fn, args), nprocs=world_size, start_method="forkserver")
+    mp.start_processes(_rank, (world_size, folder, fn, args, timeout), nprocs=world_size, start_method="forkserver")
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: tuple) -> None:
+def _rank(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: tuple, timeout: float) -> None:
     torch.set_num_threads(1)
-    # A rank that waits for one that has failed should not wait for long.
     dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
     dist.barrier()  # a rank that ended before another has connected would leave that one without a peer
     try:

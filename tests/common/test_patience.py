@@ -1,0 +1,77 @@
+"""Ranks wait for one that is at a slow disk, longer than devices may take, and say for whom."""
+
+import io
+import sys
+import time
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+
+from salaad.common import distributed
+from tests.helpers.ranks import run_ranks
+
+
+def after_a_slow_write(seconds: float) -> tuple[list[int], str]:
+    """Rank 1 writes slowly; what all gather then, and what this rank said."""
+    distributed.TOLD_AFTER = 0.5
+    said = io.StringIO()
+    with redirect_stderr(said):
+        distributed.gather("before")
+        if distributed.rank() == 1:
+            time.sleep(seconds)
+        found = distributed.gather(distributed.rank())
+        distributed.barrier()
+    return found, said.getvalue()
+
+
+def test_a_slow_rank_is_waited_for_longer_than_devices_may_take_and_named(tmp_path):
+    waiting, slow = run_ranks(after_a_slow_write, 2, tmp_path, 4.0, timeout=2)
+    assert waiting[0] == slow[0] == [0, 1]
+    assert "rank 0 has waited 1 s for rank 1" in waiting[1] and "rank 1 has" not in slow[1]
+
+
+def device_sum_that_waits() -> str:
+    if distributed.rank() == 1:
+        time.sleep(4)
+    try:
+        distributed.all_sum(torch.ones(1))
+    except RuntimeError:
+        return "gave up"
+    return "went on"
+
+
+def test_sums_on_devices_keep_the_launchers_limit(tmp_path):
+    assert "gave up" in run_ranks(device_sum_that_waits, 2, tmp_path, timeout=2)
+
+
+def order_of_ranks() -> list[str]:
+    """What happened on this rank, with the time."""
+    done = []
+    with distributed.first_on_its_machine(distributed.rank() == 0):
+        if distributed.rank() == 0:
+            time.sleep(0.5)
+        done.append(time.monotonic())
+    return done
+
+
+def test_the_first_rank_of_a_machine_goes_first(tmp_path):
+    first, second = run_ranks(order_of_ranks, 2, tmp_path)
+    assert first[0] < second[0]
+
+
+def many_meetings() -> int:
+    for _ in range(50):
+        distributed.barrier()
+    return distributed._meetings
+
+
+def test_many_meetings_leave_no_threads_and_agree_on_their_number(tmp_path):
+    assert run_ranks(many_meetings, 3, tmp_path) == [50] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forked ranks")
+def test_alone_nobody_is_waited_for():
+    assert distributed.gather(3) == [3] and distributed.barrier() is None
+    with distributed.first_on_its_machine(False):
+        pass
