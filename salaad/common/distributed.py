@@ -5,6 +5,7 @@ launcher made, which gives up after minutes. What waits for somebody's disk or n
 made of them) goes over one of its own that waits for hours, and says for whom.
 """
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,11 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def machines() -> int:
+    """On how many machines the ranks are; 1 when nothing was launched."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

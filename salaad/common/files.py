@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -182,10 +183,11 @@ def write_checksums(folder: Path) -> None:
         )
 
 
-def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
+def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
-    With `alone` the folder may hold no other file, since a reader of all files would use it unchecked.
+    With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. For files that a
+    network file system does not show yet it waits up to `patience` seconds.
 
     Returns:
         One digest of all these files, a key for results derived from them.
@@ -200,9 +202,10 @@ def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
     names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
     if not names:
         raise UserError(f"{folder / CHECKSUMS} lists no file of this folder; give a whole copy of the folder")
-    foreign = {str(path.relative_to(folder)) for path in _files_below(folder)} - set(names) if alone else set()
+    foreign = names_below(folder) - set(names) if alone else set()
     if foreign:
         raise UserError(f"{folder / min(foreign)} is none of the files that were written here; take it out")
+    unseen(folder, names, patience)
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(_digest, [inside(folder, name) for name in names]))
     for name, digest in zip(names, found, strict=True):
@@ -214,6 +217,27 @@ def verify(folder: Path, *patterns: str, alone: bool = False) -> str:
                 f"{str(listed[name])[:8]}); give a whole copy of the folder"
             )
     return combined_digest(names, found)
+
+
+def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
+    """Which of the files cannot be seen after waiting up to `patience` seconds for them.
+
+    A network file system keeps for a while that a file was not there; listing its folder makes it look again.
+    """
+    absent, until = list(names), time.monotonic() + patience
+    while absent := [name for name in absent if not (folder / name).is_file()]:
+        if time.monotonic() >= until:
+            break
+        for place in {(folder / name).parent for name in absent}:
+            with suppress(OSError):
+                list(place.iterdir())
+        time.sleep(min(1.0, patience / 10))
+    return absent
+
+
+def names_below(folder: Path) -> set[str]:
+    """The files of a folder and those below it, but for its checksums.json."""
+    return {str(path.relative_to(folder)) for path in _files_below(folder)}
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

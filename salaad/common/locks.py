@@ -37,7 +37,10 @@ def claim(folder: Path) -> None:
     except (BlockingIOError, PermissionError):
         owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        raise UserError(f"--output {folder} is being written by {owner}; wait for its end, or give another") from None
+        raise UserError(
+            f"--output {folder} is being written by {owner}; wait for its end, or give another; if that machine is gone "
+            f"for good, delete {path} and start again"
+        ) from None
     except OSError:
         pass  # a file system without locks
     os.ftruncate(descriptor, 0)

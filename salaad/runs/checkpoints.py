@@ -18,10 +18,21 @@ from typing import Any
 
 from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
-from salaad.common.files import flush, is_file, read_object, replacing, verify, write_checksums, write_json
+from salaad.common.files import (
+    flush,
+    is_file,
+    names_below,
+    read_object,
+    replacing,
+    unseen,
+    verify,
+    write_checksums,
+    write_json,
+)
 from salaad.common.locks import delete_unless_kept
 
 TRAINED = "state/weights.safetensors"  # the weights as they are trained, where model/ holds another form of them
+UNSEEN = 60  # seconds for which one machine may not see what another wrote
 NAME = re.compile(r"step-\d{7,}")
 
 
@@ -137,7 +148,7 @@ class Checkpoints:
             wrong.append(str(error))
         for path in candidates:
             try:
-                verify(path, alone=True)
+                verify(path, alone=True, patience=UNSEEN if distributed.machines() > 1 else 0)
                 read(path)
             except UserError as error:
                 wrong.append(str(error))
@@ -162,7 +173,8 @@ class Checkpoints:
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
             distributed.together(lambda: write(partial))
-            distributed.together(lambda: self._finish(partial, final), only=0)
+            written = set().union(*distributed.gather(names_below(partial)))
+            distributed.together(lambda: self._finish(partial, final, written), only=0)
         except NotSavedError:
             if distributed.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -194,7 +206,9 @@ class Checkpoints:
         for part in ("model", "surrogate", "state"):
             (partial / part).mkdir(parents=True)
 
-    def _finish(self, partial: Path, final: Path) -> None:
+    def _finish(self, partial: Path, final: Path, written: set[str]) -> None:
+        if absent := unseen(partial, written, UNSEEN):
+            raise UserError(f"{partial / min(absent)} was written on another machine and is not seen on the first one")
         write_checksums(partial)
         for path in (*partial.rglob("*"), partial):
             flush(path)

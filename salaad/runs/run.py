@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from salaad.config.command_line import TrainOptions, read_plain_yaml, write_conf
 from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
 from salaad.model.folders import has_tokenizer, local_folder
-from salaad.runs.checkpoints import Checkpoints, RunState
+from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState
 from salaad.runs.records import RECORDS
 
+_LOOKS = 20  # at a folder that another machine has written into
 # What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
 # size of it, losing and repeating nothing.
 _FREE = (
@@ -229,12 +232,22 @@ def with_own_tokenizer(config: RunConfig) -> DataConfig:
 
 
 def require_shared_storage(folder: Path) -> None:
-    """Compare what every rank sees in the run's folder; collective.
+    """Compare what every rank sees in the run's folder, for a minute if need be; collective.
 
     Raises:
         UserError: some machine does not see what the first one wrote.
     """
+    for _ in range(_LOOKS):
+        views = distributed.gather(_view(folder))
+        if all(view == views[0] for view in views):
+            return
+        time.sleep(UNSEEN / _LOOKS)
+    raise UserError(f"--output {folder} is not the same folder on every machine; give one on storage they share")
+
+
+def _view(folder: Path) -> tuple[bool, str]:
+    """Whether a run is there, and its newest checkpoint; looking into a folder makes a network file system look too."""
+    with suppress(OSError):
+        list((folder / "checkpoints").iterdir())
     latest = folder / "checkpoints" / "latest"
-    seen = distributed.gather(((folder / "config.yaml").exists(), latest.exists() and latest.read_text()))
-    if any(view != seen[0] for view in seen):
-        raise UserError(f"--output {folder} is not the same folder on every machine; give one on storage they share")
+    return (folder / "config.yaml").exists(), latest.read_text() if latest.exists() else ""

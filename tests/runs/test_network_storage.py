@@ -1,0 +1,110 @@
+"""What a network file system shows late: waited for, and refused with a sentence where it never comes."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from salaad.common import distributed, locks
+from salaad.common.errors import NotSavedError, UserError
+from salaad.common.files import unseen, verify, write_checksums
+from salaad.runs import checkpoints, run
+from salaad.runs.checkpoints import Checkpoints
+from tests.helpers.ranks import run_ranks
+
+
+def later(seconds: float, action) -> threading.Thread:
+    thread = threading.Thread(target=lambda: (time.sleep(seconds), action()))
+    thread.start()
+    return thread
+
+
+def test_a_file_that_is_shown_late_is_waited_for(tmp_path):
+    (tmp_path / "there").touch()
+    thread = later(0.5, (tmp_path / "late").touch)
+    assert unseen(tmp_path, ["there", "late"], patience=20) == []
+    thread.join()
+    begun = time.monotonic()
+    assert unseen(tmp_path, ["there", "never"], patience=0.3) == ["never"]
+    assert time.monotonic() - begun >= 0.3
+    assert unseen(tmp_path, ["never"], patience=0) == ["never"]
+
+
+def test_a_checkpoint_is_not_rejected_for_a_shard_that_is_shown_late(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    write_checksums(tmp_path)
+    (tmp_path / "b").rename(tmp_path.parent / "hidden")
+    with pytest.raises(UserError, match="b is missing"):
+        verify(tmp_path)
+    thread = later(0.5, lambda: (tmp_path.parent / "hidden").rename(tmp_path / "b"))
+    assert verify(tmp_path, patience=20)
+    thread.join()
+
+
+def hidden_from_the_first(folder: Path, forever: bool) -> str:
+    """Both ranks save; rank 0 cannot see rank 1's file for a second, or at all."""
+    checkpoints.UNSEEN = 2
+    kept, is_file = time.monotonic() + 1, Path.is_file
+
+    def late(self: Path) -> bool:
+        hidden = distributed.rank() == 0 and self.name == "of-1" and (forever or time.monotonic() < kept)
+        return False if hidden else is_file(self)
+
+    Path.is_file = late
+
+    def write(partial: Path) -> None:
+        (partial / f"of-{distributed.rank()}").write_text("x")
+
+    try:
+        Checkpoints(folder).save(7, write)
+    except NotSavedError as error:
+        return str(error)
+    finally:
+        Path.is_file = is_file
+    return (folder / "step-0000007" / "checksums.json").read_text()
+
+
+@pytest.mark.parametrize("forever", [False, True])
+def test_what_another_machine_wrote_is_in_the_checksums_or_the_checkpoint_is_not_saved(tmp_path, forever):
+    first, _ = run_ranks(hidden_from_the_first, 2, tmp_path, tmp_path / "checkpoints", forever)
+    if forever:
+        assert "of-1 was written on another machine and is not seen on the first one" in first
+        assert not (tmp_path / "checkpoints" / "step-0000007").exists()
+    else:
+        assert "of-0" in first and "of-1" in first
+
+
+def looks_of_two_machines(folder: Path, until: int) -> str:
+    """Rank 1 sees the run only from its look number `until` on."""
+    run.UNSEEN, looks, view = 2, [], run._view
+
+    def late(of: Path) -> tuple[bool, str]:
+        looks.append(1)
+        return view(of) if distributed.rank() == 0 or len(looks) >= until else (False, "")
+
+    run._view = late
+    try:
+        run.require_shared_storage(folder)
+    except UserError as error:
+        return str(error)
+    finally:
+        run._view = view
+    return f"{len(looks)} looks"
+
+
+@pytest.mark.parametrize(("until", "said"), [(1, "1 looks"), (4, "4 looks"), (99, "is not the same folder")])
+def test_a_folder_that_another_machine_sees_late_is_looked_at_again(tmp_path, until, said):
+    (tmp_path / "config.yaml").touch()
+    assert all(said in found for found in run_ranks(looks_of_two_machines, 2, tmp_path, tmp_path, until))
+
+
+def test_a_lock_says_how_to_take_it_over(tmp_path, monkeypatch):
+    def taken(*_):
+        raise BlockingIOError
+
+    monkeypatch.setattr(locks.fcntl, "lockf", taken)
+    (tmp_path / ".lock").write_text("process 9 on node7\n")
+    with pytest.raises(UserError, match=r"written by process 9 on node7; .* gone for good, delete .*\.lock and start"):
+        locks.claim(tmp_path)
