@@ -49,7 +49,16 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         if done.returncode:
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-    if yaml.safe_load((folder / "config.yaml").read_text()) != read_command_line(words)[0].to_dict():
+    asked = read_command_line(words)[0].to_dict()
+    if _with_new_settings(yaml.safe_load((folder / "config.yaml").read_text()), asked) != asked:
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
     summary = read_json(folder / "summary.json")
     return Trained({"command": " ".join(words), "steps": summary["step"], **origin_of(folder)}, summary)
+
+
+def _with_new_settings(old: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the settings that a run of an earlier version did not know, at their defaults."""
+    defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
+    known = {key: value for key, value in defaults.items() if not isinstance(value, dict)}
+    sections = {key: {**value, **old.get(key, {})} for key, value in defaults.items() if isinstance(value, dict)}
+    return {**known, **old, **sections}

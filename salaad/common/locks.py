@@ -38,8 +38,8 @@ def claim(folder: Path) -> None:
         owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
         raise UserError(
-            f"--output {folder} is being written by {owner}; wait for its end, or give another; if that machine is gone "
-            f"for good, delete {path} and start again"
+            f"--output {folder} is being written by {owner}; wait for its end, or give another; if that machine is "
+            f"gone for good, delete {path} and start again"
         ) from None
     except OSError:
         pass  # a file system without locks
