@@ -12,6 +12,7 @@ import yaml
 from salaad.common.errors import UserError
 from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
+from salaad.config.methods import SETTINGS
 from salaad.runs.summary import origin_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,16 +50,18 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         if done.returncode:
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-    asked = read_command_line(words)[0].to_dict()
-    if _with_new_settings(yaml.safe_load((folder / "config.yaml").read_text()), asked) != asked:
+    if not _is_of(yaml.safe_load((folder / "config.yaml").read_text()), read_command_line(words)[0].to_dict()):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
     summary = read_json(folder / "summary.json")
     return Trained({"command": " ".join(words), "steps": summary["step"], **origin_of(folder)}, summary)
 
 
-def _with_new_settings(old: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the settings that a run of an earlier version did not know, at their defaults."""
+def _is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether a run began with what is asked for.
+
+    Settings that its version did not know have their defaults, and those of other methods do not count.
+    """
     defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
-    known = {key: value for key, value in defaults.items() if not isinstance(value, dict)}
-    sections = {key: {**value, **old.get(key, {})} for key, value in defaults.items() if isinstance(value, dict)}
-    return {**known, **old, **sections}
+    counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]
+    known = {key: {**defaults[key], **old.get(key, {})} for key in counted if isinstance(defaults[key], dict)}
+    return all(known.get(key, old.get(key)) == asked[key] for key in counted)

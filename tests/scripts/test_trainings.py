@@ -1,0 +1,54 @@
+"""A script's trainings: what is there is taken only if it is what was asked for."""
+
+import pytest
+import yaml
+
+from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
+from scripts.trainings import trained
+
+WORDS = ["--config", "nano", "--method=salaad", "--train.steps=7"]
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A finished run, whose configuration is changed as given."""
+
+    def write(**changes):
+        config = read_command_line(WORDS)[0].to_dict()
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            if value is None:
+                del config[section][name]
+            else:
+                config[section][name] = value
+        (tmp_path / "config.yaml").write_text(f"# commit: abc\n# machine: m\n{yaml.safe_dump(config)}")
+        (tmp_path / "summary.json").write_text('{"step": 7}')
+        return tmp_path
+
+    return write
+
+
+def test_a_finished_run_is_not_trained_again_and_says_where_it_comes_from(finished):
+    about, summary = trained(WORDS, finished())
+    assert summary == {"step": 7}
+    assert about == {"command": " ".join(WORDS), "steps": 7, "commit": "abc", "machine": "m"}
+
+
+def test_a_run_of_a_version_without_a_setting_had_its_default(finished):
+    assert trained(WORDS, finished(salaad__owners=None)).summary
+    with pytest.raises(UserError, match="trained with other settings"):
+        trained([*WORDS, "--salaad.owners=balanced"], finished(salaad__owners=None))
+
+
+@pytest.mark.parametrize("change", [{"optimizer__lr": 0.5}, {"salaad__every": 99}])
+def test_a_run_with_other_settings_is_refused(finished, change):
+    with pytest.raises(UserError, match="trained with other settings"):
+        trained(WORDS, finished(**change))
+
+
+def test_settings_of_other_methods_do_not_count(finished):
+    folder = finished()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "galore": {"rank": 3}}))
+    assert trained(WORDS, folder).summary
