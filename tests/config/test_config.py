@@ -7,6 +7,7 @@ import math
 import pytest
 
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, WandbConfig
 
@@ -183,3 +184,9 @@ def test_the_settings_of_other_methods_are_told_only_where_they_are_given():
 def test_a_method_that_is_none_is_refused_with_the_names_there_are():
     with pytest.raises(UserError, match="method is 'lowrank', which is none; give one of full_rank, salaad"):
         RunConfig(method="lowrank")
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("350m", 8), ("1b", 32)])
+def test_every_worker_of_a_cluster_has_a_stream_of_its_own(name, ranks):
+    config, _ = read_command_line(["--config", name])
+    assert math.gcd(config.data.streams, config.train.batch) % (ranks * config.data.workers) == 0
