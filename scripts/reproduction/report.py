@@ -27,6 +27,8 @@ ABOUT = (
 BESIDE = {
     "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",
     "micro/README.md": "micro: what L + S costs at every size",
+    "elastic/README.md": "one training at every size, beside small dense models and all other ways",
+    "methods/README.md": "every way to train, beside one another",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "training, inference and compression on the clock",
     "scaling/README.md": "predicted hours of the paper's trainings on GPUs",
