@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least, split_list
+from salaad.common.validation import at_least, check, split_list
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant, parse_kappas
@@ -331,6 +331,8 @@ def main() -> None:
     at_least(options, 1, "jobs", "tokens")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    for name, file in (("--search", options.search), ("--other-text", options.other_text)):
+        check(file is None or Path(file).is_file(), f"{name} {file} is no file; give an existing one")
     runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
     runs.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(options.config, runs, tuple(extra), options.tokens, options.other_text)
@@ -339,6 +341,13 @@ def main() -> None:
     settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
     every = trainings(options.config, tuple(extra), settings)
     asked = options.rows.split(";") if options.rows else [training.label for training in every]
+    labels = [training.label for training in every]
+    for label in (*asked, *options.repeated.split(";")):
+        check(label in labels, f"there is no row {label!r}; give some of {'; '.join(labels)}")
+    check(
+        all(seed.isdigit() for seed in split_list(options.seeds)),
+        f"--seeds is {options.seeds}; give whole numbers such as 0,1,2",
+    )
     seeds = [int(seed) for seed in split_list(options.seeds)]
     todo = [
         (training, seed)

@@ -64,7 +64,7 @@ def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @contextmanager
-def _together() -> Iterator[dist.ProcessGroup]:
+def _meeting() -> Iterator[dist.ProcessGroup]:
     """The patient group; within this context a rank that waits for others says for whom, now and then."""
     global _meetings
     group = _patient(dist.group.WORLD)
@@ -96,7 +96,7 @@ def _together() -> Iterator[dist.ProcessGroup]:
 def barrier() -> None:
     """Wait until every rank has called this."""
     if world_size() > 1:
-        with _together() as group:
+        with _meeting() as group:
             dist.barrier(group)
 
 
@@ -129,7 +129,7 @@ def gather(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    with _together() as group:
+    with _meeting() as group:
         dist.all_gather_object(values, value, group)
     return values
 

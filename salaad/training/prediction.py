@@ -13,7 +13,7 @@ assumptions, the same for all devices. A prediction is good for comparing settin
 
 from dataclasses import dataclass, replace
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.formats import markdown_table
 from salaad.config.methods import SalaadConfig
@@ -92,15 +92,15 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Device, ra
     }
 
 
-def _admm(settings: SalaadConfig, model: object, device: Device, ranks: int) -> float:
+def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Device, ranks: int) -> float:
     """Seconds a step of the rank that has most to update."""
     blocks = find_blocks(model, settings)
     owners = ownership.owners_of(blocks, ranks, settings.owners)
     loads = [0.0] * ranks
     for name, X in blocks.items():
-        short, long = sorted(X.shape)
-        products, eigenvectors = 4 * long * short**2 / REACHED, 9 * short**3 / EIGH_REACHED
-        loads[owners[name]] += (products + eigenvectors) * settings.inner / device.peaks["fp32"]
+        products, eigenvectors = ownership.update_operations(*X.shape)
+        time = (products / REACHED + eigenvectors / EIGH_REACHED) / device.peaks["fp32"]
+        loads[owners[name]] += settings.inner * time
     return max(loads) / settings.every
 
 

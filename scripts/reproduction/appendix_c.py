@@ -8,6 +8,7 @@ from salaad.common.formats import markdown_table
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.methods.salaad.method import SalaadMethod
+from salaad.methods.salaad.ownership import update_operations
 from salaad.model.build import describe_model, outline, training_flops
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
@@ -27,12 +28,6 @@ def svd_flops(n: int, m: int) -> float:
     return 4 * long * short**2 + 8 * short**3
 
 
-def gram_flops(n: int, m: int) -> float:
-    """Operations of the same by way of ZZᵀ: two products with Z, 9·short³ of an eigensolver with vectors."""
-    short, long = sorted((n, m))
-    return 4 * long * short**2 + 9 * short**3
-
-
 def memory_and_operations(scale: Scale) -> Measured:
     """Every size of the paper, at every scale the same; and the blocks of its 70B example beside what it prints."""
     configs = {name: read_command_line(["--config", name])[0] for name in PAPERS}
@@ -46,7 +41,7 @@ def memory_and_operations(scale: Scale) -> Measured:
             "printed_bytes": printed[0] * 1e9,
             "svd_flops": svd_flops(*shape),
             "printed_svd_flops": printed[1],
-            "gram_flops": gram_flops(*shape),
+            "gram_flops": sum(update_operations(*shape)),
         }
         for shape, printed in PRINTED.items()
     ]
@@ -114,5 +109,5 @@ def costs(config: RunConfig) -> dict[str, Any]:
         "replicated_bytes": sum(value for kind, value in few.items() if kind != "ADMM"),
         "step_flops": training_flops(model, config.data.sequence_length) * tokens,
         "svd_flops": sum(svd_flops(*shape) for shape in shapes) / every,
-        "gram_flops": sum(gram_flops(*shape) for shape in shapes) / every,
+        "gram_flops": sum(sum(update_operations(*shape)) for shape in shapes) / every,
     }

@@ -1,11 +1,9 @@
 """Ranks wait for one that is at a slow disk, longer than devices may take, and say for whom."""
 
 import io
-import sys
 import time
 from contextlib import redirect_stderr
 
-import pytest
 import torch
 
 from salaad.common import distributed
@@ -70,7 +68,6 @@ def test_many_meetings_leave_no_threads_and_agree_on_their_number(tmp_path):
     assert run_ranks(many_meetings, 3, tmp_path) == [50] * 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forked ranks")
 def test_alone_nobody_is_waited_for():
     assert distributed.gather(3) == [3] and distributed.barrier() is None
     with distributed.first_on_its_machine(False):

@@ -3,11 +3,13 @@
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 
+from salaad.common.errors import UserError
 from scripts import compare_elastic
 from scripts.research.probe_allocation import dealt
 from scripts.research.search_elastic import NAMED
@@ -54,3 +56,21 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     compare_elastic.main()
     again = {row["label"]: row["ways"] for row in json.loads(output.read_text())["rows"]}
     assert again == {label: row["ways"] for label, row in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rows=nothing"], "there is no row 'nothing'; give some of full-rank; SALAAD"),
+        (["--repeated=nobody"], "there is no row 'nobody'"),
+        (["--seeds=a"], "--seeds is a; give whole numbers"),
+        (["--search=nowhere.json"], "--search nowhere.json is no file"),
+        (["--other-text=nowhere.jsonl"], "--other-text nowhere.jsonl is no file"),
+        (["--jobs=0"], "--jobs is 0"),
+    ],
+)
+def test_a_wrong_option_of_the_comparison_is_one_sentence_and_nothing_is_trained(monkeypatch, tmp_path, words, said):
+    monkeypatch.setattr(compare_elastic, "trained", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(sys, "argv", ["compare_elastic.py", f"--output={tmp_path / 'found.json'}", *words])
+    with pytest.raises(UserError, match=re.escape(said)):
+        compare_elastic.main()

@@ -24,6 +24,12 @@ def update_cost(n: int, m: int) -> float:
     return short**2 * (4 * long + 22 * short)
 
 
+def update_operations(n: int, m: int) -> tuple[float, float]:
+    """Operations of the update of an n×m block by way of ZZᵀ: of two products, and of an eigensolver with vectors."""
+    short, long = sorted((n, m))
+    return 4 * long * short**2, 9 * short**3
+
+
 def costs_of(blocks: Mapping[str, Tensor]) -> dict[str, float]:
     """Block → cost of the update of its weight (n×m)."""
     return {name: update_cost(*X.shape) for name, X in blocks.items()}
