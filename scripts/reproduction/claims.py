@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salaad.common.files import read_json
-from scripts.reproduction import judges
+from scripts.reproduction import deployment_judges, judges
 from scripts.reproduction.evidence import NOT_SHOWN, Number
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
@@ -98,7 +98,7 @@ CLAIMS = (
         "largest step from L + S down, both cut by HPA at κ* as in the paper",
         "a figure: SALAAD below vanilla + RPCA at all budgets",
         ("flexible",),
-        judges.elastic_by_hpa,
+        deployment_judges.elastic_by_hpa,
     ),
     Claim(
         "The same, by energy and refined",
@@ -107,7 +107,7 @@ CLAIMS = (
         "as above, both cut by energy and refined",
         "no other cut than HPA was tried",
         ("flexible",),
-        judges.elastic_by_energy,
+        deployment_judges.elastic_by_energy,
     ),
     Claim(
         "A cut beats a small dense model",
@@ -116,7 +116,7 @@ CLAIMS = (
         "perplexity of the cut, by energy and refined, below that of the dense model at every budget below L + S",
         "no small dense model was trained",
         ("one_training",),
-        judges.against_small_dense,
+        deployment_judges.against_small_dense,
     ),
     Claim(
         "κ* is stable and above 0.5",
@@ -126,7 +126,7 @@ CLAIMS = (
         "text: all above 0.5 and in a band of at most 0.3",
         "0.55 to 0.8 over sizes and budgets (Table 1 0.6 to 0.8; with the embedding 0.55 to 0.8)",
         ("kappa",),
-        judges.kappa,
+        deployment_judges.kappa,
         beside=("kappa_share",),
     ),
     Claim(
@@ -204,7 +204,7 @@ CLAIMS = (
         "1B: vanilla rank 0.48 ± 0.02, density 0.32 ± 0.05 (no noise to compare); SALAAD found 0.25 ± 0.08 and "
         "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03",
         ("rpca_vanilla", "rpca_salaad", "flexible"),
-        judges.rpca,
+        deployment_judges.rpca,
         beside=("rpca_limit",),
     ),
 )

@@ -1,0 +1,182 @@
+"""What decides the claims about what a checkpoint deploys: the elastic curve, small dense models, κ, robust PCA."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from salaad.common.formats import millions
+from salaad.evaluation.sweep import REMOVED, best, ways
+from scripts.reproduction.evidence import (
+    NOT_SHOWN,
+    Number,
+    Row,
+    distinct,
+    each_seed,
+    finite,
+    found_text,
+    is_below,
+    percent,
+    percent_span,
+    shares,
+    span,
+    the_row,
+)
+from scripts.reproduction.judges import STRUCTURE, Results
+
+Curve = dict[tuple[int, int], tuple[float, float]]  # (seed, budget) → perplexity of SALAAD and of vanilla + RPCA
+
+LARGEST = 2**62  # stands for the size of L + S, above every budget
+DEPLOYED = ("SALAAD", "vanilla + RPCA")
+
+
+def elastic_by_hpa(results: Results) -> list[Number]:
+    """SALAAD and vanilla + RPCA at every budget below L + S and every seed, by the paper's cut."""
+    return _elastic(results, "HPA at κ*")
+
+
+def elastic_by_energy(results: Results) -> list[Number]:
+    """The same by energy, refined."""
+    return _elastic(results, "energy, refined")
+
+
+def _elastic(results: Results, way: str) -> list[Number]:
+    rows = results["flexible"]["rows"]
+    X, whole = (_whole_models(rows, name) for name in ("X", "L+S"))
+    curve = _elastic_curve(rows, way)
+    if not curve:
+        return [Number("budgets below L + S × seeds", "0", NOT_SHOWN)]
+    steps = [max(_steps(whole | curve, side)) for side in (0, 1)]
+    wins, own = sum(is_below(*pair) for pair in curve.values()), _over_own_X(curve, X)
+    return [
+        Number(
+            "below vanilla + RPCA at all budgets below L + S × seeds", f"{wins} of {len(curve)}", wins == len(curve)
+        ),
+        Number("PPL over vanilla + RPCA", _gaps(curve)),
+        Number(
+            "largest step from L + S down, smaller than of vanilla + RPCA",
+            f"×{steps[0]:.2f}, ×{steps[1]:.2f}",
+            is_below(*steps),
+        ),
+        *(
+            Number(f"{name} over its own X", percent_span([pair[side] - 1 for pair in own]))
+            for side, name in enumerate(DEPLOYED)
+        ),
+        Number("PPL of SALAAD's X over vanilla's", _gaps(X)),
+    ]
+
+
+def against_small_dense(results: Results) -> list[Number]:
+    """Every cut of one training beside the dense model that was trained at its size."""
+    rows = results["one_training"]["rows"]
+    salaad, _, dense = ([row for row in rows if row["label"] == label] for label in distinct(rows, "label"))
+    whole = the_row(salaad, variant="L+S")["parameters"]
+    cuts = [row for row in salaad if row["budget"] and row["budget"] < whole]
+    pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
+    numbers = [
+        Number(
+            f"PPL of the cut over the dense model's at {millions(cut['budget'])}, below",
+            percent(cut["perplexity"] / rival["perplexity"] - 1),
+            is_below(cut["perplexity"], rival["perplexity"]),
+        )
+        for cut, rival in pairs
+    ]
+    return numbers or [Number("budgets below L + S", "0", NOT_SHOWN)]
+
+
+def _whole_models(rows: Sequence[Row], variant: str) -> Curve:
+    """A variant of both before any cut."""
+    return {
+        (seed, LARGEST): tuple(the_row(rows, label=one, seed=seed, variant=variant)["perplexity"] for one in DEPLOYED)
+        for seed in distinct(rows, "seed")
+    }
+
+
+def _elastic_curve(rows: Sequence[Row], way: str) -> Curve:
+    """Both at every budget below SALAAD's L + S, cut in one way."""
+    curve = {}
+    for seed in distinct(rows, "seed"):
+        whole = the_row(rows, label=DEPLOYED[0], seed=seed, variant="L+S")["parameters"]
+        mine, other = (ways([r for r in rows if (r["label"], r["seed"]) == (one, seed)])[way] for one in DEPLOYED)
+        curve |= {
+            (seed, ours["budget"]): (ours["perplexity"], theirs["perplexity"])
+            for ours, theirs in zip(mine, other, strict=True)
+            if ours["budget"] < whole
+        }
+    return curve
+
+
+def _gaps(curve: Curve) -> str:
+    """The least and the largest change from vanilla + RPCA to SALAAD."""
+    return percent_span([ours / theirs - 1 for ours, theirs in curve.values()])
+
+
+def _over_own_X(curve: Curve, X: Curve) -> list[tuple[float, float]]:
+    """Each perplexity over that of the same seed's X."""
+    return [tuple(finite(one / x) for one, x in zip(curve[key], X[key[0], LARGEST], strict=True)) for key in curve]
+
+
+def _steps(curve: Curve, side: int) -> list[float]:
+    """Factors of perplexity from each budget of a seed to the next smaller one."""
+    factors = [1.0]
+    for seed in {seed for seed, _ in curve}:
+        falling = [curve[key][side] for key in sorted(curve, reverse=True) if key[0] == seed]
+        factors += [finite(b / a) for a, b in pairwise(falling)]
+    return factors
+
+
+def kappa(results: Results) -> list[Number]:
+    """Where κ* lies over all budgets and seeds, and what one κ for all of them costs."""
+    winners, costs = [], {}
+    for rows in each_seed(results["kappa"]["rows"]):
+        whole = the_row(rows, variant="L+S")["parameters"]
+        for winner in best(rows):
+            if winner["parameters"] <= (1 - REMOVED) * whole:  # where next to nothing is removed, no κ is best
+                winners.append(winner["kappa"])
+                for row in rows:
+                    if row["budget"] == winner["budget"] and row["kappa"] is not None:
+                        costs.setdefault(row["kappa"], []).append(row["perplexity"] / winner["perplexity"] - 1)
+    counted = Number(f"budgets × seeds that remove at least {REMOVED:.0%} of L + S", f"{len(winners)}")
+    if not winners:
+        return [counted]
+    low, high = min(winners), max(winners)
+    one = min(costs, key=lambda kappa: max(map(finite, costs[kappa])))
+    return [
+        counted,
+        Number("κ*, in a band of at most 0.3", span(winners), high - low <= 0.3 + 1e-9),
+        Number("least κ*, above 0.5", f"{low:g}", low > 0.5 + 1e-9),
+        Number("mean κ*", f"{fmean(winners):.2f}"),
+        Number(f"most that κ = {one:g} everywhere costs", percent(max(map(finite, costs[one])))),
+    ]
+
+
+def rpca(results: Results) -> list[Number]:
+    """What robust PCA finds in vanilla weights, in noise, and in weights that have a structure to be found."""
+    vanilla, both = (results[f"rpca_{name}"]["rows"] for name in ("vanilla", "salaad"))
+    salaad, cut = ([row for row in both if row.get("of", "L+S") == of] for of in ("L+S", "L̃+S̃"))
+    split = [row for row in results["flexible"]["rows"] if row["label"] == "vanilla + RPCA"]
+    sizes = [
+        the_row(rows, variant="L+S")["parameters"] / the_row(rows, variant="X")["parameters"]
+        for rows in each_seed(split)
+    ]
+    numbers = [
+        Number("parameters of vanilla's L + S over X, at least 100 % in every seed", shares(sizes, 0), min(sizes) >= 1),
+        Number("vanilla: rank ratio and density found", found_text(vanilla)),
+        Number("Gaussian noise: rank ratio and density found", found_text(vanilla, "control_")),
+        Number("SALAAD: rank ratio and density found", found_text(salaad)),
+        Number("SALAAD: rank ratio and density as trained", found_text(salaad, "true_")),
+    ]
+    if cut:
+        numbers.append(Number("SALAAD, cut as in Table 1: rank ratio and density found", found_text(cut)))
+        numbers.append(Number("SALAAD, cut as in Table 1: rank ratio and density it has", found_text(cut, "true_")))
+    for key in STRUCTURE:
+        to_noise = fmean(row[key] for row in vanilla) / fmean(row[f"control_{key}"] for row in vanilla)
+        name = key.replace("_", " ")
+        numbers.append(Number(f"{name} of vanilla over noise, at least 0.8", f"{to_noise:.2f}", to_noise >= 0.8))
+        for label, rows in (("L + S", salaad), ("the cut", cut)):
+            what = f"{name} of SALAAD, {label}: found less its own, mean at most 0.1"
+            if not rows:
+                numbers.append(Number(what, "not measured", NOT_SHOWN))
+                continue
+            away = fmean(abs(row[key] - row[f"true_{key}"]) for row in rows)
+            numbers.append(Number(what, f"{away:.3f}", away <= 0.1))
+    return numbers
