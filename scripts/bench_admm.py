@@ -12,11 +12,13 @@ and that of the authors as published, made anew: full SVD in float32, dense L, S
 """
 
 import argparse
-import time
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
 from salaad.spectral import threshold
+from scripts.devices import now, require_device
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
@@ -92,17 +95,10 @@ def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.d
     best = dict.fromkeys(works, float("inf"))
     for counted in [False] + [True] * rounds:
         for name, work in works.items():
-            _wait(device)
-            start = time.perf_counter()
+            start = now(device)
             work()
-            _wait(device)
-            best[name] = min(best[name], time.perf_counter() - start) if counted else best[name]
+            best[name] = min(best[name], now(device) - start) if counted else best[name]
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: int, device: torch.device) -> list[dict]:
@@ -165,8 +161,7 @@ def main() -> None:
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     at_least(options, 1, "rounds", "threads")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
+    require_device(options.device)
     known = read_json(SPECTRA)["blocks"]
     if options.block not in known:
         raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")

@@ -2,21 +2,25 @@
 
     python scripts/bench_inference.py --checkpoint runs/demo/salaad --kappa 0.6 --threads 2
     python scripts/bench_inference.py --config 350m.yaml --batches 1,8 --output results/bench/inference-350m.json
+    python scripts/bench_inference.py --config 1b.yaml --device cuda --dtype bfloat16
 
 Of a checkpoint HPA makes the factored model. Without one the weights are random, since only shapes, ranks and densities
 matter for speed: every block gets the same density, and the rank that brings the whole model to the share of its
 parameters asked for. The two models take turns, so that a machine whose speed drifts slows both; medians are reported.
-Peak memory is what a fresh process adds that opens the one folder or the other and reads a prompt.
+Peak memory is what a fresh process adds that opens the one folder or the other and reads a prompt, in the memory of the
+device.
 """
 
 import argparse
 import multiprocessing
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, logging
@@ -37,6 +41,7 @@ from salaad.model.build import describe_model, load_model
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
+from scripts.devices import now, require_device
 
 
 def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
@@ -69,13 +74,13 @@ def random_models(config: RunConfig, share: float, density: float, dtype: torch.
 
 def prefill(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
     """Reading `batch` prompts of `length` tokens."""
-    ids = torch.randint(0, model.config.vocab_size, (batch, length))
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=model.device)
     return lambda: model(ids, logits_to_keep=1)
 
 
 def decode(model: PreTrainedModel, batch: int, tokens: int) -> Callable[[], None]:
     """Writing `tokens` tokens for `batch` prompts of 16, with the KV cache."""
-    prompt = torch.randint(0, model.config.vocab_size, (batch, 16))
+    prompt = torch.randint(0, model.config.vocab_size, (batch, 16), device=model.device)
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
@@ -92,10 +97,10 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
     seconds: dict[str, list[float]] = {label: [] for label in jobs}
     for counted in [False] + [True] * rounds:
         for label, job in jobs.items():
-            start = time.perf_counter()
+            start = now(models[label].device)
             job()
             if counted:
-                seconds[label].append(time.perf_counter() - start)
+                seconds[label].append(now(models[label].device) - start)
     speeds = {label: batch * amount / statistics.median(times) for label, times in seconds.items()}
     return {"work": work.__name__, "batch": batch, **speeds, "ratio": speeds["factored"] / speeds["dense"]}
 
@@ -103,10 +108,12 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
 @torch.inference_mode()
 def peak_memory(arguments: tuple) -> int:
     """Bytes that this process, a fresh one, needs at its peak to open a folder and read a prompt."""
-    threads, length, folder = arguments
+    threads, length, folder, device = arguments
     torch.set_num_threads(threads)
     start = _kilobytes("VmRSS")
-    prefill(AutoModelForCausalLM.from_pretrained(folder), 1, length)()
+    prefill(AutoModelForCausalLM.from_pretrained(folder).to(device), 1, length)()
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
     return 1024 * (_kilobytes("VmHWM") - start)
 
 
@@ -129,6 +136,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=int, default=16, help="tokens to write")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
@@ -136,6 +144,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     for name in ("share", "density", "kappa"):
         if not 0 <= getattr(options, name) <= 1:
             raise UserError(f"--{name} is {getattr(options, name)}, outside [0, 1]; give a fraction")
+    require_device(options.device)
     if not all(part.isdigit() and int(part) for part in options.batches.split(",")):
         raise UserError(f"--batches is {options.batches!r}, which are no numbers above 0; give some such as 1,4,16")
     return options, rest
@@ -147,14 +156,14 @@ def density(model: PreTrainedModel) -> float:
     return sum(module.nnz for module in stored) / sum(prod(module.shape) for module in stored)
 
 
-def memory(models: dict[str, PreTrainedModel], threads: int, length: int) -> dict[str, dict[str, int]]:
+def memory(models: dict[str, PreTrainedModel], threads: int, length: int, device: str) -> dict[str, dict[str, int]]:
     """Parameters, bytes of the loaded weights, and peak of a process that opens the model; takes the models away."""
     found = {label: {"parameters": count_parameters(m), "weights": resident_bytes(m)} for label, m in models.items()}
     with TemporaryDirectory() as folder:
         for label in found:
             models.pop(label).save_pretrained(f"{folder}/{label}")
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            jobs = [(threads, length, f"{folder}/{label}") for label in found]
+            jobs = [(threads, length, f"{folder}/{label}", device) for label in found]
             for label, peak in zip(found, pool.map(peak_memory, jobs, chunksize=1), strict=True):
                 found[label]["peak"] = peak
     return found
@@ -172,6 +181,7 @@ def main() -> None:
         models = cut_checkpoint(options.checkpoint, options.share, options.kappa, dtype)
     else:
         models = random_models(read_command_line(rest)[0], options.share, options.density, dtype)
+    models = {label: model.to(options.device) for label, model in models.items()}
     rows = [
         compare(models, work, batch, amount, options.rounds)
         for work, amount in ((prefill, options.length), (decode, options.tokens))
@@ -184,7 +194,7 @@ def main() -> None:
         "products": "compiled" if cpu_kernels.library() and dtype == torch.float32 else "torch's",
         **provenance(),
     }
-    sizes = memory(models, options.threads, options.length)
+    sizes = memory(models, options.threads, options.length, options.device)
     table = [
         (row["work"], row["batch"], f"{row['dense']:,.0f}", f"{row['factored']:,.0f}", f"{row['ratio']:.2f}")
         for row in rows

@@ -16,11 +16,14 @@ and is compared with the full-rank round just before. Memory is that of tensors,
 import argparse
 import gc
 import statistics
-import time
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +44,7 @@ from salaad.model.build import model_source, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
+from scripts.devices import now
 
 ROUND, PEAK_SIZE = 10, 8192
 
@@ -101,7 +105,7 @@ class Contender:
 
     def step(self, batch: dict[str, torch.Tensor]) -> None:
         """One training step, as train.py takes it."""
-        start = _now(self.device)
+        start = now(self.device)
         rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
         tokens = (labels[:, 1:] != IGNORED).sum()
         size = self.config.train.micro_batch
@@ -112,12 +116,12 @@ class Contender:
                         (self.loss(micro, targets) / tokens).backward()
         self.method.after_backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or float("inf"))
-        middle = _now(self.device)
+        middle = now(self.device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         self.method.after_step(self.optimizer, self.steps, self.taken)
-        end = _now(self.device)
+        end = now(self.device)
         self.seconds.append(end - start)
         self.updates.append(end - middle)
 
@@ -151,17 +155,11 @@ def matmul_peak(device: torch.device, precision: str) -> float:
     out = a @ b
     best = float("inf")
     for _ in range(5):
-        start = _now(device)
+        start = now(device)
         for _ in range(10):
             torch.matmul(a, b, out=out)
-        best = min(best, (_now(device) - start) / 10)
+        best = min(best, (now(device) - start) / 10)
     return 2 * size**3 / best
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) -> dict:

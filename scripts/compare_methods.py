@@ -9,12 +9,15 @@ JSON file has is kept, an interrupted run goes on, and the file is written anew 
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import run_command
 from salaad.common.files import json_file, read_json, write_json

@@ -8,8 +8,11 @@ over the blocks is found by dynamic programming over the probes. Its perplexity 
 """
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 from torch import Tensor

@@ -24,7 +24,7 @@ from salaad.methods.salaad.plugin import Salaad
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import train
 
 PHASES = {"early": 2, "middle": 11, "late": 200}  # the first of the two updates

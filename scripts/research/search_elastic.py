@@ -10,11 +10,14 @@ Further options, such as --data.files, are those of train.py for every point.
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from transformers import logging
 

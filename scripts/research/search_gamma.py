@@ -4,8 +4,11 @@ python scripts/research/search_gamma.py --output results/methods/gamma.json
 """
 
 import argparse
+import sys
 from itertools import product
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json

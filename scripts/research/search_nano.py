@@ -7,9 +7,12 @@ over the config. Finished points are kept, so the search can be interrupted and 
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.validation import at_least

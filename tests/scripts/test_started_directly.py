@@ -1,0 +1,31 @@
+"""Scripts started as their first lines say, `python scripts/NAME.py`, where Python looks beside the script alone."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTED = re.compile(r'^if __name__ == "__main__"', re.M)
+SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if STARTED.search(path.read_text()))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_that_imports_others_makes_them_found_first(path):
+    text = path.read_text()
+    imported = re.search(r"^(?:from|import) scripts\b", text, re.M)
+    if imported:
+        added = re.search(r"^sys\.path\.insert\(0, str\(Path\(__file__\)\.resolve\(\)\.(parent|\.)+\)\)$", text, re.M)
+        assert added and added.start() < imported.start()
+        assert path.parents[added[0].count(".parent") - 1] == ROOT
+
+
+def test_help_is_there_without_the_checkout_on_the_path(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, ROOT / "scripts" / "compare_elastic.py", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--seeds" in done.stdout
