@@ -1,6 +1,7 @@
 """Layers that compute with U·V + S as it is stored: a linear layer and an embedding.
 
-Eagerly on a CPU the compiled products of `cpu_kernels` are used, elsewhere torch's sparse ones. torch.compile sees each
+Eagerly the compiled products that `operators` chooses are used, and torch's sparse ones where there are none.
+torch.compile sees each
 layer as one operation (`operators`); torch.export, and torch.compile where gradients are wanted, see products with a
 dense weight that is made of U, V and S in plain operations.
 """
@@ -16,7 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.amp import is_autocast_available
 
 from salaad.common.errors import UserError
-from salaad.factored import cpu_kernels, int8, operators, packing
+from salaad.factored import cpu_kernels, gpu_products, int8, operators, packing
 from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
@@ -30,7 +31,7 @@ class SlrWeight(nn.Module):
 
     In a file the positions of S's entries are one packed buffer, and U, V and the values may be int8 with scales;
     `unpack` replaces these by row starts and columns, int32 where that holds them (the smallest dtype that torch's
-    sparse products take), and by floats.
+    sparse products take; columns int16 on a GPU, for ours), and by floats.
 
     Args:
         n: rows.
@@ -54,7 +55,7 @@ class SlrWeight(nn.Module):
         packed = torch.empty(packing.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
         self._cached_S: tuple[tuple, Tensor] | None = None
-        self._cached_products: tuple[tuple, cpu_kernels.Products | None] | None = None
+        self._cached_products: tuple[tuple, operators.Products | None] | None = None
 
     def fill(self, slr: Slr) -> None:
         """Copy the numbers of `slr`, in its dtype and on its device."""
@@ -105,6 +106,18 @@ class SlrWeight(nn.Module):
         self._cached_products = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
+        self._fit_columns()
+
+    def _fit_columns(self) -> None:
+        """Give the columns the dtype that is best where they lie."""
+        columns = self._buffers.get("S_columns")
+        if columns is not None and columns.dtype != torch.int64 and not columns.is_meta:
+            self._buffers["S_columns"] = columns.to(gpu_products.column_dtype(columns.device, self.shape[1]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SlrWeight":
+        super()._apply(fn, recurse)
+        self._fit_columns()
+        return self
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -127,11 +140,13 @@ class SlrWeight(nn.Module):
             return S
         return self._cached_S[1]
 
-    def _native(self, x: Tensor) -> cpu_kernels.Products | None:
-        """The compiled products where they can be used: float32 on a CPU.
+    def _native(self, x: Tensor) -> operators.Products | None:
+        """The compiled products where they can be used: float32 on a CPU, and on a GPU with Triton.
 
         Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
         """
+        if x.is_cpu and x.dtype not in operators.ON_CPU:
+            return None
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
         parameters, buffers = self._parameters, self._buffers
@@ -140,9 +155,9 @@ class SlrWeight(nn.Module):
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
         if self._cached_products is None or self._cached_products[0] != key:
-            self._cached_products = key, cpu_kernels.products(self.shape, U, V, starts, columns, values)
+            self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, columns, values)
         products = self._cached_products[1]
-        return products if products is not None and x.is_cpu else None
+        return products if products is not None and products.takes(x) else None
 
     def _is_trained(self) -> bool:
         """Whether autograd records what is done with a parameter."""
@@ -233,7 +248,7 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
-        products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
+        products = self._native(x) if self.nnz else None
         if products is not None:
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
                 return _CompiledLinear.apply(x, *self._tensors, self.bias, products)
@@ -317,7 +332,7 @@ class _CompiledLinear(torch.autograd.Function):
         columns: Tensor,
         values: Tensor,
         bias: Tensor | None,
-        products: cpu_kernels.Products,
+        products: operators.Products,
     ) -> Tensor:
         ctx.save_for_backward(x, U, V, starts, columns, values)
         return products.linear(x, bias)
