@@ -235,6 +235,7 @@ class SlrLinear(SlrWeight, nn.Linear):
         super().__init__(out_features, in_features, rank, nnz, in_int8)
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.siblings: Any = None  # the `Siblings` it belongs to, if any
 
     @classmethod
     def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
@@ -252,7 +253,8 @@ class SlrLinear(SlrWeight, nn.Linear):
         if products is not None:
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
                 return _CompiledLinear.apply(x, *self._tensors, self.bias, products)
-            return products.linear(x, self.bias)
+            y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
+            return products.linear(x, self.bias) if y is None else y
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
