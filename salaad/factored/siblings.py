@@ -77,9 +77,10 @@ def _fit(products: list, x: Tensor) -> bool:
 def join_siblings(layers: Mapping[str, SlrWeight]) -> None:
     """Make groups of the layers (by module name) whose names say that they are given the same x."""
     for name in layers:
-        parent, _, own = name.rpartition(".")
+        own = name.rpartition(".")[2]
         group = next((group for group in GROUPS if group[0] == own), ())
-        together = tuple(layers[f"{parent}.{end}"] for end in group if f"{parent}.{end}" in layers)
+        names = [name.removesuffix(own) + end for end in group]
+        together = tuple(layers[each] for each in names if each in layers)
         linear = all(isinstance(layer, SlrLinear) and layer.nnz for layer in together)
         if len(together) > 1 and linear and len({layer.in_features for layer in together}) == 1:
             siblings = Siblings(together)
