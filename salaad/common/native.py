@@ -39,8 +39,13 @@ def uses_triton(device: torch.device) -> bool:
         return False
     reason = why_not(device)
     if reason:
-        warnings.warn(f"{reason}, so torch's operations are used on {device} in place of our kernels", stacklevel=2)
+        warn_of_torch(reason, device)
     return reason is None
+
+
+def warn_of_torch(reason: str, device: torch.device) -> None:
+    """Say why kernels are not used on a device where they could be."""
+    warnings.warn(f"{reason}, so torch's operations are used on {device} in place of our kernels", stacklevel=3)
 
 
 def why_not(device: torch.device) -> str | None:

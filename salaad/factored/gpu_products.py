@@ -3,6 +3,8 @@
 Few rows of x, as in decoding, are bound by the bytes of U, V and S: two launches of `gpu_kernels` read each once. For
 many, U·V + S is made as a dense matrix, and the product is the vendor's. Its memory is asked of torch at every call and
 given back at its end: the allocator hands the same piece to the next layer, stream by stream, and inside a CUDA graph.
+
+A graph can be captured after one call outside of it, which compiles the kernels and copies the table of layers.
 """
 
 import functools
@@ -124,14 +126,25 @@ def products(
     shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
 ) -> Products | None:
     """The products with U·V + S (n×m) on a GPU; None where the kernels cannot be used or do not know the dtype."""
+    if not native.uses_triton(U.device):
+        return None
+    unfit = _unfit(U, V, starts, columns, values)
+    if unfit:
+        native.warn_of_torch(f"a layer of {shape[0]}×{shape[1]} has {unfit}", U.device)
+        return None
+    return Products(shape, U, V, starts, columns, values)
+
+
+def _unfit(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> str | None:
+    """What the kernels cannot read in the tensors of a layer, if anything."""
     tensors = (U, V, starts, columns, values)
-    if not native.uses_triton(U.device) or any(tensor.device != U.device for tensor in tensors):
-        return None
-    numbers = U.dtype in DTYPES and U.dtype == V.dtype == values.dtype
-    indices = starts.dtype == torch.int32 and columns.dtype in (torch.int16, torch.int32)
-    if not (numbers and indices and all(tensor.is_contiguous() for tensor in tensors)):
-        return None
-    return Products(shape, *tensors)
+    if U.dtype not in DTYPES or not U.dtype == V.dtype == values.dtype:
+        return f"numbers in {', '.join(sorted({str(part.dtype) for part in (U, V, values)}))}"
+    if starts.dtype != torch.int32 or columns.dtype not in (torch.int16, torch.int32):
+        return "more entries or columns than 32 bits can count"
+    if any(tensor.device != U.device for tensor in tensors):
+        return "tensors on several devices"
+    return None if all(tensor.is_contiguous() for tensor in tensors) else "tensors that are not contiguous"
 
 
 def column_dtype(device: torch.device, m: int) -> torch.dtype:

@@ -150,7 +150,7 @@ class SlrWeight(nn.Module):
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
         parameters, buffers = self._parameters, self._buffers
-        U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
+        U, V, values = *self._product_of_factors(), parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
@@ -158,6 +158,10 @@ class SlrWeight(nn.Module):
             self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, columns, values)
         products = self._cached_products[1]
         return products if products is not None and products.takes(x) else None
+
+    def _product_of_factors(self) -> tuple[Tensor, Tensor]:
+        """U (n×r) and V (r×m) of what the compiled products multiply by."""
+        return self._parameters["U"], self._parameters["V"]
 
     def _is_trained(self) -> bool:
         """Whether autograd records what is done with a parameter."""
@@ -301,10 +305,17 @@ class SlrActivated(SlrWeight):
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
         if not self.nnz:
             return y
-        nothing = self.U[:, :0], self.V[:0]
+        products = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
+        if products is not None:
+            return products.linear(x, None).add_(y)
+        nothing = self._product_of_factors()
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
             return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.S_columns, self.S_values))
         return y + operators.linear_in_torch(x, *nothing, self._S(), None)
+
+    def _product_of_factors(self) -> tuple[Tensor, Tensor]:
+        """None of their terms: of the weight S alone multiplies x."""
+        return self._parameters["U"].detach()[:, :0], self._parameters["V"].detach()[:0]
 
     @property
     def weight(self) -> Tensor:

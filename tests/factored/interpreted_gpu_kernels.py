@@ -6,7 +6,9 @@ from torch import nn
 
 from salaad.factored import gpu_products
 from salaad.factored.fixed_size import factor, slr_modules
-from salaad.factored.layers import SlrEmbedding, SlrLinear
+from salaad.factored.layers import SlrActivated, SlrEmbedding, SlrLinear
+from salaad.factored.slr import Slr
+from tests.helpers.host_reads import HostReads
 from tests.helpers.slr_weights import dense, distance, parts
 from tests.helpers.tiny_llama import llama
 
@@ -165,3 +167,34 @@ def test_a_model_in_parts_computes_what_the_dense_one_does(launched):
         assert len(slr_modules(model)) == len(names)
         assert distance(model(ids).logits, exact) < 1e-5
     assert launched.count(3) == launched.count(2) == model.config.num_hidden_layers
+
+
+@DTYPES
+def test_a_layer_with_an_activation_multiplies_by_S_with_the_kernels(dtype, launched):
+    slr, b, x = parts(6, 20, 3, 30, dtype=dtype), torch.randn(6).to(dtype), torch.randn(2, 20).to(dtype)
+    layer = SlrActivated(20, 6, 3, 30)
+    layer.fill(slr)
+    layer.bias = nn.Parameter(b)
+    S = dense(Slr(slr.shape, slr.U[:, :0], slr.V[:0], slr.positions, slr.values))
+    inner = nn.functional.silu(x.double() @ slr.V.double().T)
+    with torch.no_grad():
+        # In bfloat16 three results are rounded, V·x, its activation and the sum.
+        assert distance(layer(x), inner @ slr.U.double().T + x.double() @ S.T + b) < 3 * TOLERANCE[dtype]
+    assert launched == [1]
+
+
+def test_nothing_waits_for_the_device():
+    slr = parts(6, 20, 3, 30)
+    layer, x, ids = SlrLinear.from_slr(slr).requires_grad_(False), torch.randn(2, 20), torch.tensor([1, 3])
+    products = layer._native(x)
+    with HostReads() as reads:
+        products.linear(x, None), products.dense(), products.rows(ids)
+    assert reads.count == 0
+
+
+def test_numbers_that_the_kernels_do_not_know_are_left_to_torch_with_a_warning():
+    layer, x = SlrLinear.from_slr(parts(6, 20, 3, 30, dtype=torch.float64)), torch.randn(2, 20).double()
+    with pytest.warns(UserWarning, match=r"a layer of 6×20 has numbers in torch.float64, so torch's operations"):
+        gpu_products.products((6, 20), *layer._tensors)
+    with torch.no_grad():  # float64 on a CPU is nothing that kernels were asked for
+        assert distance(layer(x), x @ dense(parts(6, 20, 3, 30, dtype=torch.float64)).T) < 1e-12
