@@ -1,23 +1,21 @@
 """Layers that compute with U·V + S as it is stored: a linear layer and an embedding.
 
 Eagerly the compiled products that `operators` chooses are used, and torch's sparse ones where there are none.
-torch.compile sees each
-layer as one operation (`operators`); torch.export, and torch.compile where gradients are wanted, see products with a
-dense weight that is made of U, V and S in plain operations.
+torch.compile sees each layer as one operation (`operators`); torch.export, and torch.compile where gradients are
+wanted, see products with a dense weight that is made of U, V and S in plain operations.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.amp import is_autocast_available
 
-from salaad.common.errors import UserError
 from salaad.factored import cpu_kernels, gpu_products, int8, operators, packing
+from salaad.factored.compiled_linear import CompiledLinear, without_autocast
+from salaad.factored.computed_weight import ComputedWeight
 from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
@@ -175,50 +173,19 @@ class SlrWeight(nn.Module):
     def weight(self) -> Tensor:
         """U·V + S (n×m), dense and new at every call; what is written into it would be lost, and is refused."""
         self.unpack()  # transformers reads a weight of GPT-2 before it calls the hook that unpacks
-        with _without_autocast(self.U.device):
+        with without_autocast(self.U.device):
             return operators.dense(*self._tensors).as_subclass(ComputedWeight)
 
     def float_weight(self) -> Tensor:
         """U·V + S (n×m), summed in float32, or in float64 where that is the layer's dtype."""
         U, V, starts, columns, values = (part.detach() for part in self._tensors)
         dtype = torch.promote_types(U.dtype, torch.float32)
-        with _without_autocast(U.device):
+        with without_autocast(U.device):
             return operators.dense(U.to(dtype), V.to(dtype), starts, columns, values.to(dtype))
 
     def extra_repr(self) -> str:
         """The layer's sizes for `print`."""
         return f"{self.shape[0]}×{self.shape[1]}, rank={self.rank}, nnz={self.nnz}"
-
-
-class ComputedWeight(Tensor):
-    """A dense weight that was made of U, V and S: to be read, not to be written.
-
-    An adapter merged into it, or any other change in place, would be gone with it.
-    """
-
-    _is_hf_initialized = True  # so that transformers leaves it alone
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Plain results for plain operations; an operation that writes into this tensor is refused.
-
-        Raises:
-            UserError: it is.
-        """
-        name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        written = args[0] if args else (kwargs or {}).get("tensor")  # the latter of torch.nn.init
-        if (writes or name in _WRITING) and isinstance(written, ComputedWeight):
-            raise UserError(
-                "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
-                "first, or change U, V and S_values"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func == Tensor.data.__get__ else result
-
-
-_WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow"))}
 
 
 class SlrLinear(SlrWeight, nn.Linear):
@@ -256,7 +223,7 @@ class SlrLinear(SlrWeight, nn.Linear):
         products = self._native(x) if self.nnz else None
         if products is not None:
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
-                return _CompiledLinear.apply(x, *self._tensors, self.bias, products)
+                return CompiledLinear.apply(x, *self._tensors, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
             return products.linear(x, self.bias) if y is None else y
         if torch.is_autocast_enabled(x.device.type):
@@ -327,48 +294,6 @@ class SlrActivated(SlrWeight):
         raise AttributeError("a layer with an activation between its factors has no weight")
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
-    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
-
-
-class _CompiledLinear(torch.autograd.Function):
-    """The compiled product with gradients for x, U, V, the values of S and the bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        U: Tensor,
-        V: Tensor,
-        starts: Tensor,
-        columns: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        products: operators.Products,
-    ) -> Tensor:
-        ctx.save_for_backward(x, U, V, starts, columns, values)
-        return products.linear(x, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, U, V, starts, columns, values = ctx.saved_tensors
-        for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
-        G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        with _without_autocast(gradient.device):
-            return (
-                gradient @ operators.dense(U, V, starts, columns, values) if for_x else None,
-                G.mT @ (rows @ V.mT) if for_U else None,
-                (G @ U).mT @ rows if for_V else None,
-                None,
-                None,
-                (G.mT @ rows).flatten()[operators.positions(starts, columns, len(V.mT))] if for_values else None,
-                G.sum(0) if for_bias else None,
-                None,
-            )
-
-
 class SlrEmbedding(SlrWeight):
     """An embedding whose table (n×m) is U·V + S, of which only the rows asked for are computed.
 
@@ -399,7 +324,7 @@ class SlrEmbedding(SlrWeight):
         products = None if compiling or self._is_trained() else self._native(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
-        with _without_autocast(ids.device):
+        with without_autocast(ids.device):
             return (operators.plain_rows if compiling else operators.rows_in_torch)(ids, *self._tensors)
 
 

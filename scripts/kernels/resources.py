@@ -52,7 +52,7 @@ def cases() -> Iterator[Case]:
     for dtype, (pointer, number) in _TYPES.items():
         table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
         for B in (1, 8):
-            how = {"NUMBER": number, "B": B}
+            how = {"NUMBER": number, "B": B, **({"rows": 1} if B == 1 else {})}  # Triton knows an argument that is 1
             V, U = (
                 {**how, "ALIGNED": True, "K": max(256, 1024 // B)},
                 {**how, "INDEX": tl.int16, "K": max(128, 512 // B)},
@@ -60,14 +60,17 @@ def cases() -> Iterator[Case]:
             yield Case(products.multiply_by_V, dtype, table, V, 4, f"B={B}")
             yield Case(products.multiply_by_U_and_S, dtype, table, U, 1, f"B={B}")
         S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": "*i16", "values": pointer}
-        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1)
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, "chosen")
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, "all")
         block = dict.fromkeys(("L", "R", "T", "thresholds", "partial"), "*fp32")
         yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
-        gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32"}
+        gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
         rounded = {"ROUNDED": dtype == "bfloat16", "BLOCK": 2048}
         yield Case(admm.penalty_kernel, dtype, gradient, rounded, 8)
         logits = {"logits": pointer, "targets": "*i64", "losses": "*fp32"}
-        yield Case(loss.cross_entropy_kernel, dtype, logits, {"WITH_GRADIENT": True, "BLOCK": 4096}, 8)
+        for gradient in (True, False):
+            how = {"WITH_GRADIENT": gradient, "BLOCK": 4096}
+            yield Case(loss.cross_entropy_kernel, dtype, logits, how, 8, "with gradient" if gradient else "")
 
 
 def resources(case: Case, architecture: int) -> dict[str, Any]:
