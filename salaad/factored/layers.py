@@ -29,7 +29,7 @@ class SlrWeight(nn.Module):
 
     In a file the positions of S's entries are one packed buffer, and U, V and the values may be int8 with scales;
     `unpack` replaces these by row starts and columns, int32 where that holds them (the smallest dtype that torch's
-    sparse products take; columns int16 on a GPU, for ours), and by floats.
+    sparse products take; columns of 16 bits on a GPU, for ours), and by floats.
 
     Args:
         n: rows.
@@ -83,7 +83,7 @@ class SlrWeight(nn.Module):
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
         """The tensors of a file, as `unpack` reads them, without the bias."""
         n, m = self.shape
-        positions = operators.positions(self.S_starts, self.S_columns, m).cpu().numpy()
+        positions = operators.positions(self.S_starts, self.columns, m).cpu().numpy()
         stored = {"S_packed": torch.from_numpy(packing.encode(positions, n * m))}
         if not in_int8:
             return {**stored, "U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
@@ -106,11 +106,18 @@ class SlrWeight(nn.Module):
         self.register_buffer("S_columns", (positions % m).to(index))
         self._fit_columns()
 
+    @property
+    def columns(self) -> Tensor:
+        """The columns of S's entries (nnz), in 16 bits on a GPU."""
+        stored = self._buffers["S_columns"]
+        return stored.view(torch.int16) if stored.dtype == torch.uint8 else stored
+
     def _fit_columns(self) -> None:
-        """Give the columns the dtype that is best where they lie."""
-        columns = self._buffers.get("S_columns")
-        if columns is not None and columns.dtype != torch.int64 and not columns.is_meta:
-            self._buffers["S_columns"] = columns.to(gpu_products.column_dtype(columns.device, self.shape[1]))
+        """Store the columns as is best where they lie; 16 bits as bytes, since NCCL sends no integers of 16 bits."""
+        stored = self._buffers.get("S_columns")
+        if stored is not None and stored.dtype != torch.int64 and not stored.is_meta:
+            columns = self.columns.to(gpu_products.column_dtype(stored.device, self.shape[1]))
+            self._buffers["S_columns"] = columns.view(torch.uint8) if columns.dtype == torch.int16 else columns
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SlrWeight":
         super()._apply(fn, recurse)
@@ -119,7 +126,7 @@ class SlrWeight(nn.Module):
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.U, self.V, self.S_starts, self.S_columns, self.S_values
+        return self.U, self.V, self.S_starts, self.columns, self.S_values
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values; cached unless that is trained.
@@ -130,10 +137,10 @@ class SlrWeight(nn.Module):
         values, starts = self._parameters["S_values"], self._buffers["S_starts"]
         key = (values.data_ptr(), starts.data_ptr(), values.device)
         if torch.is_grad_enabled() and values.requires_grad:
-            return operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+            return operators.sparse_rows(starts, self.columns, values, self.shape[1])
         if self._cached_S is None or self._cached_S[0] != key:
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
-                S = operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+                S = operators.sparse_rows(starts, self.columns, values, self.shape[1])
             self._cached_S = (key, S) if S.dtype == values.dtype else None  # else it would be a copy
             return S
         return self._cached_S[1]
@@ -153,7 +160,7 @@ class SlrWeight(nn.Module):
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
         if self._cached_products is None or self._cached_products[0] != key:
-            self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, columns, values)
+            self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, self.columns, values)
         products = self._cached_products[1]
         return products if products is not None and products.takes(x) else None
 
@@ -277,7 +284,7 @@ class SlrActivated(SlrWeight):
             return products.linear(x, None).add_(y)
         nothing = self._product_of_factors()
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
-            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.S_columns, self.S_values))
+            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.columns, self.S_values))
         return y + operators.linear_in_torch(x, *nothing, self._S(), None)
 
     def _product_of_factors(self) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
 def products_of(slr: Slr) -> gpu_products.Products:
     """The products of the kernels with a matrix, its columns in 16 bits."""
     layer = SlrLinear.from_slr(slr)
-    assert layer.S_columns.dtype == torch.int16
+    assert layer.columns.dtype == torch.int16
     return gpu_products.products(slr.shape, *layer._tensors)
 
 
