@@ -57,7 +57,7 @@ class Products:
     A call of a small layer takes microseconds, so everything that does not change between calls is prepared here.
     """
 
-    joins = False  # no launches to save
+    on_cpu, joins = True, False  # no launches that several layers could share
     __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
 
     def __init__(self, shape: tuple[int, int], U: Tensor, V: Tensor, *S: Tensor) -> None:

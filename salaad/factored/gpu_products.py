@@ -76,7 +76,7 @@ def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, element: 
 class Products:
     """Products with U·V + S (n×m) on a GPU, valid as long as its tensors keep their addresses."""
 
-    joins = True  # several layers can be computed by the same launches
+    on_cpu, joins = False, True  # several layers can share launches
 
     def __init__(
         self, shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor

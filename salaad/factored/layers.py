@@ -155,18 +155,18 @@ class SlrWeight(nn.Module):
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
         parameters, buffers = self._parameters, self._buffers
-        U, V, values = *self._product_of_factors(), parameters["S_values"]
+        U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
+        if self.activation is not None:
+            U, V = _no_terms_of(U, V)
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
         if self._cached_products is None or self._cached_products[0] != key:
             self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, self.columns, values)
         products = self._cached_products[1]
-        return products if products is not None and products.takes(x) else None
-
-    def _product_of_factors(self) -> tuple[Tensor, Tensor]:
-        """U (n×r) and V (r×m) of what the compiled products multiply by."""
-        return self._parameters["U"], self._parameters["V"]
+        if products is None or not (x.is_cpu if products.on_cpu else products.takes(x)):
+            return None
+        return products
 
     def _is_trained(self) -> bool:
         """Whether autograd records what is done with a parameter."""
@@ -282,14 +282,10 @@ class SlrActivated(SlrWeight):
         products = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
         if products is not None:
             return products.linear(x, None).add_(y)
-        nothing = self._product_of_factors()
+        nothing = _no_terms_of(self.U, self.V)
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
             return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.columns, self.S_values))
         return y + operators.linear_in_torch(x, *nothing, self._S(), None)
-
-    def _product_of_factors(self) -> tuple[Tensor, Tensor]:
-        """None of their terms: of the weight S alone multiplies x."""
-        return self._parameters["U"].detach()[:, :0], self._parameters["V"].detach()[:0]
 
     @property
     def weight(self) -> Tensor:
@@ -299,6 +295,11 @@ class SlrActivated(SlrWeight):
             AttributeError: always.
         """
         raise AttributeError("a layer with an activation between its factors has no weight")
+
+
+def _no_terms_of(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """U (n×0) and V (0×m), with which U·V + S is S alone: what multiplies x where an activation stands between them."""
+    return U.detach()[:, :0], V.detach()[:0]
 
 
 class SlrEmbedding(SlrWeight):
