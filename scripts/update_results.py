@@ -14,11 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, methods, nano, scaling
+from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, kernels, methods, nano, scaling
 
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench", "scaling")),
+    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench")),
+    *(RESULTS / folder / "README.md" for folder in ("scaling", "kernels")),
     RESULTS / "reliability.md",
 )
 
@@ -41,6 +42,7 @@ def all_sections() -> dict[str, str]:
         **admm.sections(),
         **bench.sections(),
         **scaling.sections(),
+        **kernels.sections(),
     }
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from salaad.common import native
 from salaad.common.cache_folder import cache_folder, made_once
 from salaad.common.errors import UserError
 
@@ -56,6 +57,7 @@ class Products:
     A call of a small layer takes microseconds, so everything that does not change between calls is prepared here.
     """
 
+    on_cpu, joins = True, False  # no launches that several layers could share
     __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
 
     def __init__(self, shape: tuple[int, int], U: Tensor, V: Tensor, *S: Tensor) -> None:
@@ -65,6 +67,10 @@ class Products:
         self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
         self._whole, self._S_alone = map(ctypes.addressof, self._weights)
         self._linear, self._rows = library()
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x, of a dtype that this module knows, lies where the weights do."""
+        return x.is_cpu
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
@@ -147,11 +153,8 @@ def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
     Raises:
         UserError: `SALAAD_NATIVE` is neither 0 nor 1.
     """
-    setting = os.environ.get("SALAAD_NATIVE", "1")
-    if setting not in ("0", "1"):
-        raise UserError(f"SALAAD_NATIVE is {setting!r}, but only 0 and 1 are known; give one of them, or nothing")
-    compiler = _compiler()
-    if setting == "0" or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
+    wanted, compiler = native.is_wanted(), _compiler()
+    if not wanted or not (shutil.which(compiler[0]) or os.environ.get("CXX")):
         return None
     try:
         functions = ctypes.PyDLL(str(_compiled(compiler))).products

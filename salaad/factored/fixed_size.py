@@ -21,6 +21,7 @@ from salaad.common.errors import UserError
 from salaad.factored import packing
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
+from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
@@ -124,6 +125,7 @@ class SlrQuantizer(CheckedQuantizer):
                 module.unpack()
             except ValueError as error:
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
+        join_siblings(slr_modules(model))
         # transformers takes what it calls quantized for rounded, which has no half() and no training of its own.
         model.is_quantized = False
         return model
@@ -264,6 +266,7 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
         in_int8: store U, V and the values of S as int8.
     """
     stored = slr_modules(model)
+    join_siblings(stored)
     if stored and isinstance(model, PreTrainedModel):
         blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
         [activation] = {module.activation for module in stored.values()}

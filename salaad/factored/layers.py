@@ -1,22 +1,21 @@
 """Layers that compute with U·V + S as it is stored: a linear layer and an embedding.
 
-Eagerly on a CPU the compiled products of `cpu_kernels` are used, elsewhere torch's sparse ones. torch.compile sees each
-layer as one operation (`operators`); torch.export, and torch.compile where gradients are wanted, see products with a
-dense weight that is made of U, V and S in plain operations.
+Eagerly the compiled products that `operators` chooses are used, and torch's sparse ones where there are none.
+torch.compile sees each layer as one operation (`operators`); torch.export, and torch.compile where gradients are
+wanted, see products with a dense weight that is made of U, V and S in plain operations.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.amp import is_autocast_available
 
-from salaad.common.errors import UserError
-from salaad.factored import cpu_kernels, int8, operators, packing
+from salaad.factored import cpu_kernels, gpu_products, int8, operators, packing
+from salaad.factored.compiled_linear import CompiledLinear, without_autocast
+from salaad.factored.computed_weight import ComputedWeight
 from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
@@ -30,7 +29,7 @@ class SlrWeight(nn.Module):
 
     In a file the positions of S's entries are one packed buffer, and U, V and the values may be int8 with scales;
     `unpack` replaces these by row starts and columns, int32 where that holds them (the smallest dtype that torch's
-    sparse products take), and by floats.
+    sparse products take; columns of 16 bits on a GPU, for ours), and by floats.
 
     Args:
         n: rows.
@@ -54,7 +53,7 @@ class SlrWeight(nn.Module):
         packed = torch.empty(packing.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
         self._cached_S: tuple[tuple, Tensor] | None = None
-        self._cached_products: tuple[tuple, cpu_kernels.Products | None] | None = None
+        self._cached_products: tuple[tuple, operators.Products | None] | None = None
 
     def fill(self, slr: Slr) -> None:
         """Copy the numbers of `slr`, in its dtype and on its device."""
@@ -84,7 +83,7 @@ class SlrWeight(nn.Module):
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
         """The tensors of a file, as `unpack` reads them, without the bias."""
         n, m = self.shape
-        positions = operators.positions(self.S_starts, self.S_columns, m).cpu().numpy()
+        positions = operators.positions(self.S_starts, self.columns, m).cpu().numpy()
         stored = {"S_packed": torch.from_numpy(packing.encode(positions, n * m))}
         if not in_int8:
             return {**stored, "U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
@@ -105,10 +104,29 @@ class SlrWeight(nn.Module):
         self._cached_products = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
+        self._fit_columns()
+
+    @property
+    def columns(self) -> Tensor:
+        """The columns of S's entries (nnz), in 16 bits on a GPU."""
+        stored = self._buffers["S_columns"]
+        return stored.view(torch.int16) if stored.dtype == torch.uint8 else stored
+
+    def _fit_columns(self) -> None:
+        """Store the columns as is best where they lie; 16 bits as bytes, since NCCL sends no integers of 16 bits."""
+        stored = self._buffers.get("S_columns")
+        if stored is not None and stored.dtype != torch.int64 and not stored.is_meta:
+            columns = self.columns.to(gpu_products.column_dtype(stored.device, self.shape[1]))
+            self._buffers["S_columns"] = columns.view(torch.uint8) if columns.dtype == torch.int16 else columns
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SlrWeight":
+        super()._apply(fn, recurse)
+        self._fit_columns()
+        return self
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.U, self.V, self.S_starts, self.S_columns, self.S_values
+        return self.U, self.V, self.S_starts, self.columns, self.S_values
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values; cached unless that is trained.
@@ -119,30 +137,36 @@ class SlrWeight(nn.Module):
         values, starts = self._parameters["S_values"], self._buffers["S_starts"]
         key = (values.data_ptr(), starts.data_ptr(), values.device)
         if torch.is_grad_enabled() and values.requires_grad:
-            return operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+            return operators.sparse_rows(starts, self.columns, values, self.shape[1])
         if self._cached_S is None or self._cached_S[0] != key:
             with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
-                S = operators.sparse_rows(starts, self.S_columns, values, self.shape[1])
+                S = operators.sparse_rows(starts, self.columns, values, self.shape[1])
             self._cached_S = (key, S) if S.dtype == values.dtype else None  # else it would be a copy
             return S
         return self._cached_S[1]
 
-    def _native(self, x: Tensor) -> cpu_kernels.Products | None:
-        """The compiled products where they can be used: float32 on a CPU.
+    def _native(self, x: Tensor) -> operators.Products | None:
+        """The compiled products where they can be used: float32 on a CPU, and on a GPU with Triton.
 
         Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
         """
+        if x.is_cpu and x.dtype not in operators.ON_CPU:
+            return None
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
         parameters, buffers = self._parameters, self._buffers
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
+        if self.activation is not None:
+            U, V = _no_terms_of(U, V)
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
         if self._cached_products is None or self._cached_products[0] != key:
-            self._cached_products = key, cpu_kernels.products(self.shape, U, V, starts, columns, values)
+            self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, self.columns, values)
         products = self._cached_products[1]
-        return products if products is not None and x.is_cpu else None
+        if products is None or not (x.is_cpu if products.on_cpu else products.takes(x)):
+            return None
+        return products
 
     def _is_trained(self) -> bool:
         """Whether autograd records what is done with a parameter."""
@@ -156,50 +180,19 @@ class SlrWeight(nn.Module):
     def weight(self) -> Tensor:
         """U·V + S (n×m), dense and new at every call; what is written into it would be lost, and is refused."""
         self.unpack()  # transformers reads a weight of GPT-2 before it calls the hook that unpacks
-        with _without_autocast(self.U.device):
+        with without_autocast(self.U.device):
             return operators.dense(*self._tensors).as_subclass(ComputedWeight)
 
     def float_weight(self) -> Tensor:
         """U·V + S (n×m), summed in float32, or in float64 where that is the layer's dtype."""
         U, V, starts, columns, values = (part.detach() for part in self._tensors)
         dtype = torch.promote_types(U.dtype, torch.float32)
-        with _without_autocast(U.device):
+        with without_autocast(U.device):
             return operators.dense(U.to(dtype), V.to(dtype), starts, columns, values.to(dtype))
 
     def extra_repr(self) -> str:
         """The layer's sizes for `print`."""
         return f"{self.shape[0]}×{self.shape[1]}, rank={self.rank}, nnz={self.nnz}"
-
-
-class ComputedWeight(Tensor):
-    """A dense weight that was made of U, V and S: to be read, not to be written.
-
-    An adapter merged into it, or any other change in place, would be gone with it.
-    """
-
-    _is_hf_initialized = True  # so that transformers leaves it alone
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Plain results for plain operations; an operation that writes into this tensor is refused.
-
-        Raises:
-            UserError: it is.
-        """
-        name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        written = args[0] if args else (kwargs or {}).get("tensor")  # the latter of torch.nn.init
-        if (writes or name in _WRITING) and isinstance(written, ComputedWeight):
-            raise UserError(
-                "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
-                "first, or change U, V and S_values"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func == Tensor.data.__get__ else result
-
-
-_WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow"))}
 
 
 class SlrLinear(SlrWeight, nn.Linear):
@@ -220,6 +213,7 @@ class SlrLinear(SlrWeight, nn.Linear):
         super().__init__(out_features, in_features, rank, nnz, in_int8)
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.siblings: Any = None  # the `Siblings` it belongs to, if any
 
     @classmethod
     def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
@@ -233,11 +227,12 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
-        products = self._native(x) if self.nnz and x.dtype == torch.float32 else None
+        products = self._native(x) if self.nnz else None
         if products is not None:
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
-                return _CompiledLinear.apply(x, *self._tensors, self.bias, products)
-            return products.linear(x, self.bias)
+                return CompiledLinear.apply(x, *self._tensors, self.bias, products)
+            y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
+            return products.linear(x, self.bias) if y is None else y
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -284,9 +279,12 @@ class SlrActivated(SlrWeight):
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
         if not self.nnz:
             return y
-        nothing = self.U[:, :0], self.V[:0]
+        products = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
+        if products is not None:
+            return products.linear(x, None).add_(y)
+        nothing = _no_terms_of(self.U, self.V)
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
-            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.S_columns, self.S_values))
+            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.columns, self.S_values))
         return y + operators.linear_in_torch(x, *nothing, self._S(), None)
 
     @property
@@ -299,46 +297,9 @@ class SlrActivated(SlrWeight):
         raise AttributeError("a layer with an activation between its factors has no weight")
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
-    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
-
-
-class _CompiledLinear(torch.autograd.Function):
-    """The compiled product with gradients for x, U, V, the values of S and the bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        U: Tensor,
-        V: Tensor,
-        starts: Tensor,
-        columns: Tensor,
-        values: Tensor,
-        bias: Tensor | None,
-        products: cpu_kernels.Products,
-    ) -> Tensor:
-        ctx.save_for_backward(x, U, V, starts, columns, values)
-        return products.linear(x, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, U, V, starts, columns, values = ctx.saved_tensors
-        for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
-        G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        with _without_autocast(gradient.device):
-            return (
-                gradient @ operators.dense(U, V, starts, columns, values) if for_x else None,
-                G.mT @ (rows @ V.mT) if for_U else None,
-                (G @ U).mT @ rows if for_V else None,
-                None,
-                None,
-                (G.mT @ rows).flatten()[operators.positions(starts, columns, len(V.mT))] if for_values else None,
-                G.sum(0) if for_bias else None,
-                None,
-            )
+def _no_terms_of(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """U (n×0) and V (0×m), with which U·V + S is S alone: what multiplies x where an activation stands between them."""
+    return U.detach()[:, :0], V.detach()[:0]
 
 
 class SlrEmbedding(SlrWeight):
@@ -371,7 +332,7 @@ class SlrEmbedding(SlrWeight):
         products = None if compiling or self._is_trained() else self._native(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
-        with _without_autocast(ids.device):
+        with without_autocast(ids.device):
             return (operators.plain_rows if compiling else operators.rows_in_torch)(ids, *self._tensors)
 
 

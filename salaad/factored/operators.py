@@ -1,17 +1,31 @@
 """Products with U·V + S by functions of its tensors alone, and as operations that torch.compile takes as a whole.
 
-S is given as compressed sparse rows: starts (n+1), columns (nnz) and values (nnz).
+S is given as compressed sparse rows: starts (n+1), columns (nnz) and values (nnz). `compiled_products` chooses the
+kernels: those of the CPU, those of a GPU, or none, and then the products are torch's.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from salaad.factored import cpu_kernels
+from salaad.common import native
+from salaad.factored import cpu_kernels, gpu_products
 
 # Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
 # a dense product (measured on a CPU, widths of 128 to 2736).
 _LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
+
+# What compiled products on the CPU take: rows of x, and row numbers of an embedding.
+ON_CPU = (torch.float32, torch.int64, *(gpu_products.DTYPES if native.INTERPRETED else ()))
+Products = cpu_kernels.Products | gpu_products.Products
+
+
+def compiled_products(
+    shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
+) -> Products | None:
+    """The compiled products with U·V + S (n×m) where its tensors lie; None where there are none."""
+    kernels = cpu_kernels if U.is_cpu and not native.INTERPRETED else gpu_products
+    return kernels.products(shape, U, V, starts, columns, values)
 
 
 def sparse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +39,7 @@ def sparse_rows(starts: Tensor, columns: Tensor, values: Tensor, m: int) -> Tens
     The values are cast before, since a sparse tensor of inference tensors cannot be.
     """
     values = values.to(sparse_dtype(values.device, values.dtype))
+    columns = columns.to(starts.dtype)  # from 16 bits, on a GPU
     return torch.sparse_csr_tensor(starts, columns, values, size=(len(starts) - 1, m), check_invariants=False)
 
 
@@ -95,8 +110,8 @@ def linear(
     x: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor, bias: Tensor | None
 ) -> Tensor:
     """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m), without gradients."""
-    products = cpu_kernels.products((len(U), V.shape[1]), U, V, starts, columns, values)
-    if products is not None and x.is_cpu and x.dtype == torch.float32:
+    products = compiled_products((len(U), V.shape[1]), U, V, starts, columns, values)
+    if products is not None and products.takes(x) and x.dtype == U.dtype:
         return products.linear(x, bias)
     return linear_in_torch(x, U, V, sparse_rows(starts, columns, values, V.shape[1]), bias)
 
@@ -109,8 +124,8 @@ def _(x: Tensor, U: Tensor, *_: Tensor | None) -> Tensor:
 @torch.library.custom_op("salaad::rows", mutates_args=())
 def rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Rows (…×m) of U·V + S at `ids` (…), without gradients."""
-    products = cpu_kernels.products((len(U), V.shape[1]), U, V, starts, columns, values)
-    if products is not None and ids.dtype == torch.int64:
+    products = compiled_products((len(U), V.shape[1]), U, V, starts, columns, values)
+    if products is not None and products.takes(ids) and ids.dtype == torch.int64:
         return products.rows(ids)
     return rows_in_torch(ids, U, V, starts, columns, values)
 

@@ -1,8 +1,9 @@
 """Cross-entropy of a linear head, summed in float32, without holding the logits of all tokens at once.
 
 The logits of a large vocabulary would otherwise limit the micro-batch, not the activations. The tokens go through the
-head in chunks, and the gradient of a chunk is computed with its loss, so nothing is computed twice. torch's own
-`linear_cross_entropy` does the same, but sums in the dtype of its input: in bfloat16 its loss is off by up to 2 %.
+head in chunks, and the gradient of a chunk is computed with its loss, so nothing is computed twice. On a GPU a kernel
+makes it of the logits in their place. torch's own `linear_cross_entropy` takes chunks too, but sums in the dtype of its
+input: in bfloat16 its loss is off by up to 2 %.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from salaad.common import native
 from salaad.common.errors import UserError
 from salaad.model.causal import without_mask
 
@@ -51,12 +53,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             h, t = hidden[chunk], targets[chunk]
-            log_p = F.log_softmax(h @ head.mT, dim=-1, dtype=torch.float32)
-            total += F.nll_loss(log_p, t, reduction="sum", ignore_index=IGNORED)
+            loss, grad = _loss_and_gradient(h @ head.mT, t, with_gradients)
+            total += loss
             if with_gradients:
-                grad = log_p.exp_()
-                grad.scatter_add_(1, t.clamp_min(0)[:, None], grad.new_full((len(t), 1), -1.0))
-                grad = grad.masked_fill_((t == IGNORED)[:, None], 0).to(head.dtype)
                 torch.mm(grad, head, out=grad_hidden[chunk])
                 if head.dtype == torch.float32:
                     grad_head.addmm_(grad.mT, h)
@@ -70,6 +69,22 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad_total, grad_head * grad_total, None, None
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The summed cross-entropy (0-d, float32), and its gradient for the logits in their dtype."""
+    if not torch.compiler.is_compiling() and logits.dtype != torch.float64 and native.uses_triton(logits.device):
+        from salaad.model import gpu_kernels  # Triton may be missing
+
+        loss = gpu_kernels.cross_entropy_(logits, targets, IGNORED, with_gradient).sum()
+        return loss, logits if with_gradient else None
+    log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = F.nll_loss(log_p, targets, reduction="sum", ignore_index=IGNORED)
+    if not with_gradient:
+        return loss, None
+    grad = log_p.exp_()
+    grad.scatter_add_(1, targets.clamp_min(0)[:, None], grad.new_full((len(targets), 1), -1.0))
+    return loss, grad.masked_fill_((targets == IGNORED)[:, None], 0).to(logits.dtype)
 
 
 def summed_divergence(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""The compiled product of a factored layer under autograd."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import is_autocast_available
+
+from salaad.factored import operators
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
+
+
+class CompiledLinear(torch.autograd.Function):
+    """The compiled product with gradients for x, U, V, the values of S and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        U: Tensor,
+        V: Tensor,
+        starts: Tensor,
+        columns: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        products: operators.Products,
+    ) -> Tensor:
+        """y (…×n) of x (…×m)."""
+        ctx.save_for_backward(x, U, V, starts, columns, values)
+        return products.linear(x, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of what the forward pass was given, where they are needed."""
+        x, U, V, starts, columns, values = ctx.saved_tensors
+        for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
+        G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        with without_autocast(gradient.device):
+            return (
+                gradient @ operators.dense(U, V, starts, columns, values) if for_x else None,
+                G.mT @ (rows @ V.mT) if for_U else None,
+                (G @ U).mT @ rows if for_V else None,
+                None,
+                None,
+                (G.mT @ rows).flatten()[operators.positions(starts, columns, len(V.mT))] if for_values else None,
+                G.sum(0) if for_bias else None,
+                None,
+            )

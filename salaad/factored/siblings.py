@@ -1,0 +1,88 @@
+"""Layers that are given the same x one after the other (q, k and v; gate and up): the first computes all of them.
+
+When x has few rows, launching the kernels of a layer takes longer than their work, so the results of a group's other
+layers are made by the same launches and wait until they are asked for. A model's own code need not change for that.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from salaad.factored import gpu_products
+from salaad.factored.layers import SlrLinear, SlrWeight
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MOST_WASTED = 8  # times that results were not asked for, after which a group is given up
+
+
+@dataclass
+class _Waiting:
+    """Results for one x that were not asked for yet, valid as long as neither x nor a weight changes."""
+
+    x: weakref.ref
+    versions: tuple[int, ...]
+    results: dict[SlrLinear, Tensor]
+
+
+class Siblings:
+    """A group of layers of one width that are given the same x.
+
+    Args:
+        layers: the group; its layers refer to it.
+    """
+
+    def __init__(self, layers: tuple[SlrLinear, ...]) -> None:
+        self.layers = layers
+        self._waiting: _Waiting | None = None
+        self._wasted = 0
+
+    def linear(self, layer: SlrLinear, x: Tensor) -> Tensor | None:
+        """y (…×n) of one layer for x (…×m); None where the group cannot be computed together."""
+        waiting, versions = self._waiting, self._versions(x)
+        if waiting is not None and waiting.results:
+            if waiting.x() is x and waiting.versions == versions and layer in waiting.results:
+                return waiting.results.pop(layer)
+            self._wasted += 1
+            if self._wasted > _MOST_WASTED:
+                self.layers = ()
+        products = [each._native(x) for each in self.layers]
+        if not products or not _fit(products, x):
+            return None
+        biases = [each.bias for each in self.layers]
+        found = dict(zip(self.layers, gpu_products.linear_of_several(products, x, biases), strict=True))
+        y = found.pop(layer)
+        self._waiting = _Waiting(weakref.ref(x), versions, found)
+        return y
+
+    def _versions(self, x: Tensor) -> tuple[int, ...]:
+        """How often x and the weights were written to, as far as torch counts: it does not for inference tensors."""
+        weights = (each._parameters[name] for each in self.layers for name in ("U", "V", "S_values"))
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (x, *weights))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without results that wait."""
+        return self.__dict__ | {"_waiting": None}
+
+
+def _fit(products: list, x: Tensor) -> bool:
+    """Whether all layers have kernels, for the same dtypes, and x has few rows for each."""
+    if not all(isinstance(each, gpu_products.Products) and each.has_few(x) for each in products):
+        return False
+    return len({each.kinds for each in products}) == 1
+
+
+def join_siblings(layers: Mapping[str, SlrWeight]) -> None:
+    """Make groups of the layers (by module name) whose names say that they are given the same x."""
+    for name in layers:
+        own = name.rpartition(".")[2]
+        group = next((group for group in GROUPS if group[0] == own), ())
+        names = [name.removesuffix(own) + end for end in group]
+        together = tuple(layers[each] for each in names if each in layers)
+        linear = all(isinstance(layer, SlrLinear) and layer.nnz for layer in together)
+        if len(together) > 1 and linear and len({layer.in_features for layer in together}) == 1:
+            siblings = Siblings(together)
+            for layer in together:
+                layer.siblings = siblings

@@ -1,0 +1,92 @@
+"""The elementwise part of an ADMM update, and the penalty, in Triton: every matrix is read once and written once.
+
+`passes` says what is computed, and computes the same in torch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from salaad.common import native
+
+_BLOCK = 2048  # entries of a program
+
+
+@triton.jit
+def divide_kernel(X, L, R, T, thresholds, partial, size, tiles, BLOCK: tl.constexpr):
+    """Program (t, b) has the t-th BLOCK entries of block b; R is overwritten, and T is written.
+
+    Args:
+        X: blocks×size.
+        L: blocks×size, float32.
+        R: blocks×size, float32: the old on entry, the new at the end.
+        T: blocks×size, float32.
+        thresholds: blocks×3, float32: τ_L, τ_S, and the τ_S that divides the old R.
+        partial: blocks×tiles×4, float32: this program's parts of the four statistics.
+        size: entries of a block.
+        tiles: programs of a block.
+        BLOCK: entries of a program, a power of 2.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    at = block * size + i
+    tau_L, tau_S, tau_R = (
+        tl.load(thresholds + 3 * block),
+        tl.load(thresholds + 3 * block + 1),
+        tl.load(thresholds + 3 * block + 2),
+    )
+    x, low_rank = tl.load(X + at, mask=inside, other=0.0).to(tl.float32), tl.load(L + at, mask=inside, other=0.0)
+    old = tl.load(R + at, mask=inside, other=0.0)
+    before = _clip(old, tau_R)
+    new = tl.where(tau_L > 0, (x - low_rank) + before, old - before)
+    dual = _clip(new, tau_S)
+    target = (low_rank + new) - 2 * dual
+    tl.store(R + at, new, mask=inside)
+    tl.store(T + at, target, mask=inside)
+    change = dual - before
+    to = partial + (block * tiles + tile) * 4
+    tl.store(to, tl.sum((new != dual).to(tl.float32), 0))
+    tl.store(to + 1, tl.sum(change * change, 0))
+    tl.store(to + 2, tl.sum(x * x, 0))
+    tl.store(to + 3, tl.sum(target, 0))
+
+
+@triton.jit
+def _clip(z, tau):
+    """z projected on [−τ, τ]; NaN stays NaN."""
+    return tl.clamp(z, -tau, tau, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
+    """gradient (size entries) += factor·(X − T); with ROUNDED up or down at random to bfloat16, by `seed`."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    x, target = tl.load(X + i, mask=inside, other=0.0).to(tl.float32), tl.load(T + i, mask=inside, other=0.0)
+    total = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) + factor * (x - target)
+    if ROUNDED:
+        bits = total.to(tl.int32, bitcast=True) + (tl.randint(seed, i.to(tl.int32)) & 0xFFFF).to(tl.int32)
+        total = (bits & -65536).to(tl.float32, bitcast=True)
+    tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+def divide(X: Tensor, L: Tensor, R: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+    """As `passes.divide`."""
+    blocks, size = len(X), X[0].numel()
+    tiles = triton.cdiv(size, _BLOCK)
+    T, partial = torch.empty_like(R), R.new_empty(blocks, tiles, 4)
+    with native.device_context(X.device):
+        divide_kernel[(tiles, blocks)](X, L, R, T, thresholds, partial, size, tiles, BLOCK=_BLOCK, num_warps=8)
+    return T, partial.sum(1, dtype=torch.float64)
+
+
+def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
+    """As `passes.add_penalty`."""
+    size = gradient.numel()
+    rounded = gradient.dtype == torch.bfloat16
+    with native.device_context(gradient.device):
+        penalty_kernel[(triton.cdiv(size, _BLOCK),)](
+            gradient, X, T, factor, size, seed, ROUNDED=rounded, BLOCK=_BLOCK, num_warps=8
+        )

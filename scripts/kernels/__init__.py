@@ -1,0 +1,1 @@
+"""What inspect_kernels.py finds out about the kernels for a GPU without one."""

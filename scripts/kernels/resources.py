@@ -1,0 +1,119 @@
+"""Registers, shared memory and spills of every kernel, compiled ahead of time for GPUs that are not there."""
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from salaad.factored import gpu_kernels as products
+from salaad.methods.salaad import gpu_kernels as admm
+from salaad.model import gpu_kernels as loss
+
+ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
+_TYPES = {"float32": ("*fp32", tl.float32), "bfloat16": ("*bf16", tl.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is launched.
+
+    Args:
+        kernel: to be compiled.
+        dtype: of the weights, the gradient or the logits.
+        types: argument → type, where that is no integer of 32 bits.
+        constants: the constexpr arguments.
+        warps: of a program.
+        what: to tell it from other cases of the kernel.
+    """
+
+    kernel: Any
+    dtype: str
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        """The kernel, dtype and what tells it apart."""
+        return " ".join(filter(None, (self.kernel.__name__, self.dtype, self.what)))
+
+
+def cases() -> Iterator[Case]:
+    """Every kernel in float32 and bfloat16, the products for one row of x and for eight."""
+    for dtype, (pointer, number) in _TYPES.items():
+        table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
+        for B in (1, 8):
+            how = {"NUMBER": number, "B": B, **({"rows": 1} if B == 1 else {})}  # Triton knows an argument that is 1
+            V, U = (
+                {**how, "ALIGNED": True, "K": max(256, 1024 // B)},
+                {**how, "INDEX": tl.int16, "K": max(128, 512 // B)},
+            )
+            yield Case(products.multiply_by_V, dtype, table, V, 4, f"B={B}")
+            yield Case(products.multiply_by_U_and_S, dtype, table, U, 1, f"B={B}")
+        S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": "*i16", "values": pointer}
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, "chosen")
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, "all")
+        block = dict.fromkeys(("L", "R", "T", "thresholds", "partial"), "*fp32")
+        yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
+        gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
+        rounded = {"ROUNDED": dtype == "bfloat16", "BLOCK": 2048}
+        yield Case(admm.penalty_kernel, dtype, gradient, rounded, 8)
+        logits = {"logits": pointer, "targets": "*i64", "losses": "*fp32"}
+        for gradient in (True, False):
+            how = {"WITH_GRADIENT": gradient, "BLOCK": 4096}
+            yield Case(loss.cross_entropy_kernel, dtype, logits, how, 8, "with gradient" if gradient else "")
+
+
+def resources(case: Case, architecture: int) -> dict[str, Any]:
+    """What a case takes on an architecture: registers of a thread, bytes of shared memory and of spills."""
+    compiled = compile_for(case, architecture)
+    used = _assembled(compiled.asm["ptx"], architecture)
+    return {
+        "kernel": case.kernel.__name__,
+        "dtype": case.dtype,
+        "case": case.what,
+        "architecture": f"sm_{architecture}",
+        "warps": case.warps,
+        "registers": int(re.search(r"Used (\d+) registers", used)[1]),
+        "shared": compiled.metadata.shared,
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", used))),
+    }
+
+
+def compile_for(case: Case, architecture: int) -> Any:
+    """The case compiled down to a cubin; tensors and their rows of m numbers lie at multiples of 16 bytes."""
+    names = case.kernel.arg_names
+    given = {name: case.types.get(name, "i32") for name in names}
+    types = {name: "constexpr" if name in case.constants else given[name] for name in names}
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name == "m" or "*" in types[name]}
+    source = ASTSource(case.kernel, types, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": case.warps})
+
+
+def _assembled(ptx: str, architecture: int) -> str:
+    """What the assembler that comes with Triton says of a kernel."""
+    tools = triton.knobs.nvidia
+    assembler = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        command = [
+            assembler.path,
+            "--verbose",
+            f"--gpu-name={target}",
+            str(file),
+            "-o",
+            str(file.with_suffix(".cubin")),
+        ]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr

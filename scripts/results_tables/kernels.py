@@ -1,0 +1,15 @@
+"""The tables of results/kernels: what scripts/inspect_kernels.py found out about the kernels for a GPU without one."""
+
+from salaad.common.files import read_json
+from scripts.inspect_kernels import error_table, resource_table
+from scripts.results_tables import RESULTS
+
+
+def sections() -> dict[str, str]:
+    """Errors by kernel and case, and what the compiler and the assembler say."""
+    result = read_json(RESULTS / "kernels" / "kernels.json")
+    told = f"Triton {result['triton']}, commit {result['commit']}."
+    return {
+        "kernel-errors": error_table(result["errors"]),
+        "kernel-resources": f"{resource_table(result['resources'])}\n\n{told}",
+    }

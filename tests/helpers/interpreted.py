@@ -1,0 +1,19 @@
+"""Tests that run Triton's kernels on the CPU, in a process of their own: at its import Triton decides to interpret."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def passes_interpreted(file: Path) -> bool:
+    """Whether the tests in a file pass with an interpreting Triton; what they say is printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    return done.returncode == 0

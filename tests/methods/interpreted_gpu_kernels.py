@@ -1,0 +1,79 @@
+"""The ADMM's kernels for a GPU, which Triton interprets; `test_passes.py` runs this file."""
+
+import pytest
+import torch
+
+from salaad.methods.salaad import gpu_kernels, passes
+
+THRESHOLDS = torch.tensor([[1, 0.5, 0.3], [0, 0.2, 0.1], [0.1, 0, 0]])
+
+
+def matrices(dtype: torch.dtype, *shape: int):
+    generator = torch.Generator().manual_seed(0)
+    X, L, R = (torch.randn(3, *shape, generator=generator) for _ in range(3))
+    return X.to(dtype), L, R
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The kernels that were launched."""
+    names: list[str] = []
+    for name in ("divide", "add_penalty"):
+        usual = getattr(gpu_kernels, name)
+        monkeypatch.setattr(gpu_kernels, name, lambda *args, name=name, usual=usual: names.append(name) or usual(*args))
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (37, 61)])
+def test_an_update_is_that_of_torch_to_the_bit(dtype, shape, used):
+    X, L, R = matrices(dtype, *shape)
+    mine, theirs = R.clone(), R.clone()
+    T, statistics = passes.divide(X, L, mine, THRESHOLDS)
+    expected, sums = passes.divide_in_torch(X, L, theirs, THRESHOLDS)
+    assert used == ["divide"]
+    assert torch.equal(mine, theirs) and torch.equal(T, expected)
+    assert torch.equal(statistics[:, 0], sums[:, 0])
+    # Sums of 2257 numbers of size 1 in float32, by programs.
+    torch.testing.assert_close(statistics, sums, rtol=1e-5, atol=1e-3)
+
+
+def test_columns_of_another_layout_are_left_to_torch(used):
+    X, L, R = matrices(torch.float32, 8, 8)
+    T, _ = passes.divide(X.mT, L, R.clone(), THRESHOLDS)
+    expected, _ = passes.divide_in_torch(X.mT, L, R.clone(), THRESHOLDS)
+    assert not used and torch.equal(T, expected)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
+    X, L, R = matrices(torch.float32, 7, 13)
+    (X, L)[place][0, 3, 4] = wrong
+    _, statistics = passes.divide(X, L, R, THRESHOLDS)
+    assert not statistics[0].sum().isfinite() and statistics[1:].isfinite().all()
+
+
+def test_the_penalty_joins_a_gradient(used):
+    X, T, _ = matrices(torch.float32, 37, 61)
+    gradient = torch.randn(37, 61)
+    expected = gradient.double() + 0.01 * (X[0].double() - T[0].double())
+    passes.add_penalty(gradient, X[0], T[0], 0.01, seed=1)
+    assert used == ["add_penalty"]
+    torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_penalty_far_below_the_resolution_of_bfloat16_is_there_in_the_mean(used):
+    """The gradient is 1 and the penalty 1e-4, of which bfloat16 holds nothing above 1 below 0.0078."""
+    X, T = torch.ones(300, 100).bfloat16(), torch.zeros(300, 100)
+    found = []
+    for seed in range(4):
+        gradient = torch.ones(300, 100).bfloat16()
+        passes.add_penalty(gradient, X, T, 1e-4, seed)
+        found.append(gradient)
+    assert used == ["add_penalty"] * 4
+    again = torch.ones(300, 100).bfloat16()
+    passes.add_penalty(again, X, T, 1e-4, 3)
+    assert torch.equal(again, found[3]) and not torch.equal(found[2], found[3])
+    # 120 000 draws of 2⁻⁷ with probability 0.0128: the mean is off by 2.5e-6 in one standard deviation; 5 are allowed.
+    assert abs(torch.stack(found).double().mean().item() - 1 - 1e-4) < 1.3e-5
