@@ -87,27 +87,39 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, with_gradient: bool) -> 
     return loss, grad.masked_fill_((targets == IGNORED)[:, None], 0).to(logits.dtype)
 
 
-def summed_divergence(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
-    """The sum over tokens of KL(p_teacher ‖ p), in nats (0-d, float32), with gradients for `hidden` and `head`.
+def summed_divergence(
+    hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, targets: Tensor, text_share: float
+) -> Tensor:
+    """The sum over tokens of KL(q ‖ p), in nats (0-d, float32), with gradients for `hidden` and `head`.
+
+    q is p_teacher mixed with what the text says: the share `text_share` of it is the target, where there is one.
 
     Args:
         hidden: tokens × width; p is the softmax of hidden·headᵀ.
         head: vocabulary × width.
         teacher: tokens × width of the teacher.
         teacher_head: vocabulary × width of the teacher.
+        targets: token ids, or `IGNORED`.
+        text_share: from 0 to 1.
 
     The backward pass computes the logits of a chunk once more, so that those of one chunk are held at once.
     """
     size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
-    chunks = zip(hidden.split(size), teacher.split(size), strict=True)
-    losses = [checkpoint(_divergence, h, head, t, teacher_head, use_reentrant=False) for h, t in chunks]
+    chunks = zip(hidden.split(size), teacher.split(size), targets.split(size), strict=True)
+    losses = [
+        checkpoint(_divergence, h, head, taught, teacher_head, t, text_share, use_reentrant=False)
+        for h, taught, t in chunks
+    ]
     return torch.stack(losses).sum()
 
 
-def _divergence(hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor) -> Tensor:
-    log_q = F.log_softmax(teacher @ teacher_head.mT, dim=-1, dtype=torch.float32)
-    log_p = F.log_softmax(hidden @ head.mT, dim=-1, dtype=torch.float32)
-    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+def _divergence(
+    hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, targets: Tensor, text_share: float
+) -> Tensor:
+    q = F.softmax(teacher @ teacher_head.mT, dim=-1, dtype=torch.float32)
+    share = text_share * (targets != IGNORED).float()[:, None]
+    q.mul_(1 - share).scatter_add_(1, targets.clamp_min(0)[:, None], share)
+    return F.kl_div(F.log_softmax(hidden @ head.mT, dim=-1, dtype=torch.float32), q, reduction="sum")
 
 
 # Settings by which some architectures change the logits after the head.
@@ -135,8 +147,7 @@ class SummedLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The loss in nats (0-d) of `input_ids` and `labels` (rows × length), labels equal to ids or −100 (ignored)."""
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return summed_cross_entropy(*self.hidden_and_head(input_ids), targets.flatten())
+        return summed_cross_entropy(*self.hidden_and_head(input_ids), _next_tokens(labels))
 
     def hidden_and_head(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What the logits of all tokens are made of: their last hidden states (tokens × width), and the head."""
@@ -146,10 +157,24 @@ class SummedLoss(nn.Module):
 
 
 class SummedDivergence(SummedLoss):
-    """The divergence of a causal LM's predictions from those of a teacher, summed over the labelled tokens."""
+    """The divergence of a causal LM's predictions from a teacher's and the text, summed over the labelled tokens.
+
+    Args:
+        model: as of `SummedLoss`.
+        text_share: as of `summed_divergence`.
+    """
+
+    def __init__(self, model: PreTrainedModel, text_share: float) -> None:
+        super().__init__(model)
+        self.text_share = text_share
 
     def forward(self, input_ids: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor]) -> Tensor:
         """In nats (0-d), given the teacher's `hidden_and_head` of the same rows."""
         hidden, head = self.hidden_and_head(input_ids)
-        real = (labels != IGNORED).flatten()
-        return summed_divergence(hidden[real], head, teacher[0][real], teacher[1])
+        real, targets = (labels != IGNORED).flatten(), _next_tokens(labels)
+        return summed_divergence(hidden[real], head, teacher[0][real], teacher[1], targets[real], self.text_share)
+
+
+def _next_tokens(labels: Tensor) -> Tensor:
+    """What each place of the rows (rows × length) should predict, flat; `IGNORED` at the last of a row."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()

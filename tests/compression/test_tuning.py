@@ -34,7 +34,7 @@ from salaad.compression.tuning.matching import layer_names, match
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.factored.slr import Slr
-from salaad.model.loss import IGNORED, SummedDivergence, summed_divergence
+from salaad.model.loss import IGNORED, SummedDivergence, SummedLoss, summed_divergence
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, refused
 from tests.helpers.models import save_gpt2
@@ -83,8 +83,8 @@ def test_a_size_is_that_of_the_cut_parts(tuned):
 
 def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):
     before = tuned.model(ids()).logits
-    wrapper = SummedDivergence(tuned.model)
-    hidden, head = tuned.call(Hidden(tuned.model), ids())
+    wrapper = SummedDivergence(tuned.model, 0.0)
+    hidden, head = tuned.call(Hidden(tuned.model, 0.0), ids())
     torch.testing.assert_close(tuned.model(ids()).logits, before)
     by_hand = LlamaForCausalLM(tuned.model.config).eval()
     by_hand.load_state_dict(tuned.model.state_dict() | tuned.weights())
@@ -100,7 +100,7 @@ class Hidden(SummedDivergence):
 
 
 def test_gradients_are_those_of_dense_weights_by_the_chain_rule(tuned):
-    wrapper, labels = SummedDivergence(tuned.model), ids().clone()
+    wrapper, labels = SummedDivergence(tuned.model, 0.0), ids().clone()
     labels[0, 5:] = IGNORED
     with torch.no_grad():
         teacher = wrapper.hidden_and_head(ids())
@@ -123,22 +123,37 @@ def test_gradients_are_those_of_dense_weights_by_the_chain_rule(tuned):
     torch.testing.assert_close(norm, student.model.norm.weight.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 130, 700])
-def test_the_divergence_in_chunks_is_that_of_all_logits_at_once(tokens):
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.0), (130, 0.3), (700, 0.0), (700, 0.3), (700, 1.0)])
+def test_the_divergence_in_chunks_is_that_of_all_logits_at_once(tokens, share):
     torch.manual_seed(0)
     hidden, head = torch.randn(tokens, 8).requires_grad_(), torch.randn(5000, 8).requires_grad_()
     teacher, its_head = torch.randn(tokens, 8), torch.randn(5000, 8)
-    loss = summed_divergence(hidden, head, teacher, its_head)
+    targets = torch.randint(0, 5000, (tokens,))
+    targets[::7] = IGNORED
+    loss = summed_divergence(hidden, head, teacher, its_head, targets, share)
     h, w = (part.detach().double().requires_grad_() for part in (hidden, head))
-    q, p = F.log_softmax(teacher.double() @ its_head.double().mT, -1), F.log_softmax(h @ w.mT, -1)
-    expected = (q.exp() * (q - p)).sum()
+    q, p = F.softmax(teacher.double() @ its_head.double().mT, -1), F.log_softmax(h @ w.mT, -1)
+    said = targets != IGNORED
+    q[said] = (1 - share) * q[said] + share * F.one_hot(targets[said], 5000)
+    expected = (torch.xlogy(q, q) - q * p).sum()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     for found, wanted in zip(
         torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, (h, w)), strict=True
     ):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-5)
-    same = summed_divergence(teacher, its_head, teacher, its_head)
+    same = summed_divergence(teacher, its_head, teacher, its_head, targets, 0.0)
     assert abs(float(same)) < 1e-4 * tokens
+
+
+def test_the_text_says_the_next_token_and_nothing_at_the_end_of_a_row(tuned):
+    labels = ids().clone()
+    labels[0, 5:] = IGNORED
+    divergence, loss = SummedDivergence(tuned.model, 1.0), SummedLoss(tuned.model)
+    with torch.no_grad():
+        hidden, head = divergence.hidden_and_head(ids())
+        # Without a next token the teacher alone counts, and here it says what the student says.
+        found = float(divergence(ids(), labels, (hidden, head)))
+        assert found == pytest.approx(float(loss(ids(), labels)), rel=1e-5)
 
 
 def test_an_expert_is_a_slice_of_its_parameter():

@@ -1,6 +1,9 @@
 """Distillation: a cut model, or all sizes of one in turn, learns the predictions of the dense model on text.
 
-    minimise  E KL(p_X(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S and the rest
+    minimise  E KL(q(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S and the rest
+
+q is what the dense model predicts, mixed with what the text says: a dense model is wrong here and there, and a cut one
+that learns from both ends nearer to the text than one that learns from either.
 
 Of many sizes each step trains one: they follow the multiples of the golden ratio over the range, evenly spaced in the
 logarithm of the compressible parameters, so that every stretch of steps covers all of it.
@@ -23,6 +26,7 @@ from salaad.hpa import Kept
 from salaad.model.loss import IGNORED, SummedDivergence
 
 RATE = 0.03  # as in `Fitting`
+TEXT_SHARE = 0.3  # of q
 _SECONDS = 60  # between two times that the state is saved
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -53,7 +57,7 @@ def distill(
     if state is not None:
         tuned.load_state_dict(state["tuned"])
         fitting.load_state_dict(state["fitting"])
-    wrapper, device = SummedDivergence(tuned.model), next(tuned.parameters()).device
+    wrapper, device = SummedDivergence(tuned.model, TEXT_SHARE), next(tuned.parameters()).device
     stream, since = open_stream(None if state is None else state["data"]), time.monotonic()
 
     def save() -> None:

@@ -25,7 +25,7 @@ from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, fingerprint, open_text
 from salaad.hpa import Kept
-from salaad.model.loss import SummedDivergence
+from salaad.model.loss import SummedLoss
 from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -62,7 +62,7 @@ class Tuning:
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or is too short for matching, or the model cannot be fitted."""
-        SummedDivergence(self.source.folder.outline)
+        SummedLoss(self.source.folder.outline)
         if self.match:
             layer_names(self.source.folder.outline)
             self._sequences.check()
