@@ -84,7 +84,7 @@ def product_stack(Z: Tensor, tau: Tensor, q: int, gamma: float = 0.999, energy: 
 
     M = top.sqrt() * root - tau * identity
     P = (identity + sign) / 2
-    rank, lost = _effective_rank(M, P, top.sqrt() - tau, q, gamma, energy)
+    rank, lost = _effective_rank(M, P, top.sqrt() - tau, min(q, len(identity)), gamma, energy)
     size = _norm(Z).clamp_min(torch.finfo(Z.dtype).tiny)
     rounding = ROUNDING * torch.finfo(Z.dtype).eps * top.sqrt() / tau
     bound = ((_SECOND_ORDER * unsigned + uneven) / size + rounding).flatten()
