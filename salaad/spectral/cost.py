@@ -17,7 +17,7 @@ import torch
 from salaad.spectral import products, stacks
 
 Solver = Literal["ladder", "gram", "products"]
-_COLUMN_KERNELS = 4  # that an eigensolver starts for each column, one after the other
+COLUMN_KERNELS = 4  # that an eigensolver starts for each column, one after the other
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def seconds(solver: Solver, n: int, m: int, q: int, rates: Rates) -> float:
         return work / (rates.peak * rates.products) + calls * rates.launch
     work, eigenvectors = stacks.operations(n, m)
     time = (work / rates.products + eigenvectors / rates.eigenvectors) / rates.peak
-    return time + (n * _COLUMN_KERNELS * rates.launch if rates.waits else 0.0)
+    return time + (n * COLUMN_KERNELS * rates.launch if rates.waits else 0.0)
 
 
 def cheapest(n: int, m: int, q: int, rates: Rates) -> Solver:

@@ -1,4 +1,4 @@
-"""A forward of a factored layer makes the host wait for nothing; the entries of an embedding's rows are padded for it."""
+"""A forward of a factored layer makes the host wait for nothing; an embedding pads the entries of its rows for that."""
 
 import pytest
 import torch
