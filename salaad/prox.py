@@ -65,8 +65,7 @@ def effective_ranks(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear"
     values = sigma.double()
     covered = (values if energy == "nuclear" else values.square()).cumsum(-1)
     total = covered[..., -1:]
-    k = torch.count_nonzero(covered < gamma * total, dim=-1) + 1
-    return torch.where(total[..., 0] > 0, k.clamp_max(sigma.shape[-1]), 0)
+    return torch.count_nonzero(covered < gamma * total, dim=-1) + (total[..., 0] > 0)
 
 
 def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> int:

@@ -16,6 +16,7 @@ dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next upd
 matrices, R and T, and, once its rank is low, the leading singular vectors from which the next update starts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ def statistics(state: State, X: Tensor, rho: float, figures: Tensor, bound: floa
     alpha, beta = (rho * tau.double() for tau in (state.tau_L, state.tau_S))
     ratio = rank.double() / min(X.shape[-2:])
     constants = (torch.zeros_like(delta) + bound, torch.full_like(delta, SOLVERS.index(solver)))
-    return torch.stack([value.float() for value in (ratio, density, alpha, beta, delta, error, *constants)], -1)
+    return torch.stack([ratio, density, alpha, beta, delta, error, *constants], -1).float()
 
 
 def _clip(R: Tensor, tau: Tensor) -> Tensor:
@@ -193,11 +194,13 @@ class Surrogate:
             state, found, figures = advance(self.state, X, solve, tau > 0, self.config)
         except torch.linalg.LinAlgError:
             return self._stayed(X)
+        rank, _, delta = figures
         # The dual is clipped: only T shows an infinite L.
-        if not bool((figures[2] + state.T.sum()).isfinite()):
+        seen = torch.stack([delta + state.T.sum(), rank, torch.count_nonzero(found.sigma), state.tau_L]).tolist()
+        if not math.isfinite(seen[0]):
             return self._stayed(X)
         self.take(state)
-        self.look(found.sigma, basis)
+        self.know(int(seen[1]), int(seen[2]), seen[3] > 0, found.sigma, basis)
         return statistics(state, X, self.rho, figures, found.bound, found.solver)
 
     def _stayed(self, X: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ class Surrogate:
         self.tau_L, self.tau_S, self._tau_R = state.tau_L, state.tau_S, state.tau_R
 
     def look(self, sigma: Tensor, basis: Tensor | None = None) -> None:
-        """Take over the singular values of L (min(n, m)) and a basis for the next; the host waits for its numbers."""
+        """Take over the singular values of L (min(n, m)) and a basis for the next L; the host waits for its numbers."""
         rank = effective_ranks(sigma, self.config.gamma, self.config.energy)
         rank, width, thresholded = torch.stack([rank, torch.count_nonzero(sigma), self.tau_L > 0]).tolist()
         self.know(rank, width, bool(thresholded), sigma, basis)
