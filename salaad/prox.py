@@ -21,8 +21,8 @@ def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def clip(Z: Tensor, tau: float | Tensor) -> Tensor:
-    """Project every entry of Z (any shape) on [−τ, τ], τ ≥ 0 a number or a 0-d tensor that gets no gradient."""
-    if Z.is_cpu:
+    """Project every entry of Z (any shape) on [−τ, τ], τ ≥ 0 a number, or a tensor that gets no gradient."""
+    if Z.is_cpu and not (isinstance(tau, Tensor) and tau.ndim):
         tau = float(tau)  # clamp is several times faster with numbers; on a GPU float() would wait for the device
     return Z.clamp(-tau, tau)
 
@@ -60,6 +60,14 @@ def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return Q[:, order], projected[order], sigma
 
 
+def effective_ranks(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> Tensor:
+    """The effective ranks (…) of spectra (…, n), each as `effective_rank` says; the host does not wait for them."""
+    values = sigma.double()
+    covered = (values if energy == "nuclear" else values.square()).cumsum(-1)
+    total = covered[..., -1:]
+    return torch.count_nonzero(covered < gamma * total, dim=-1) + (total[..., 0] > 0)
+
+
 def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> int:
     """Effective rank (Definition 4.1): the least k whose k largest singular values hold the share γ of the energy.
 
@@ -71,11 +79,7 @@ def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear")
     Returns:
         k between 1 and len(sigma), or 0 for the zero matrix; over len(sigma) it is the ratio Γ.
     """
-    values = sigma.double()
-    covered = (values if energy == "nuclear" else values.square()).cumsum(0)
-    total = covered[-1]
-    k = int(torch.count_nonzero(covered < gamma * total)) + 1
-    return min(k, len(sigma)) if total > 0 else 0
+    return int(effective_ranks(sigma, gamma, energy))
 
 
 def truncate(X: Tensor, rank: int) -> tuple[Tensor, Tensor]:

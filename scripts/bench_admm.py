@@ -7,8 +7,9 @@ Matrices are drawn like those a real run met (results/admm/spectra.json, from sc
 spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
 solver gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves,
 and so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
-singular values, no rotation). The two `update` rows are the whole second stage of a block: ours (`Surrogate.update`),
-and that of the authors as published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
+singular values, no rotation). The stacked solvers are those of a device that the host does not wait for, here with one
+matrix. The two `update` rows are the whole second stage of a block: ours (`update_round`), and that of the authors as
+published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
 """
 
 import argparse
@@ -31,11 +32,14 @@ from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
+from salaad.methods.salaad.round import update_round
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
 from salaad.spectral import threshold
+from salaad.spectral.products import product_stack, width_of
+from salaad.spectral.stacks import gram_stack
 from scripts.devices import now, require_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +105,15 @@ def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.d
     return best
 
 
+def in_a_stack(solver: str, Z: Tensor, tau: float, width: int) -> tuple[Tensor, Tensor, str, float]:
+    """A stack of one matrix, as a device has them; without singular values the rank stands as so many of size 1."""
+    stack, taus = Z[None], torch.full((1,), tau, device=Z.device)
+    q = width_of(width, len(Z))
+    found = gram_stack(stack, taus) if solver == "gram" else product_stack(stack, taus, q)
+    sigma = (torch.arange(len(Z), device=Z.device) < found.rank).float() if found.sigma is None else found.sigma[0]
+    return found.L[0], sigma, found.solver, float(found.bound[0])
+
+
 def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: int, device: torch.device) -> list[dict]:
     """Rows of one shape in one phase: every solver and peer on the same matrix."""
     n, m = min(shape), max(shape)
@@ -119,6 +132,8 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
         return found.L, found.sigma, found.solver, found.bound
 
     solvers: dict[str, Callable[[], Any]] = {solver: partial(by_solver, solver) for solver in SOLVERS}
+    for name in ("gram", "products"):
+        solvers[f"{name}, stacked"] = partial(in_a_stack, name, Z, tau, width)
     solvers["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)
     about = {}
     for name, work in solvers.items():
@@ -141,7 +156,7 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
 
     def ours() -> None:
         block.load_state_dict(state)
-        block.update(Z)
+        update_round([(block, Z)])
 
     def theirs() -> None:
         authors_update(dict(dense), Z, rho, rho * tau, rho * tau / 20)

@@ -49,7 +49,8 @@ class SalaadConfig(MethodConfig):
         owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the one
             that has least to do so far.
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
-            (its leading eigenvectors from those of the last update, to a tolerance that is checked) or auto.
+            (its leading eigenvectors from those of the last update, to a tolerance that is checked), products (matrix
+            products alone, checked as well) or auto, the cheapest of them on the device.
     """
 
     tunable = (
@@ -75,7 +76,7 @@ class SalaadConfig(MethodConfig):
     lm_head: bool = False
     schedule: Literal["synchronous", "staggered"] = "synchronous"
     owners: Literal["round_robin", "balanced"] = "round_robin"
-    method: Literal["auto", "exact", "gram", "subspace"] = "auto"
+    method: Literal["auto", "exact", "gram", "subspace", "products"] = "auto"
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
@@ -94,7 +95,7 @@ class SalaadConfig(MethodConfig):
             ("pull", ("coupled", "decoupled")),
             ("schedule", ("synchronous", "staggered")),
             ("owners", ("round_robin", "balanced")),
-            ("method", ("auto", "exact", "gram", "subspace")),
+            ("method", ("auto", "exact", "gram", "subspace", "products")),
         ):
             value = getattr(self, name)
             check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")

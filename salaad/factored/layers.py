@@ -332,8 +332,10 @@ class SlrEmbedding(SlrWeight):
         products = None if compiling or self._is_trained() else self._native(ids)
         if products is not None and ids.dtype == torch.int64:
             return products.rows(ids)
+        # As many places as entries are known only where the host sees them.
+        rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):
-            return (operators.plain_rows if compiling else operators.rows_in_torch)(ids, *self._tensors)
+            return rows(ids, *self._tensors)
 
 
 def _int8_outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ assumptions, the same for all devices. A prediction is good for comparing settin
     activations     their bytes, written and read once forward and twice backward, over the memory's bandwidth
     optimizer       weights, gradients and moments, read and written
     exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can
-    ADMM            of the most loaded rank: two products and an eigensolver per block in float32, every K steps
+    ADMM            of the most loaded rank every K steps, by the cheapest solver of `spectral.cost` at the target rank
     evaluation, saving   by their periods
 """
 
@@ -22,10 +22,11 @@ from salaad.methods.registry import method_of
 from salaad.methods.salaad import ownership
 from salaad.model.build import outline, training_flops
 from salaad.model.roles import find_blocks
+from salaad.spectral.cost import RATES, Rates, cheapest, seconds
+from salaad.spectral.products import width_of
 from salaad.training.plan import activation_bytes
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
-EIGH_REACHED = 0.03  # of the float32 peak, by an eigensolver
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
 BACKWARD = 2 / 3  # of the model's time, beside which gradients are exchanged
 DISK = 1e9  # bytes a second of a checkpoint
@@ -42,6 +43,7 @@ class Device:
         memory: bytes.
         link: to its neighbours in a machine, bytes a second in one direction.
         network: its share of the network between machines, bytes a second.
+        rates: of the ADMM, in float32.
     """
 
     peaks: dict[str, float]
@@ -49,16 +51,18 @@ class Device:
     memory: float
     link: float
     network: float
+    rates: Rates
 
 
-def _peaks(fp32: float, tf32: float, bf16: float) -> dict[str, float]:
-    return {"fp32": fp32, "tf32": tf32, "bf16-mixed": bf16, "bf16": bf16}
+def _device(name: str, tf32: float, bf16: float, **others: float) -> Device:
+    rates = RATES[name]
+    return Device({"fp32": rates.peak, "tf32": tf32, "bf16-mixed": bf16, "bf16": bf16}, rates=rates, **others)
 
 
 DEVICES = {
-    "h100": Device(_peaks(67e12, 495e12, 989e12), 3.35e12, 80e9, 450e9, 50e9),
-    "a100": Device(_peaks(19.5e12, 156e12, 312e12), 2.04e12, 80e9, 300e9, 25e9),
-    "4090": Device(_peaks(82.6e12, 82.6e12, 165e12), 1.01e12, 24e9, 32e9, 12.5e9),
+    "h100": _device("h100", 495e12, 989e12, bandwidth=3.35e12, memory=80e9, link=450e9, network=50e9),
+    "a100": _device("a100", 156e12, 312e12, bandwidth=2.04e12, memory=80e9, link=300e9, network=25e9),
+    "4090": _device("4090", 82.6e12, 165e12, bandwidth=1.01e12, memory=24e9, link=32e9, network=12.5e9),
 }
 Parts = dict[str, float]  # part of a step → its seconds
 
@@ -98,9 +102,10 @@ def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Device, ranks:
     owners = ownership.owners_of(blocks, ranks, settings.owners)
     loads = [0.0] * ranks
     for name, X in blocks.items():
-        products, eigenvectors = ownership.update_operations(*X.shape)
-        time = (products / REACHED + eigenvectors / EIGH_REACHED) / device.peaks["fp32"]
-        loads[owners[name]] += settings.inner * time
+        n, m = sorted(X.shape)
+        q = width_of(round(settings.rank_ratio * n), n)
+        solver = cheapest(n, m, q, device.rates)
+        loads[owners[name]] += settings.inner * seconds(solver, n, m, q, device.rates)
     return max(loads) / settings.every
 
 

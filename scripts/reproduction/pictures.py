@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,6 +18,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import read_json_lines
 from salaad.evaluation.figures import dress, loss_curve, save
 from salaad.methods.salaad.storage import read_surrogates
+from salaad.methods.salaad.surrogate import low_rank_of
 from salaad.runs.checkpoints import Checkpoints
 from scripts.reproduction.bars import dress_bars, hpa_blocks, layer_of, rpca, rpca_truth, trio
 from scripts.reproduction.palette import COLORS, OTHERS
@@ -193,7 +195,11 @@ def _singular_values(run: Path, block: str) -> list[float]:
     newest = Checkpoints(run / "checkpoints").latest()
     if newest is None:
         raise UserError(f"{run} has no checkpoint; give the folder of a run that saved one")
-    sigma = read_surrogates(newest / "surrogate", (block,))[block]["sigma"]
+    state = read_surrogates(newest / "surrogate", (block,))[block]
+    if "sigma" in state:
+        sigma = state["sigma"]
+    else:
+        sigma = torch.linalg.svdvals(low_rank_of(state["target"], state["residual"], state["thresholds"][2]))
     return sigma.sort(descending=True).values[:SINGULAR_VALUES].tolist()
 
 

@@ -38,8 +38,8 @@ BESIDE = {
 # What a figure comes out of: its training, the cut and the evaluation.
 BEHIND = (
     "train.py",
-    *(f"salaad/{one}.py" for one in ("prox", "spectral", "rpca", "hpa", "energy_allocation")),
-    *(f"salaad/{one}" for one in ("methods", "model", "data", "compression", "evaluation")),
+    *(f"salaad/{one}.py" for one in ("prox", "rpca", "hpa", "energy_allocation")),
+    *(f"salaad/{one}" for one in ("spectral", "methods", "model", "data", "compression", "evaluation")),
 )
 
 Result = Mapping[str, Any]

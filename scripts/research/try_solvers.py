@@ -1,4 +1,4 @@
-"""Other ways to the singular-value threshold than those of salaad/spectral.py, on the same matrices: what they cost.
+"""Other ways to the singular-value threshold than those of salaad/spectral, on the same matrices: what they cost.
 
     python scripts/research/try_solvers.py --output results/admm/tried.json
     python scripts/research/try_solvers.py --device cuda

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from salaad import spectral
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.spectral import TOLERANCE, threshold
+from salaad.spectral import SOLVERS, TOLERANCE, threshold
+from salaad.spectral import ladder as spectral
 
 SHAPES = ((40, 40), (40, 90), (90, 40))
 
@@ -203,7 +203,7 @@ def test_a_block_goes_on_bit_for_bit_from_its_state_on_the_subspace_solver():
     config = SalaadConfig(rank_ratio=0.2, delta_alpha=0.5, delta_beta=0.01)
     X = matrix(40, 60)
     block, weights = Surrogate(X, 1e-3, config), drift(X, 40)
-    used = [spectral.SOLVERS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
+    used = [SOLVERS[int(block.update(wandered)[-1])] for wandered in weights[:36]]
     copy = Surrogate(X, 1e-3, config)
     copy.load_state_dict({key: value.clone() for key, value in block.state_dict().items()})
     assert used[-1] == "subspace"

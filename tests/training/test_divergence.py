@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from salaad import spectral
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.optimizer import step_unless
@@ -15,6 +14,7 @@ from salaad.methods.salaad import surrogate
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.methods.salaad.surrogate import KEPT, SOLVERS, Surrogate, UpdateRecord
+from salaad.spectral import ladder as spectral
 from salaad.training import gradients
 from tests.helpers.training import last_checkpoint, lines, run_training, weights
 

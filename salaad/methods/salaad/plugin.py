@@ -7,7 +7,7 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +24,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.decoupled import DecoupledPull
+from salaad.methods.salaad.round import update_round
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
@@ -172,9 +173,7 @@ class Salaad:
         self.steps += 1
         self.skip()
         due = self._due()
-        for name in due:
-            if name in self.surrogates:
-                self._update(name)
+        self._update([name for name in due if name in self.surrogates])
         if self._pull is not None:
             self._pull.send(due)
 
@@ -205,20 +204,20 @@ class Salaad:
 
     def finish(self) -> None:
         """When training ends: a last update for the blocks that the last step did not update."""
-        for name in self.surrogates:
-            if self._updated_at[name] != self.steps:
-                self._update(name)
+        self._update([name for name in self.surrogates if self._updated_at[name] != self.steps])
         if self._pull is not None:
             self._pull.send(self.blocks)
 
-    def _update(self, name: str) -> None:
-        X = self.weights[name]
-        with true_float32(X.device):
-            statistics = self.surrogates[name].update(X)
-        if self.surrogates[name].kept and not X.isfinite().all():
-            raise NotFiniteError(name, self.steps)
-        self._updated_at[name] = self.steps
-        self._records.append((self.steps, name, statistics))
+    def _update(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        with true_float32(self.weights[names[0]].device):
+            rows = update_round([(self.surrogates[name], self.weights[name]) for name in names])
+        for name, statistics in zip(names, rows, strict=True):
+            if self.surrogates[name].kept and not self.weights[name].isfinite().all():
+                raise NotFiniteError(name, self.steps)
+            self._updated_at[name] = self.steps
+            self._records.append((self.steps, name, statistics))
 
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
         """Every rank's ADMM updates since the last call, as (step, block, record), in order; the same on every rank.
@@ -226,7 +225,9 @@ class Salaad:
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
         """
-        broken = [name for name, surrogate in self.surrogates.items() if not surrogate.is_finite()]
+        finite = [surrogate.finite() for surrogate in self.surrogates.values()]
+        fine = torch.stack(finite).tolist() if finite else []
+        broken = [name for name, is_fine in zip(self.surrogates, fine, strict=True) if not is_fine]
         for name in chain.from_iterable(distributed.gather(broken)):
             raise NotFiniteError(name, self.steps)
         rows = torch.stack([values for *_, values in self._records]).tolist() if self._records else []

@@ -174,12 +174,13 @@ def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
     """The tensors of a block of n×m, whose shapes are compared before any of them is read."""
     matrix, short = (n, m), min(n, m)
     most = {"target": matrix, "low_rank": matrix, "residual": matrix, "thresholds": (3,)}
-    most |= {"sigma": (short,), "basis": (short, short)}
+    most |= {"sigma": (short,), "ranks": (2,), "basis": (short, short)}
     try:
         with safe_open(path, framework="pt") as shard:
             stored = set(shard.keys())
             present = [key for key in most if f"{name}/{key}" in stored]
-            if len({"residual", "thresholds", "sigma"} & {*present}) < 3 or not {"target", "low_rank"} & {*present}:
+            needed = ({"residual"}, {"thresholds"}, {"sigma", "ranks"}, {"target", "low_rank"})
+            if any(not one_of & {*present} for one_of in needed):
                 raise ValueError(f"a part of {name} is missing")
             for key in present:
                 tensor = shard.get_slice(f"{name}/{key}")

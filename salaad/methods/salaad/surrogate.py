@@ -16,6 +16,8 @@ dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next upd
 matrices, R and T, and, once its rank is low, the leading singular vectors from which the next update starts.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +26,10 @@ from torch import Tensor
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.rounding import add_rounded
-from salaad.prox import clip, effective_rank, soft_threshold, truncate
+from salaad.prox import clip, effective_ranks, soft_threshold, truncate
 from salaad.spectral import SOLVERS as SPECTRAL_SOLVERS
 from salaad.spectral import SvtResult, threshold
+from salaad.spectral.results import StackResult
 
 KEPT = "kept"  # no solver converged, or the result was not finite: the block stayed as it was
 SOLVERS = (*SPECTRAL_SOLVERS, KEPT)
@@ -57,6 +60,86 @@ class UpdateRecord:
     method: str
 
 
+@dataclass(frozen=True)
+class State:
+    """What an update takes over from the one before, of a block, or of a stack of b blocks of one shape.
+
+    Args:
+        T: L + S − dual, n×m or b×n×m.
+        R: S + dual, the same.
+        tau_L: threshold of the next L, no dimension or b.
+        tau_S: threshold of the next S.
+        tau_R: the τ_S that divides R into S and dual: its value before the last controller step.
+    """
+
+    T: Tensor
+    R: Tensor
+    tau_L: Tensor
+    tau_S: Tensor
+    tau_R: Tensor
+
+    @property
+    def dual(self) -> Tensor:
+        """Y/ρ."""
+        return _clip(self.R, self.tau_R)
+
+
+Found = SvtResult | StackResult
+
+
+def advance(
+    state: State, X: Tensor, solve: Callable[[Tensor], Found], thresholded: bool, config: SalaadConfig
+) -> tuple[State, Found, Tensor]:
+    """One ADMM update of a block or a stack: J inner iterations (eqs. 3 to 5), then the controller (section 4.2).
+
+    Args:
+        state: before.
+        X: weight in float32, n×m or b×n×m.
+        solve: Z → SVT_τ(Z), τ being `state.tau_L`.
+        thresholded: whether τ_L > 0, for all of a stack.
+        config: targets, controller step sizes, inner iterations.
+
+    Returns:
+        The state after, the last SVT, and Γ(L)·min(n, m), Υ(S) and ‖X − L − S‖_F, each like τ_L, for `statistics`.
+    """
+    R, dual = state.R, state.dual
+    for _ in range(config.inner):
+        before = dual
+        found = solve((X - R).add_(dual, alpha=2))
+        # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
+        R = (X - found.L).add_(dual) if thresholded else R - dual
+        dual = _clip(R, state.tau_S)
+    T = (found.L + R).sub_(dual, alpha=2)
+    delta = torch.linalg.vector_norm(dual - before, dim=(-2, -1))  # eq. 5 adds X − L − S to the dual
+    rank = found.rank if isinstance(found, StackResult) else effective_ranks(found.sigma, config.gamma, config.energy)
+    density = _density(R, dual)
+    excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
+    tau_L = (state.tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
+    tau_S = (state.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
+    return State(T, R, tau_L, tau_S, state.tau_S), found, torch.stack([rank, density, delta])
+
+
+def statistics(state: State, X: Tensor, rho: float, figures: Tensor, bound: float | Tensor, solver: str) -> Tensor:
+    """The numbers of `UpdateRecord` in order, the solver as its index in `SOLVERS`: float32, 8 or b×8."""
+    rank, density, delta = figures
+    error = delta / torch.linalg.vector_norm(X, dim=(-2, -1)).clamp_min(torch.finfo(X.dtype).tiny)
+    alpha, beta = (rho * tau.double() for tau in (state.tau_L, state.tau_S))
+    ratio = rank.double() / min(X.shape[-2:])
+    constants = (torch.zeros_like(delta) + bound, torch.full_like(delta, SOLVERS.index(solver)))
+    return torch.stack([ratio, density, alpha, beta, delta, error, *constants], -1).float()
+
+
+def _clip(R: Tensor, tau: Tensor) -> Tensor:
+    return clip(R, tau if tau.ndim == 0 else tau[:, None, None])
+
+
+def _density(R: Tensor, dual: Tensor) -> Tensor:
+    """Υ(S): R and the dual differ where S is not zero."""
+    differ = dual != R
+    count = torch.count_nonzero(differ) if R.ndim == 2 else torch.count_nonzero(differ, dim=(-2, -1))
+    return count / (R.shape[-2] * R.shape[-1])
+
+
 class Surrogate:
     """The state of one block and its update.
 
@@ -68,24 +151,23 @@ class Surrogate:
     It starts with L₀ = X₀ truncated to rank Γ̂·min(n, m), S₀ = dual₀ = 0 and thresholds of 0.
 
     Attributes:
+        rank: the effective rank of L.
+        width: singular values of the last L's argument that were above τ_L.
+        thresholded: whether τ_L > 0.
         kept: the last update changed nothing, as no solver converged or the result was not finite.
+
+    The first three are what the host knows of the device's numbers: it reads them once an update.
     """
 
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
         self.rho = rho
         self.config = config
         X = X.detach().float()
-        self.tau_L = X.new_zeros(())
-        self.tau_S = X.new_zeros(())
-        self._tau_R = X.new_zeros(
-            ()
-        )  # the τ_S that divides R into S and dual: its value before the last controller step
-        L, self.sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
-        self.R = torch.zeros_like(X)
-        self.T = L
-        self.basis: Tensor | None = None
+        L, sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
+        zero = X.new_zeros(())
+        self.take(State(L, torch.zeros_like(X), zero, zero, zero))
+        self.look(sigma)
         self.kept = False
-        self.rank = effective_rank(self.sigma, config.gamma, config.energy)
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
@@ -99,54 +181,58 @@ class Surrogate:
             the device of X. They are finite whenever X is.
         """
         X = X.detach().float()
-        before = (self.R, self.T, self.sigma, self.basis, self._tau_R)
+        tau, basis = float(self.tau_L), self.basis
+        method = "auto" if self.config.method == "products" else self.config.method
+
+        def solve(Z: Tensor) -> SvtResult:
+            nonlocal basis
+            found = threshold(Z, tau, basis, method)
+            basis = found.basis
+            return found
+
         try:
-            found, dual, delta = self._iterate(X)
+            state, found, figures = advance(self.state, X, solve, tau > 0, self.config)
         except torch.linalg.LinAlgError:
-            found, delta = None, None
+            return self._stayed(X)
+        rank, _, delta = figures
         # The dual is clipped: only T shows an infinite L.
-        self.kept = found is None or not bool((delta + self.T.sum()).isfinite())
-        if not self.kept:
-            solver, bound = found.solver, found.bound
-            self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
-            density = self._density(dual)
-            self._control(density)
-        else:
-            self.R, self.T, self.sigma, self.basis, self._tau_R = before
-            dual = self._dual()
-            solver, bound, density = KEPT, 0.0, self._density(dual)
-            delta = torch.linalg.vector_norm(X - self.T - dual)
-        error = delta / torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
-        statistics = (self.rank_ratio, density, self.alpha, self.beta, delta, error, bound, SOLVERS.index(solver))
-        return torch.stack([torch.as_tensor(value, device=X.device, dtype=torch.float32) for value in statistics])
+        seen = torch.stack([delta + state.T.sum(), rank, torch.count_nonzero(found.sigma), state.tau_L]).tolist()
+        if not math.isfinite(seen[0]):
+            return self._stayed(X)
+        self.take(state)
+        self.know(int(seen[1]), int(seen[2]), seen[3] > 0, found.sigma, basis)
+        return statistics(state, X, self.rho, figures, found.bound, found.solver)
 
-    def _iterate(self, X: Tensor) -> tuple[SvtResult, Tensor, Tensor]:
-        """J inner iterations (eqs. 3 to 5); returns the last SVT, the dual (n×m) and ‖X − L − S‖_F."""
-        tau_L, dual = float(self.tau_L), self._dual()
-        for _ in range(self.config.inner):
-            before = dual
-            found = threshold((X - self.R).add_(dual, alpha=2), tau_L, self.basis, self.config.method)
-            self.sigma, self.basis = found.sigma, found.basis
-            # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
-            self.R = (X - found.L).add_(dual) if tau_L > 0 else self.R - dual
-            self._tau_R = self.tau_S.clone()
-            dual = self._dual()
-        self.T = (found.L + self.R).sub_(dual, alpha=2)
-        return found, dual, torch.linalg.vector_norm(dual - before)  # eq. 5 adds X − L − S to the dual
+    def _stayed(self, X: Tensor) -> Tensor:
+        """The statistics of an update that changes nothing."""
+        self.kept = True
+        dual = self.state.dual
+        delta = torch.linalg.vector_norm(X - self.T - dual)
+        figures = torch.stack([delta.new_full((), self.rank), _density(self.R, dual), delta])
+        return statistics(self.state, X, self.rho, figures, 0.0, KEPT)
 
-    def _density(self, dual: Tensor) -> Tensor:
-        """Υ(S): R and the dual differ where S is not zero."""
-        return torch.count_nonzero(dual != self.R) / self.R.numel()
+    @property
+    def state(self) -> State:
+        """What the next update starts from."""
+        return State(self.T, self.R, self.tau_L, self.tau_S, self._tau_R)
 
-    def _control(self, density: Tensor) -> None:
-        """One step of the I-controller (section 4.2); a threshold never goes below 0."""
-        config = self.config
-        self.tau_L = (self.tau_L + (self.rank_ratio - config.rank_ratio) * config.delta_alpha).clamp_min(0)
-        self.tau_S = (self.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
+    def take(self, state: State) -> None:
+        """Take over the tensors that `advance` made of this block's."""
+        self.T, self.R = state.T, state.R
+        self.tau_L, self.tau_S, self._tau_R = state.tau_L, state.tau_S, state.tau_R
 
-    def _dual(self) -> Tensor:
-        """Y/ρ (n×m)."""
-        return clip(self.R, self._tau_R)
+    def look(self, sigma: Tensor, basis: Tensor | None = None) -> None:
+        """Take over the singular values of L (min(n, m)) and a basis for the next L; the host waits for its numbers."""
+        rank = effective_ranks(sigma, self.config.gamma, self.config.energy)
+        rank, width, thresholded = torch.stack([rank, torch.count_nonzero(sigma), self.tau_L > 0]).tolist()
+        self.know(rank, width, bool(thresholded), sigma, basis)
+
+    def know(
+        self, rank: int, width: int, thresholded: bool, sigma: Tensor | None = None, basis: Tensor | None = None
+    ) -> None:
+        """Take over what the host has read of the state, with the singular values of L if they were found."""
+        self.rank, self.width, self.thresholded = rank, width, thresholded
+        self.sigma, self.basis, self.kept = sigma, basis, False
 
     @torch.no_grad()
     def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0, seed: int = 0) -> None:
@@ -174,17 +260,17 @@ class Surrogate:
 
     def dual(self) -> Tensor:
         """Y = ρ·dual (n×m), the dual variable unscaled."""
-        return self.rho * self._dual()
+        return self.rho * self.state.dual
 
     def deployed(self) -> Tensor:
         """L truncated to its effective rank, plus S (n×m): the matrix of every reported L + S figure."""
         return truncate(self.low_rank(), self.rank)[0] + self.sparse()
 
-    def is_finite(self) -> bool:
-        """Whether the state that the next update starts from is finite; waits for the device."""
-        state = (self.R, self.T, self.sigma, self.tau_L, self.tau_S, self._tau_R)
+    def finite(self) -> Tensor:
+        """Whether the state that the next update starts from is finite, without a dimension."""
+        state = (self.R, self.T, self.tau_L, self.tau_S, self._tau_R)
         # A sum is not finite if one entry is not, and needs no mask of the size of the matrix.
-        return all(bool(tensor.sum(dtype=torch.float64).isfinite()) for tensor in state)
+        return torch.stack([tensor.sum(dtype=torch.float64) for tensor in state]).isfinite().all()
 
     @property
     def alpha(self) -> float:
@@ -218,20 +304,22 @@ class Surrogate:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors with which `load_state_dict` continues to the bit."""
-        basis = {} if self.basis is None else {"basis": self.basis}
-        return {
+        state = {
             "target": self.T,
             "residual": self.R,
-            "sigma": self.sigma,
             "thresholds": torch.stack([self.tau_L, self.tau_S, self._tau_R]),
-            **basis,
         }
+        if self.sigma is not None:
+            state["sigma"] = self.sigma
+        else:  # from a solver that finds no singular values
+            state["ranks"] = self.T.new_tensor([self.rank, self.width])
+        return state if self.basis is None else state | {"basis": self.basis}
 
     def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
         """Raise a UserError, in which `name` is the block's, unless `load_state_dict` can load `state`."""
         mine = self.state_dict()
-        missing = {"target", "residual", "sigma", "thresholds"} - set(state)
-        if missing:
+        missing = {"target", "residual", "thresholds", "sigma"} - set(state)
+        if missing - ({"sigma"} if "ranks" in state else set()):
             raise UserError(f"the state of block {name} lacks its {min(missing)}; give a whole one")
         for key in ("target", "residual", "thresholds"):
             found, wanted = tuple(state[key].shape), tuple(mine[key].shape)
@@ -241,9 +329,12 @@ class Surrogate:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, onto this block's device."""
         state = {key: value.to(self.T.device) for key, value in state.items()}
-        self.T, self.R, self.sigma, self.basis = state["target"], state["residual"], state["sigma"], state.get("basis")
-        self.tau_L, self.tau_S, self._tau_R = state["thresholds"].unbind()
-        self.rank = effective_rank(self.sigma, self.config.gamma, self.config.energy)
+        self.take(State(state["target"], state["residual"], *state["thresholds"].unbind()))
+        if "sigma" in state:
+            self.look(state["sigma"], state.get("basis"))
+        else:
+            rank, width = map(int, state["ranks"].tolist())
+            self.know(rank, width, bool(self.tau_L > 0))
 
 
 def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:

@@ -41,13 +41,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-TOLERANCE = 5e-4  # largest error in L relative to ‖Z‖_F
+from salaad.spectral.results import ROUNDING, TOLERANCE
+
+# Both measured on a CPU, the only place where these solvers decide by what they find: elsewhere the host would wait.
 SMALLEST_SIDE = 256  # of a short side for `subspace`: below, all eigenvectors cost less than its many small calls
 LARGEST_SHARE = 0.4  # of the short side that a subspace may span and still be cheaper than all eigenvectors
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
-SOLVERS = ("exact", "gram", "subspace", "regularised")
 _NOISE = 1e-6  # of `regularised`, relative to ‖Z‖_F
-_ROUNDING = 50  # largest rounding error in L seen from a whole spectrum, in units of the machine epsilon
 _EASE = 0.25  # part of the error that a filter's degree is chosen for: the bound falls faster than its worst column
 _LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # limits of the interval that a filter damps, over τ²
 _STRIPES = 4  # of rows in which A is computed
@@ -66,7 +66,7 @@ class SvtResult:
         sigma: its min(n, m) singular values, descending, 0 for those that are not kept.
         basis: leading singular vectors of the short side (min(n, m) × q) from which the next update may start; None
             where `subspace` would not be cheaper.
-        solver: one of `SOLVERS`.
+        solver: `exact`, `gram`, `subspace` or `regularised`.
         bound: of the error in L relative to ‖Z‖_F: computed by `subspace`, the largest measured rounding of the others.
     """
 
@@ -138,13 +138,13 @@ def _exact(Z: Tensor, tau: float) -> SvtResult:
     U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
     shrunk = (sigma - tau).clamp_min(0)
     L = Z if tau == 0 else (U * shrunk) @ Vh
-    return SvtResult(L, shrunk, None, "exact", _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, shrunk, None, "exact", ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _regularised(Z: Tensor, tau: float) -> SvtResult:
     found = _exact(_noisy(Z), tau)
     L = Z if tau == 0 else found.L.to(Z)
-    return SvtResult(L, found.sigma.to(Z), None, "regularised", _NOISE + _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, found.sigma.to(Z), None, "regularised", _NOISE + ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _noisy(Z: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = _product(U[:, :k] * (1 - tau / sigma[:k]), projected[:k], Z)
-    return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", _ROUNDING * torch.finfo(Z.dtype).eps)
+    return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", ROUNDING * torch.finfo(Z.dtype).eps)
 
 
 def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:

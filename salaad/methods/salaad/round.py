@@ -1,0 +1,154 @@
+"""One ADMM update of all blocks that are due, during which the host reads the device once at most.
+
+Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
+together by a solver that looks at none: `gram` or `products`, whichever is predicted to be the cheaper. Each leaves
+behind whether its result holds, with the three numbers by which the host plans the next update, and one read brings
+those of all blocks. A block whose result does not hold is still as it was, and is updated alone, as every block is on a
+CPU, by the solvers that decide by what they find.
+
+A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
+own last rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from salaad.methods.salaad.surrogate import State, Surrogate, advance, statistics
+from salaad.spectral.cost import Rates, Solver, cheapest, rates_of
+from salaad.spectral.products import MOST_ENERGY, product_stack, width_of
+from salaad.spectral.results import StackResult
+from salaad.spectral.stacks import gram_stack
+
+MOST_ENTRIES = 2**26  # of the weights in a stack; an update needs about ten times their memory for a moment
+PARTS = [field.name for field in fields(State)]
+Block = tuple[Surrogate, Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the blocks of a stack have in common: solver, shape, columns of the solver, ρ and whether τ_L > 0."""
+
+    solver: Solver
+    n: int
+    m: int
+    q: int
+    rho: float
+    thresholded: bool
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a stack of b blocks.
+
+    Args:
+        rows: b×8, as `Surrogate.update` returns them.
+        sigma: b×n singular values of L, if the solver found them.
+        verdict: b×4: whether the result holds, effective rank, singular values above τ_L, whether the next τ_L > 0.
+    """
+
+    rows: Tensor
+    sigma: Tensor | None
+    verdict: Tensor
+
+
+def update_round(blocks: Sequence[Block]) -> list[Tensor]:
+    """Update blocks towards their weights; returns of each what `Surrogate.update` returns, in the same order."""
+    rows: list[Tensor | None] = [None] * len(blocks)
+    attempts = [(members, _attempt(kind, [blocks[i] for i in members])) for kind, members in _stacks(blocks)]
+    if attempts:
+        device = attempts[0][1].verdict.device
+        # All that the host reads.
+        verdicts = iter(torch.cat([tried.verdict.to(device) for _, tried in attempts]).tolist())
+        for members, tried in attempts:
+            for place, i in enumerate(members):
+                holds, rank, width, thresholded = next(verdicts)
+                if holds:
+                    sigma = None if tried.sigma is None else tried.sigma[place].clone()
+                    blocks[i][0].know(int(rank), int(width), bool(thresholded), sigma)
+                    rows[i] = tried.rows[place]
+    return [blocks[i][0].update(blocks[i][1]) if row is None else row for i, row in enumerate(rows)]
+
+
+def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
+    """The blocks that are updated together, by their places."""
+    kinds: dict[tuple[Kind, torch.device], list[int]] = {}
+    for i, (surrogate, X) in enumerate(blocks):
+        kind = _kind(surrogate, rates_of(X.device))
+        if kind.solver != "ladder":
+            kinds.setdefault((kind, X.device), []).append(i)
+    for (kind, _), members in kinds.items():
+        most = max(1, MOST_ENTRIES // (kind.n * kind.m))
+        for first in range(0, len(members), most):
+            yield kind, members[first : first + most]
+
+
+def _kind(surrogate: Surrogate, rates: Rates) -> Kind:
+    n, m = sorted(surrogate.T.shape)
+    method, q = surrogate.config.method, width_of(surrogate.width, n)
+    solver: Solver = "gram" if rates.waits else "ladder"
+    if surrogate.thresholded and surrogate.config.gamma <= MOST_ENERGY:
+        if method == "products":
+            solver = "products"
+        elif method == "auto":
+            solver = cheapest(n, m, q, rates)
+    if method in ("exact", "subspace"):
+        solver = "ladder"
+    return Kind(solver, n, m, q if solver == "products" else 0, surrogate.rho, surrogate.thresholded)
+
+
+@torch.no_grad()
+def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
+    """Update a stack; a block whose result does not hold stays as it was."""
+    config = blocks[0][0].config
+    before = _stacked([surrogate.state for surrogate, _ in blocks])
+    X = torch.stack([_lying(weight.detach()) for _, weight in blocks]).float()
+    tau = before.tau_L if kind.thresholded else None
+    holds = torch.ones_like(before.tau_L, dtype=torch.bool)
+
+    def solve(Z: Tensor) -> StackResult:
+        if kind.solver == "products":
+            found = product_stack(Z, before.tau_L, kind.q, config.gamma, config.energy)
+        else:
+            found = gram_stack(Z, tau, config.gamma, config.energy)
+        holds.logical_and_(found.holds)
+        return found
+
+    try:
+        after, found, figures = advance(before, X, solve, kind.thresholded, config)
+    except torch.linalg.LinAlgError:
+        nothing = X.new_zeros(len(blocks), 8)
+        return Attempt(nothing, None, nothing[:, :4])
+    assert isinstance(found, StackResult)
+    # The dual is clipped: only T shows an infinite L.
+    holds &= (figures[2] + after.T.sum((-2, -1))).isfinite()
+    for place, (surrogate, _) in enumerate(blocks):
+        surrogate.take(_chosen(place, holds, before, after, surrogate.T.shape))
+    rows = statistics(after, X, kind.rho, figures, found.bound, found.solver)
+    verdict = torch.stack([holds, figures[0], found.kept, after.tau_L > 0], 1)
+    return Attempt(rows, found.sigma, verdict)
+
+
+def _lying(M: Tensor) -> Tensor:
+    """M (n×m) with the short side first."""
+    return M.mT if M.shape[0] > M.shape[1] else M
+
+
+def _stacked(states: Sequence[State]) -> State:
+    def all_of(name: str) -> Tensor:
+        values = [getattr(state, name) for state in states]
+        return torch.stack([_lying(value) if value.ndim else value for value in values])
+
+    return State(*map(all_of, PARTS))
+
+
+def _chosen(place: int, holds: Tensor, before: State, after: State, shape: torch.Size) -> State:
+    """The state of one block of a stack in memory of its own: after the update where it holds, else before."""
+
+    def choose(name: str) -> Tensor:
+        value = torch.where(holds[place], getattr(after, name)[place], getattr(before, name)[place])
+        return value if value.shape == shape or not value.ndim else value.mT.contiguous()
+
+    return State(*map(choose, PARTS))

@@ -1,0 +1,49 @@
+"""SVT_τ(Z) of a stack of matrices of one shape by the eigenvectors of their Gram matrices, without a look at a value.
+
+    ZZᵀ = QΛQᵀ,      σᵢ = ‖(QᵀZ)ᵢ‖,      SVT_τ(Z) = Q diag(1 − τ/σ)₊ QᵀZ
+
+The row lengths of QᵀZ keep the digits of small singular values that squaring has lost. A matrix that is not finite, or
+whose eigenvectors are not, does not disturb the others: `holds` is False for it.
+"""
+
+import torch
+from torch import Tensor
+
+from salaad.prox import effective_ranks
+from salaad.spectral.results import ROUNDING, StackResult
+
+
+def operations(n: int, m: int) -> tuple[float, float]:
+    """Operations for one matrix (n×m, n ≤ m): of the products, and of the eigensolver with vectors."""
+    return 6 * n * n * m, 9 * n**3
+
+
+@torch.no_grad()
+def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str = "nuclear") -> StackResult:
+    """Shrink the singular values of Z (b×n×m, n ≤ m) by `tau` (b); None is no threshold at all, and L is Z itself.
+
+    Raises:
+        torch.linalg.LinAlgError: no eigenvectors of a finite matrix were found.
+    """
+    A = Z @ Z.mT
+    finite = A.sum((-2, -1)).isfinite()
+    # A solver would refuse the whole stack for one matrix.
+    Q = torch.linalg.eigh(torch.where(finite[:, None, None], A, 0))[1]
+    projected = Q.mT @ Z
+    sigma = torch.linalg.vector_norm(projected, dim=-1)
+    shrunk = sigma if tau is None else (sigma - tau[:, None]).clamp_min(0)
+    if tau is not None:
+        tiny = torch.finfo(Z.dtype).tiny
+        L = Q @ projected.mul_((shrunk / sigma.clamp_min(tiny))[..., None])
+    else:
+        L = Z
+    shrunk = shrunk.sort(descending=True).values
+    return StackResult(
+        L=L,
+        sigma=shrunk,
+        rank=effective_ranks(shrunk, gamma, energy),
+        kept=torch.count_nonzero(shrunk, dim=-1),
+        bound=torch.full_like(shrunk[:, 0], ROUNDING * torch.finfo(Z.dtype).eps),
+        holds=finite & shrunk.sum(-1).isfinite(),
+        solver="gram",
+    )

@@ -1,0 +1,128 @@
+"""Thresholding a stack of matrices, by eigenvectors and by products alone, against full SVDs in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from salaad.prox import effective_rank
+from salaad.spectral import cost
+from salaad.spectral.products import product_stack, width_of
+from salaad.spectral.results import TOLERANCE, StackResult
+from salaad.spectral.stacks import gram_stack
+from tests.helpers.host_reads import HostReads
+
+SHAPES = ((40, 40), (40, 90))
+
+
+def stack(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5, least: float = 0.05) -> Tensor:
+    """Three matrices of singular values 3 … 1 for those to keep, and from `gap` down for the others."""
+    generator = torch.Generator().manual_seed(seed)
+    U, V = (torch.linalg.qr(torch.randn(3, size, n, generator=generator).double())[0] for size in (n, m))
+    sigma = torch.cat([torch.linspace(3, 1, kept), torch.linspace(gap, least, n - kept)]).double()
+    return ((U * sigma) @ V.mT).float()
+
+
+def reference(Z: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    U, s, Vh = torch.linalg.svd(Z.double(), full_matrices=False)
+    shrunk = (s - tau).clamp_min(0)
+    return (U * shrunk[..., None, :]) @ Vh, shrunk
+
+
+def errors(found: StackResult, Z: Tensor, tau: float) -> Tensor:
+    """Of L, relative to ‖Z‖_F."""
+    return (found.L.double() - reference(Z, tau)[0]).norm(dim=(1, 2)) / Z.double().norm(dim=(1, 2))
+
+
+def by(solver: str, Z: Tensor, tau: float, q: int = 32, **kinds) -> StackResult:
+    taus = torch.full((len(Z),), tau)
+    return product_stack(Z, taus, q, **kinds) if solver == "products" else gram_stack(Z, taus, **kinds)
+
+
+@pytest.mark.parametrize("energy", ["nuclear", "squared"])
+@pytest.mark.parametrize("tau", [0.1, 0.3, 0.8, 2.0, 5.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", ["gram", "products"])
+def test_a_stack_is_the_full_svd_of_each(solver, shape, tau, energy):
+    Z = stack(*shape)
+    found = by(solver, Z, tau, 40, energy=energy)
+    assert (found.solver, found.holds.tolist()) == (solver, [True] * 3)
+    assert (errors(found, Z, tau) < 1e-5).all()  # sixty products in float32, each rounding to 6e-8
+    _, sigma = reference(Z, tau)
+    assert found.kept.tolist() == torch.count_nonzero(sigma > 1e-6, dim=1).tolist()
+    expected = [effective_rank(values, 0.999, energy) for values in sigma]
+    # The cut is found to a thousandth of the largest singular value.
+    assert all(abs(rank - other) <= 1 for rank, other in zip(found.rank.tolist(), expected, strict=True))
+    if solver == "gram":
+        torch.testing.assert_close(found.sigma.double(), sigma, rtol=0, atol=2e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0.1, 1.5), st.integers(1, 20), st.floats(0.06, 0.99))
+def test_the_bound_of_the_products_holds_wherever_the_threshold_falls(seed, tau, kept, gap):
+    Z = stack(40, 60, kept, seed, gap)
+    found = by("products", Z, tau, 40)
+    assert (errors(found, Z, tau)[found.holds] <= found.bound[found.holds]).all()
+    assert (found.bound[found.holds] <= TOLERANCE).all()
+
+
+def test_a_singular_value_at_the_threshold_makes_no_error():
+    Z = stack(40, 60, gap=0.8)
+    tau = float(torch.linalg.svdvals(Z[0].double())[20])
+    found = by("products", Z, tau, 40)
+    assert found.holds.all() and (errors(found, Z, tau) <= found.bound).all()
+
+
+@pytest.mark.parametrize("solver", ["gram", "products"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_a_matrix_that_is_not_finite_does_not_disturb_its_neighbours(solver, value):
+    Z = stack(40, 60)
+    before = by(solver, Z, 0.8)
+    Z[1, 3, 4] = value
+    found = by(solver, Z, 0.8)
+    assert found.holds.tolist() == [True, False, True]
+    for place in (0, 2):
+        torch.testing.assert_close(found.L[place], before.L[place])
+
+
+def test_too_few_columns_and_too_small_a_threshold_show():
+    Z = stack(64, 64, kept=40, gap=0.2)
+    assert not by("products", Z, 0.5, 32).holds.any()
+    assert not by("products", Z, 0.002, 64).holds.any()
+
+
+@pytest.mark.parametrize("solver", ["gram", "products"])
+def test_zeros_stay_zeros(solver):
+    found = by(solver, torch.zeros(2, 12, 20), 0.1)
+    assert not found.L.any() and found.rank.tolist() == [0, 0]
+
+
+def test_no_threshold_returns_the_matrix_to_the_bit():
+    Z = stack(40, 60)
+    found = gram_stack(Z, None)
+    assert torch.equal(found.L, Z) and found.holds.all()
+    torch.testing.assert_close(found.sigma.double(), reference(Z, 0.0)[1], rtol=0, atol=2e-5)
+
+
+def test_no_solver_of_a_stack_looks_at_a_number():
+    Z, tau = stack(40, 60), torch.full((3,), 0.8)
+    for work, decompositions in ((lambda: gram_stack(Z, tau), 1), (lambda: product_stack(Z, tau, 32), 0)):
+        with HostReads() as reads:
+            work()
+        assert (reads.count, reads.uploads, reads.decompositions) == (0, 0, decompositions)
+
+
+def test_the_width_leaves_room_for_a_rank_that_grows():
+    assert [width_of(kept, 1024) for kept in (0, 10, 100, 400, 1000)] == [32, 32, 160, 608, 1024]
+
+
+def test_the_cheapest_solver_follows_the_rates():
+    h100 = cost.RATES["h100"]
+    assert cost.cheapest(1024, 2736, 1024, cost.RATES["cpu"]) == "ladder"
+    assert cost.cheapest(1024, 2736, 224, h100) == "products"
+    slow = cost.Rates(1e9, eigenvectors=0.3)
+    assert cost.cheapest(1024, 2736, 1024, slow) == "gram"
+    # By hand, in products of 1024×1024 matrices: 32 for the sign, 27 for the roots and 6 more, q columns beside them.
+    assert cost.seconds("products", 1024, 1024, 224, h100) > 65 * 2 * 1024**3 / (0.4 * 67e12)
+    assert cost.rates_of(torch.device("cpu")) is cost.RATES["cpu"]
