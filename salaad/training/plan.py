@@ -11,6 +11,7 @@ from salaad.methods.registry import method_of
 from salaad.model.build import outline, training_flops
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters
+from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
 
 
@@ -33,6 +34,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
         ("processes", str(ranks)),
         ("floating-point operations", f"{training_flops(model, length) * positions:.3g}"),
         *((f"memory per rank: {kind}", mebibytes(size)) for kind, size in memory.items()),
+        *saving_rows(plan_saving(config, model, ranks)),
         *method.plan(model, config, ranks),
     ]
     return markdown_table(("plan", "value"), rows)

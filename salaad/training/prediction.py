@@ -6,9 +6,10 @@ assumptions, the same for all devices. A prediction is good for comparing settin
     products        operations of the model over the peak of the precision, of which `REACHED` is reached
     activations     their bytes, written and read once forward and twice backward, over the memory's bandwidth
     optimizer       weights, gradients and moments, read and written
-    exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can
+    exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can;
+                    with train.shard the new weights too, which nothing hides
     ADMM            of the most loaded rank: two products and an eigensolver per block in float32, every K steps
-    evaluation, saving   by their periods
+    evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
 """
 
 from dataclasses import dataclass, replace
@@ -22,13 +23,13 @@ from salaad.methods.registry import method_of
 from salaad.methods.salaad import ownership
 from salaad.model.build import outline, training_flops
 from salaad.model.roles import find_blocks
-from salaad.training.plan import activation_bytes
+from salaad.training.plan import activation_bytes, memory_by_kind
+from salaad.training.saving import RATE, plan_saving
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 EIGH_REACHED = 0.03  # of the float32 peak, by an eigensolver
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
 BACKWARD = 2 / 3  # of the model's time, beside which gradients are exchanged
-DISK = 1e9  # bytes a second of a checkpoint
 PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
 
 
@@ -68,27 +69,27 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Device, ra
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
-    peak, memory = device.peaks[train.precision] * REACHED, method.memory(model, config, ranks)
+    peak, memory = device.peaks[train.precision] * REACHED, memory_by_kind(config, model, ranks)
     flops, rows = training_flops(model, length), train.batch / ranks
     again = 4 / 3 if train.gradient_checkpointing else 1  # the forward pass once more
     micro_batches = max(1.0, rows / train.micro_batch)
     launches = micro_batches * description.num_hidden_layers * KERNELS * LAUNCH
     products = max(flops * rows * length * again / peak, launches)
     activations = 3 * micro_batches * activation_bytes(config, description, ranks) / device.bandwidth
-    replicated = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
+    touched = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
     through = device.link if ranks <= PER_MACHINE else device.network
     exchange = 2 * (ranks - 1) / ranks * memory["gradients"] / through
+    sent = memory["weights"] / through if train.shard == "optimizer" and ranks > 1 else 0.0
     variants = 2 if config.method == "salaad" else 1
     evaluations = variants * train.eval_tokens * flops / 3 / (peak * ranks) / (train.eval_every or train.steps)
-    saved = replicated - memory["gradients"] + memory.get("ADMM", 0) * ranks
     return {
         "products": products,
         "activations": activations,
-        "optimizer": 2 * replicated / device.bandwidth,
-        "exchange": max(0.0, exchange - BACKWARD * (products + activations)),
+        "optimizer": 2 * touched / device.bandwidth,
+        "exchange": max(0.0, exchange - BACKWARD * (products + activations)) + sent,
         "ADMM": _admm(config.settings, model, device, ranks) if config.method == "salaad" else 0.0,
         "evaluation": evaluations,
-        "saving": saved / DISK / (train.save_every or train.steps),
+        "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }
 
 
@@ -126,7 +127,7 @@ def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> f
     """Bytes a rank needs, all kinds together."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
-    return sum(method.memory(model, config, ranks).values()) + activation_bytes(config, description, ranks)
+    return sum(memory_by_kind(config, model, ranks).values()) + activation_bytes(config, description, ranks)
 
 
 def unused_cores(config: RunConfig, description: PretrainedConfig, name: str) -> list[str]:

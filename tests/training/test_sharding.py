@@ -13,10 +13,12 @@ from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from salaad.methods.optimizer import build_optimizer, step_unless
+from salaad.methods.registry import method_of
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.model.build import describe_model, outline
 from salaad.training.optimizer_files import load_optimizer, save_optimizer, writers_of
 from salaad.training.plan import memory_by_kind
+from salaad.training.saving import plan_saving
 from salaad.training.sharding import largest_share, owners_of, parameters_of, shard
 from scripts.reliability.toy_run import ROOT, launch_command
 from tests.helpers.ranks import run_ranks
@@ -89,6 +91,20 @@ def test_two_processes_train_to_the_same_bits_with_half_the_state_each(trained, 
     state = last_checkpoint(sharded) / "state"
     sizes = [(state / f"optimizer-{rank:05d}-of-00002.pt").stat().st_size for rank in (0, 1)]
     assert max(sizes) < 0.65 * sum(sizes)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_each_process_writes_what_the_plan_says(trained, toy, shard):
+    config, _ = read_command_line(toy(**TOYS["coupled"], train__shard=shard))
+    model = outline(describe_model(config.model, 32))
+    planned = plan_saving(config, model, 2).most - method_of(config).memory(model, config, 2)["ADMM"]
+    loads = []
+    for rank in (0, 1):
+        path = last_checkpoint(trained / f"coupled-{shard}") / "state" / f"optimizer-{rank:05d}-of-00002.pt"
+        state = torch.load(path, weights_only=True)["state"]
+        loads.append(sum(value.nbytes for entry in state.values() for value in entry.values() if value.dim()))
+    loads[0] += sum(4 * p.numel() for p in model.parameters())
+    assert max(loads) == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize("before", ["none", "optimizer"])
