@@ -22,7 +22,7 @@ from salaad.training.saving import plan_saving
 from salaad.training.sharding import largest_share, owners_of, parameters_of, shard
 from scripts.reliability.toy_run import ROOT, launch_command
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import assert_same_records, last_checkpoint, run_training
+from tests.helpers.training import assert_same_records, last_checkpoint, moments, run_training
 
 # The methods of the toy runs: a penalty in the gradient, a pull beside it, and gradients that a hook sets.
 TOYS = {
@@ -45,9 +45,8 @@ def parts_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     if (checkpoint / "surrogate" / "index.json").exists():
         for block, state in read_surrogates(checkpoint / "surrogate").items():
             found |= {f"{block} {key}": value for key, value in state.items()}
-    for path in (checkpoint / "state").glob("optimizer*.pt"):
-        for index, entry in torch.load(path, weights_only=True)["state"].items():
-            found |= {f"{index} {key}": torch.as_tensor(value) for key, value in entry.items()}
+    for index, entry in moments(checkpoint).items():
+        found |= {f"{index} {key}": torch.as_tensor(value) for key, value in entry.items()}
     return found
 
 
