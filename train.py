@@ -40,6 +40,7 @@ from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
 from salaad.training.prediction import prediction_table
+from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
@@ -103,6 +104,9 @@ class Trainer:
             self.model.activation_checkpointing_enable()
         self.method = method_of(config)(self.model, config)
         self.optimizer, self.schedule = self.method.build_optimizer()
+        sharded = config.train.shard == "optimizer"
+        if sharded:
+            shard(self.optimizer)
         self.gradients = Gradients(self.model, config.optimizer.clip)
         if config.train.compile:
             self.model.base_model.compile()
@@ -121,7 +125,9 @@ class Trainer:
             stop=self.request,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
-        self.parts = TrainingParts(source, self.model, text.tokenizer, self.method, self.optimizer, self.schedule)
+        self.parts = TrainingParts(
+            source, self.model, text.tokenizer, self.method, self.optimizer, self.schedule, sharded
+        )
         if checkpoint:
             self.parts.restore(checkpoint, state)
         self.recorder = Recorder(

@@ -8,7 +8,7 @@ made of them) goes over one of its own that waits for hours, and says for whom.
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -26,7 +26,7 @@ from salaad.common.errors import NotSavedError, UserError
 T = TypeVar("T")
 PATIENCE = 6 * 3600  # seconds that ranks wait for one at a disk or a network
 TOLD_AFTER = 60.0  # seconds of waiting, again and again
-_BUCKET = 2**25  # bytes that are averaged at once
+_BUCKET = 2**25  # bytes that are averaged or sent at once
 _meetings = 0  # so far, the same on every rank
 
 
@@ -122,6 +122,12 @@ def broadcast(values: Tensor, owner: int) -> Tensor:
     if world_size() > 1:
         dist.broadcast(values, owner)
     return values
+
+
+def broadcast_all(values: Sequence[Tensor], owner: int) -> None:
+    """Fill all of `values` with the owner's, in place, on every rank; many at once."""
+    if world_size() > 1 and values:
+        dist._broadcast_coalesced(dist.group.WORLD, [value.detach() for value in values], _BUCKET, owner)
 
 
 def gather(value: Any) -> list[Any]:

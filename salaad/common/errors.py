@@ -4,7 +4,11 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
 
 from salaad.common.launcher import say_last
 
@@ -44,6 +48,26 @@ class NotSavedError(Exception):
 
 class Stopped(BaseException):
     """A stop was requested; a BaseException, so that no `except Exception` catches it."""
+
+
+@contextmanager
+def in_a_sentence(path: Path) -> Iterator[Path]:
+    """Turn whatever is wrong with a file of tensors into one sentence.
+
+    A pickle is read with `weights_only`, which builds tensors and plain values alone. What else it asks for, what is
+    missing in it and what does not fit the run end in too many kinds of errors to list them.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the sentence says what is wrong with the file
+            yield path
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        # torch's own message for a pickle with more in it explains how to load it all the same.
+        unsafe = isinstance(error, UnpicklingError)
+        why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -172,15 +172,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_checksums(folder: Path) -> None:
-    """List the SHA-256 of every file below `folder` in its checksums.json."""
-    files = sorted(_files_below(folder))
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """List the SHA-256 of every file below `folder` in its checksums.json.
+
+    Args:
+        folder: of the files.
+        known: name in the folder → SHA-256, of files that need not be read for it.
+    """
+    files, known = {str(path.relative_to(folder)): path for path in sorted(_files_below(folder))}, known or {}
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        digests = pool.map(_digest, files)
-        write_json(
-            {str(path.relative_to(folder)): digest for path, digest in zip(files, digests, strict=True)},
-            folder / CHECKSUMS,
-        )
+        digests = pool.map(lambda name: known.get(name) or _digest(files[name]), files)
+        write_json(dict(zip(files, digests, strict=True)), folder / CHECKSUMS)
 
 
 def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:

@@ -167,6 +167,8 @@ class TrainConfig:
         precision: fp32, tf32 (fp32 with TF32 products), bf16-mixed (fp32 weights) or bf16 (everything but the ADMM).
         compile: compile the Transformer with torch.compile.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
+        shard: optimizer lets every process keep the optimizer's moments of its share of the weights only, and send
+            those weights to the others after each step (ZeRO-1): the same numbers in less memory.
         log_every: steps between two lines of metrics.jsonl.
         eval_every: steps between two evaluations on validation text; 0 evaluates only at the end.
         eval_tokens: non-padding validation tokens an evaluation reads at the most.
@@ -183,6 +185,7 @@ class TrainConfig:
     precision: Literal["fp32", "tf32", "bf16-mixed", "bf16"] = "fp32"
     compile: bool = False
     gradient_checkpointing: bool = False
+    shard: Literal["none", "optimizer"] = "none"
     log_every: int = 10
     eval_every: int = 1000
     eval_tokens: int = 1_000_000

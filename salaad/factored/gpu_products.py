@@ -9,7 +9,6 @@ A graph can be captured after one call outside of it, which compiles the kernels
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from salaad.common import native
+from salaad.common.gpus import Gpu, gpu_called
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 8  # rows of x that a program multiplies at once
@@ -24,35 +24,7 @@ _MOST = 8  # rows of x that a program multiplies at once
 _LOOKUP = 4
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU reaches, by its data sheet.
-
-    Args:
-        dense: operations a second of a dense product in the dtype of the weights.
-        plain: operations a second in float32 outside of tensor cores.
-        bandwidth: of its memory, bytes a second.
-    """
-
-    dense: float
-    plain: float
-    bandwidth: float
-
-
-def rates_of(device_name: str, dtype: torch.dtype) -> Rates:
-    """The rates of a GPU by the name that its driver gives; one that is not known is taken for an A100."""
-    short, plain, bandwidth = next((rates for key, rates in _KNOWN.items() if key in device_name), _KNOWN["A100"])
-    return Rates(plain if dtype == torch.float32 else short, plain, bandwidth)
-
-
-_KNOWN = {  # 16-bit products, float32 products, bandwidth
-    "H100": (989e12, 67e12, 3.35e12),
-    "A100": (312e12, 19.5e12, 2.04e12),
-    "4090": (165e12, 82.6e12, 1.01e12),
-}
-
-
-def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, element: int, rates: Rates) -> float:
+def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, dtype: torch.dtype, gpu: Gpu) -> float:
     """From how many rows of x on making U·V + S (n×m) dense takes less time; infinity if it never does.
 
     Both ways are modelled as bytes over bandwidth plus operations over peak, of which they are taken to reach the same
@@ -62,14 +34,15 @@ def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, element: 
         shape: (n, m).
         rank: r of U·V.
         nnz: entries of S.
-        element: bytes of a number.
-        rates: of the device.
+        dtype: of the numbers.
+        gpu: its data sheet.
     """
     n, m = shape
+    element, dense, plain = dtype.itemsize, gpu.peak(dtype), gpu.peak(torch.float32)
     stored = element * (rank * (n + m) + nnz) + 2 * nnz
-    a_row_by_parts = stored / _MOST / rates.bandwidth + 2 * (rank * (n + m) + _LOOKUP * nnz) / rates.plain
-    a_row_dense = 2 * n * m / rates.dense
-    making = 2 * rank * n * m / rates.dense + (2 * element * n * m + (2 * element + 2) * nnz) / rates.bandwidth
+    a_row_by_parts = stored / _MOST / gpu.bandwidth + 2 * (rank * (n + m) + _LOOKUP * nnz) / plain
+    a_row_dense = 2 * n * m / dense
+    making = 2 * rank * n * m / dense + (2 * element * n * m + (2 * element + 2) * nnz) / gpu.bandwidth
     return making / (a_row_by_parts - a_row_dense) if a_row_by_parts > a_row_dense else float("inf")
 
 
@@ -86,8 +59,7 @@ class Products:
         self.device, self.kinds = U.device, (U.dtype, columns.dtype)
         self.addresses = tuple(tensor.data_ptr() for tensor in (V, U, starts, columns, values))
         name = torch.cuda.get_device_name(U.device) if U.is_cuda else ""
-        rates = rates_of(name, U.dtype)
-        self._fewest_for_dense = fewest_rows_for_dense(shape, self.rank, len(values), U.element_size(), rates)
+        self._fewest_for_dense = fewest_rows_for_dense(shape, self.rank, len(values), U.dtype, gpu_called(name))
 
     def takes(self, x: Tensor) -> bool:
         """Whether x has the device and, unless it holds row numbers, the dtype of the weights."""

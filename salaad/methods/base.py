@@ -21,13 +21,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from salaad.common import distributed
+from salaad.common.hashed_files import write_tensors
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
@@ -60,12 +61,15 @@ class Method:
         Settings: the dataclass of its settings.
         replaces_modules: `rebuild` changes the model, so `model/` of a checkpoint cannot restore it. The checkpoint
             then holds all weights once more, as they are trained.
+        reads_moments: `after_step` reads the optimizer's state of weights that another rank may keep, so `train.shard`
+            is refused. A hook of the optimizer's step may set gradients; it runs before others are dropped.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
         remedy: what to change in the configuration after the numbers have diverged.
     """
 
     Settings: ClassVar[type[MethodConfig]] = FullRankConfig
     replaces_modules: ClassVar[bool] = False
+    reads_moments: ClassVar[bool] = False
     progress: ClassVar[Mapping[str, str]] = {}
     remedy: ClassVar[str] = "a lower --optimizer.lr"
 
@@ -194,11 +198,16 @@ class Method:
         """Bytes that this rank keeps beside weights, gradients and the optimizer."""
         return sum(value.nbytes for value in self.tensors().values())
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's tensors into the folder of a checkpoint; collective before the first file is written."""
+    def save(self, folder: Path) -> Mapping[str, str] | None:
+        """Write this rank's tensors into the folder of a checkpoint; collective before the first file is written.
+
+        Returns:
+            Name in the folder → SHA-256, of files that are on the disk and were hashed while they were written.
+        """
         tensors = self.tensors()
-        if tensors and distributed.rank() == 0:
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / _TENSORS)
+        if not tensors or distributed.rank() != 0:
+            return {}
+        return {str(_TENSORS): write_tensors(tensors, folder / _TENSORS)}
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at any number of ranks."""

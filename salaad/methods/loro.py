@@ -89,6 +89,7 @@ class Loro(LowRankMethod):
 
     Settings = LoroConfig
     Layer = LoroLinear
+    reads_moments = True  # an exact step follows Adam's directions
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102

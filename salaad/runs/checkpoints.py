@@ -2,16 +2,21 @@
 
 checkpoints/step-0001000/model/       a standard Hugging Face folder with its tokenizer
 checkpoints/step-0001000/surrogate/   a safetensors shard per rank, and index.json: which block lies where
-checkpoints/step-0001000/state/       optimizer, schedule, random generators, data position, records; for methods whose
-                                      model/ is merged or factored, the weights as they are trained
+checkpoints/step-0001000/state/       the optimizer's state, a part per rank, random generators, data position,
+                                      records; for methods whose model/ is merged or factored, the weights as trained
 checkpoints/step-0001000/checksums.json   SHA-256 of every file above
 checkpoints/latest                    the name of the newest complete one
+
+A save may be killed at any moment, as a launcher does whose patience ends: until the folder has its name, `latest` and
+what it names are as they were, and the next save or start clears away what was left.
 """
 
 import os
 import re
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from typing import Any
 from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import (
+    CHECKSUMS,
     flush,
     is_file,
     names_below,
@@ -158,23 +164,26 @@ class Checkpoints:
             raise UserError(f"no checkpoint in {self.folder} is whole ({wrong[0]}), or give another --output")
         return None, []
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[Path], Mapping[str, str] | None]) -> Path:
         """Let every rank `write` into a hidden folder, then give it its name in one step; collective.
 
         Args:
             step: names it.
-            write: writes files; once it has written one it exchanges nothing with other ranks.
+            write: writes files; once it has written one it exchanges nothing with other ranks. It returns name in the
+                folder → SHA-256 of those that are on the disk and that nobody needs to read for their checksum.
 
         Raises:
             NotSavedError: on every rank, if any could not write. `latest` names what it did before.
         """
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
+        hashed: dict[str, str] = {}
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
-            distributed.together(lambda: write(partial))
-            written = set().union(*distributed.gather(names_below(partial)))
-            distributed.together(lambda: self._finish(partial, final, written), only=0)
+            distributed.together(lambda: hashed.update(write(partial) or {}))
+            names, digests = zip(*distributed.gather((names_below(partial), hashed)), strict=True)
+            written, known = set().union(*names), dict(ChainMap(*digests))
+            distributed.together(lambda: self._finish(partial, final, written, known), only=0)
         except NotSavedError:
             if distributed.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -206,11 +215,14 @@ class Checkpoints:
         for part in ("model", "surrogate", "state"):
             (partial / part).mkdir(parents=True)
 
-    def _finish(self, partial: Path, final: Path, written: set[str]) -> None:
+    def _finish(self, partial: Path, final: Path, written: set[str], known: Mapping[str, str]) -> None:
         if absent := unseen(partial, written, UNSEEN):
             raise UserError(f"{partial / min(absent)} was written on another machine and is not seen on the first one")
-        write_checksums(partial)
-        for path in (*partial.rglob("*"), partial):
+        with ThreadPoolExecutor(1) as pool:  # the other files are hashed from memory while the disk takes them
+            flushing = pool.submit(lambda: [flush(partial / name) for name in written - known.keys()])
+            write_checksums(partial, known)
+            flushing.result()
+        for path in (partial / CHECKSUMS, *(path for path in partial.rglob("*") if path.is_dir()), partial):
             flush(path)
         replaced = self.folder / f".replaced-{final.name}"
         if final.exists():  # by an earlier start of this run, which was resumed from before it

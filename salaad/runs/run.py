@@ -27,6 +27,7 @@ _FREE = (
     "train.micro_batch",
     "train.compile",
     "train.gradient_checkpointing",
+    "train.shard",
     "train.log_every",
     "train.eval_every",
     "train.eval_tokens",

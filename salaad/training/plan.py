@@ -1,7 +1,8 @@
 """What a run would do and read, without doing it: `train.py --dry-run`."""
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from salaad.common.errors import UserError
 from salaad.common.formats import markdown_table, mebibytes, megabytes, millions
 from salaad.config.run import DataConfig, RunConfig
 from salaad.data.text import open_text
@@ -10,6 +11,8 @@ from salaad.methods.registry import method_of
 from salaad.model.build import outline, training_flops
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters
+from salaad.training.saving import plan_saving, saving_rows
+from salaad.training.sharding import largest_share
 
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
@@ -18,7 +21,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
-    memory = method.memory(model, config, ranks) | {
+    memory = memory_by_kind(config, model, ranks) | {
         "activations (estimate)": activation_bytes(config, description, ranks)
     }
     rows = [
@@ -31,6 +34,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
         ("processes", str(ranks)),
         ("floating-point operations", f"{training_flops(model, length) * positions:.3g}"),
         *((f"memory per rank: {kind}", mebibytes(size)) for kind, size in memory.items()),
+        *saving_rows(plan_saving(config, model, ranks)),
         *method.plan(model, config, ranks),
     ]
     return markdown_table(("plan", "value"), rows)
@@ -53,11 +57,25 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
 
     Raises:
         UserError: a model with logits the loss does not know, or whatever the method cannot train, such as with an
-            optimizer that torch does not have.
+            optimizer that torch does not have, or one that is to be shared by the ranks where it reads all of it.
     """
-    model = outline(description)
+    model, method = outline(description), method_of(config)
     SummedLoss(model)
-    method_of(config).check(model, config)
+    method.check(model, config)
+    if config.train.shard == "optimizer" and method.reads_moments:
+        raise UserError(
+            f"train.shard is optimizer, but method {config.method} reads moments that another process would keep; "
+            "leave it out, or choose another method"
+        )
+
+
+def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, float]:
+    """Bytes of the rank that needs most, but for activations; `model` is the rebuilt one without numbers."""
+    memory = method_of(config).memory(model, config, ranks)
+    if config.train.shard == "optimizer":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        memory["optimizer state"] *= largest_share(trained, ranks)
+    return memory
 
 
 def sizes_in_words(description: PretrainedConfig) -> str:

@@ -6,97 +6,68 @@ assumptions, the same for all devices. A prediction is good for comparing settin
     products        operations of the model over the peak of the precision, of which `REACHED` is reached
     activations     their bytes, written and read once forward and twice backward, over the memory's bandwidth
     optimizer       weights, gradients and moments, read and written
-    exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can
+    exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can;
+                    with train.shard the new weights too, which nothing hides
     ADMM            of the most loaded rank every K steps, by the cheapest solver of `spectral.cost` at the target rank
-    evaluation, saving   by their periods
+    evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.formats import markdown_table
+from salaad.common.gpus import GPUS, Gpu
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
 from salaad.methods.salaad import ownership
 from salaad.model.build import outline, training_flops
 from salaad.model.roles import find_blocks
-from salaad.spectral.cost import RATES, Rates, cheapest, seconds
+from salaad.spectral.cost import cheapest, seconds
 from salaad.spectral.products import width_of
-from salaad.training.plan import activation_bytes
+from salaad.training.plan import activation_bytes, memory_by_kind
+from salaad.training.saving import RATE, plan_saving
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
 BACKWARD = 2 / 3  # of the model's time, beside which gradients are exchanged
-DISK = 1e9  # bytes a second of a checkpoint
 PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
 
 
-@dataclass(frozen=True)
-class Device:
-    """A GPU by its data sheet.
-
-    Args:
-        peaks: precision → dense operations a second.
-        bandwidth: of its memory, bytes a second.
-        memory: bytes.
-        link: to its neighbours in a machine, bytes a second in one direction.
-        network: its share of the network between machines, bytes a second.
-        rates: of the ADMM, in float32.
-    """
-
-    peaks: dict[str, float]
-    bandwidth: float
-    memory: float
-    link: float
-    network: float
-    rates: Rates
-
-
-def _device(name: str, tf32: float, bf16: float, **others: float) -> Device:
-    rates = RATES[name]
-    return Device({"fp32": rates.peak, "tf32": tf32, "bf16-mixed": bf16, "bf16": bf16}, rates=rates, **others)
-
-
-DEVICES = {
-    "h100": _device("h100", 495e12, 989e12, bandwidth=3.35e12, memory=80e9, link=450e9, network=50e9),
-    "a100": _device("a100", 156e12, 312e12, bandwidth=2.04e12, memory=80e9, link=300e9, network=25e9),
-    "4090": _device("4090", 82.6e12, 165e12, bandwidth=1.01e12, memory=24e9, link=32e9, network=12.5e9),
-}
 Parts = dict[str, float]  # part of a step → its seconds
 
 
-def predict(config: RunConfig, description: PretrainedConfig, device: Device, ranks: int) -> Parts:
+def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
     """Seconds of an average step by part; `exchange` is what the backward pass does not hide."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
-    peak, memory = device.peaks[train.precision] * REACHED, method.memory(model, config, ranks)
+    peak, memory = device.peaks[train.precision] * REACHED, memory_by_kind(config, model, ranks)
     flops, rows = training_flops(model, length), train.batch / ranks
     again = 4 / 3 if train.gradient_checkpointing else 1  # the forward pass once more
     micro_batches = max(1.0, rows / train.micro_batch)
     launches = micro_batches * description.num_hidden_layers * KERNELS * LAUNCH
     products = max(flops * rows * length * again / peak, launches)
     activations = 3 * micro_batches * activation_bytes(config, description, ranks) / device.bandwidth
-    replicated = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
+    touched = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
     through = device.link if ranks <= PER_MACHINE else device.network
     exchange = 2 * (ranks - 1) / ranks * memory["gradients"] / through
+    sent = memory["weights"] / through if train.shard == "optimizer" and ranks > 1 else 0.0
     variants = 2 if config.method == "salaad" else 1
     evaluations = variants * train.eval_tokens * flops / 3 / (peak * ranks) / (train.eval_every or train.steps)
-    saved = replicated - memory["gradients"] + memory.get("ADMM", 0) * ranks
     return {
         "products": products,
         "activations": activations,
-        "optimizer": 2 * replicated / device.bandwidth,
-        "exchange": max(0.0, exchange - BACKWARD * (products + activations)),
+        "optimizer": 2 * touched / device.bandwidth,
+        "exchange": max(0.0, exchange - BACKWARD * (products + activations)) + sent,
         "ADMM": _admm(config.settings, model, device, ranks) if config.method == "salaad" else 0.0,
         "evaluation": evaluations,
-        "saving": saved / DISK / (train.save_every or train.steps),
+        "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }
 
 
-def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Device, ranks: int) -> float:
+def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Gpu, ranks: int) -> float:
     """Seconds a step of the rank that has most to update."""
     blocks = find_blocks(model, settings)
     owners = ownership.owners_of(blocks, ranks, settings.owners)
@@ -111,7 +82,7 @@ def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Device, ranks:
 
 def prediction_table(config: RunConfig, description: PretrainedConfig, name: str) -> str:
     """Milliseconds of a step by part, tokens a day, hours and memory on several numbers of a device, as Markdown."""
-    device, train = DEVICES[name], config.train
+    device, train = GPUS[name], config.train
     counts = [count for count in COUNTS if train.batch % count == 0]
     found = [predict(config, description, device, count) for count in counts]
     rows = [(f"{part}, ms a step", *(f"{1000 * parts[part]:.1f}" for parts in found)) for part in found[0]]
@@ -131,12 +102,12 @@ def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> f
     """Bytes a rank needs, all kinds together."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
-    return sum(method.memory(model, config, ranks).values()) + activation_bytes(config, description, ranks)
+    return sum(memory_by_kind(config, model, ranks).values()) + activation_bytes(config, description, ranks)
 
 
 def unused_cores(config: RunConfig, description: PretrainedConfig, name: str) -> list[str]:
     """What another precision would take, where this one leaves most of a device unused."""
-    device, train = DEVICES[name], config.train
+    device, train = GPUS[name], config.train
     if train.precision != "fp32" or device.peaks["bf16-mixed"] < 1.5 * device.peaks["fp32"]:
         return []
     mixed = replace(config, train=replace(train, precision="bf16-mixed"))

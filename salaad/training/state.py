@@ -1,11 +1,9 @@
 """The parts of a run that a checkpoint holds beside `RunState`: model, optimizer, method, random generators."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import ChainMap
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,17 +13,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad.common import distributed
-from salaad.common.errors import UserError
+from salaad.common.errors import UserError, in_a_sentence
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
 from salaad.methods.low_rank_layers import projections
-from salaad.methods.optimizer import load_optimizer_state, place_schedule
+from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
 from salaad.model.folders import carry_over
-from salaad.model.second_moments import save_second_moments, second_moments
+from salaad.model.second_moments import Moments, save_second_moments, second_moments
 from salaad.runs.checkpoints import TRAINED, RunState
 from salaad.runs.records import Recorder
+from salaad.training.optimizer_files import load_optimizer, save_optimizer
 
 
 def model_to_train(
@@ -60,7 +59,7 @@ def model_to_train(
         for module in model.modules():
             if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
                 module.to_empty(device="cpu", recurse=False)
-        with _in_a_sentence(checkpoint / TRAINED) as path:
+        with in_a_sentence(checkpoint / TRAINED) as path:
             load_model(model, path)
     return model
 
@@ -76,6 +75,7 @@ class TrainingParts:
         method: its tensors go into `surrogate/` or `state/`.
         optimizer: its moments go into `state/`.
         schedule: placed by the step.
+        sharded: whether each rank keeps the moments of some weights only.
     """
 
     source: NewModel | ModelFolder
@@ -84,17 +84,26 @@ class TrainingParts:
     method: Method
     optimizer: Optimizer
     schedule: LambdaLR
+    sharded: bool = False
 
-    def write(self, folder: Path, state: RunState, recorder: Recorder) -> None:
-        """This rank's part of a checkpoint, and the records' lines up to it.
+    def write(self, folder: Path, state: RunState, recorder: Recorder) -> dict[str, str]:
+        """This rank's part of a checkpoint, and the records' lines up to it; collective before the first file.
 
         Args:
             folder: the checkpoint's.
             state: the step, the data position and what else JSON can say.
             recorder: its lines are on the disk before the checkpoint is.
+
+        Returns:
+            Name in the folder → SHA-256, of files that were hashed while they were written.
         """
-        self.method.save(folder)
+        moments = {} if self.method.replaces_modules else self._second_moments()
+        hashed = dict(self.method.save(folder) or {})
         torch.save(_random_state(), folder / "state" / _random_file())
+        copies = 2 if self.method.replaces_modules else 1
+        beside = copies * sum(p.nbytes for p in self.model.parameters())
+        saved = save_optimizer(self.optimizer, folder / "state", self.sharded, beside)
+        hashed |= {f"state/{name}": digest for name, digest in saved.items()}
         if distributed.rank() == 0:
             self._export(folder / "model", recorder)
             if self.method.replaces_modules:
@@ -102,12 +111,16 @@ class TrainingParts:
             self.tokenizer.save_pretrained(folder / "model")
             if isinstance(self.source, ModelFolder):
                 carry_over(self.source.path, folder / "model")
-            torch.save(self.optimizer.state_dict(), folder / "state" / "optimizer.pt")
-            if not self.method.replaces_modules:
-                moments = second_moments(self.model, self.optimizer)
-                save_second_moments(moments, folder / "state")
+            save_second_moments(moments, folder / "state")
             state.write(folder)
             recorder.secure()
+        return hashed
+
+    def _second_moments(self) -> Moments:
+        """Those of all matrices, whichever rank keeps them; collective where each keeps some."""
+        if not self.sharded:
+            return second_moments(self.model, self.optimizer) if distributed.rank() == 0 else {}
+        return dict(ChainMap(*distributed.gather(second_moments(self.model, self.optimizer))))
 
     def _export(self, folder: Path, recorder: Recorder) -> None:
         try:
@@ -121,36 +134,15 @@ class TrainingParts:
     def restore(self, checkpoint: Path, state: RunState) -> None:
         """Take over what `write` wrote, at any world size. The model has its weights from `model_to_train` already."""
         self.method.load_state_dict(state.method)
-        with _in_a_sentence(checkpoint):
+        with in_a_sentence(checkpoint):
             self.method.load(checkpoint)
-        with _in_a_sentence(checkpoint / "state" / "optimizer.pt") as path:
-            load_optimizer_state(self.optimizer, torch.load(path, map_location="cpu", weights_only=True))
+        load_optimizer(self.optimizer, checkpoint / "state", self.sharded)
         # The step alone places the schedule, so that a new folder may go on with another peak.
         place_schedule(self.schedule, state.step)
         random = checkpoint / "state" / _random_file()
         if random.exists():  # a rank that the earlier world did not have goes on with its own
-            with _in_a_sentence(random):
+            with in_a_sentence(random):
                 _restore_random_state(torch.load(random, weights_only=True))
-
-
-@contextmanager
-def _in_a_sentence(path: Path) -> Iterator[Path]:
-    """Turn whatever is wrong with a file of tensors into one sentence.
-
-    A pickle is read with `weights_only`, which builds tensors and plain values alone. What else it asks for, what is
-    missing in it and what does not fit the run end in too many kinds of errors to list them.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the sentence says what is wrong with the file
-            yield path
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        # torch's own message for a pickle with more in it explains how to load it all the same.
-        unsafe = isinstance(error, UnpicklingError)
-        why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
 
 
 def _random_file() -> str:

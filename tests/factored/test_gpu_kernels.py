@@ -2,14 +2,16 @@
 
 import copy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from salaad.common import native
+from salaad.common.gpus import GPUS, gpu_called
 from salaad.factored import gpu_products
-from salaad.factored.gpu_products import Rates, fewest_rows_for_dense, rates_of
+from salaad.factored.gpu_products import fewest_rows_for_dense
 from salaad.factored.layers import SlrLinear
 from salaad.factored.siblings import join_siblings
 from tests.helpers.interpreted import needs_triton, passes_interpreted
@@ -89,17 +91,17 @@ def test_columns_of_16_bits_are_good_for_everything_that_torch_does():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "other"])
 def test_the_dense_weight_is_made_from_the_row_on_where_the_modelled_times_cross(name, dtype):
-    rates, (n, m), rank, nnz, element = rates_of(name, dtype), (2048, 5461), 300, 500_000, dtype.itemsize
-    fewest = fewest_rows_for_dense((n, m), rank, nnz, element, rates)
+    gpu, (n, m), rank, nnz, element = gpu_called(name), (2048, 5461), 300, 500_000, dtype.itemsize
+    fewest, dense, plain = fewest_rows_for_dense((n, m), rank, nnz, dtype, gpu), gpu.peak(dtype), gpu.peaks["fp32"]
 
     def by_parts(rows: float) -> float:
         read = (rank * (n + m) + nnz) * element + 2 * nnz
         work = rank * (n + m) + gpu_products._LOOKUP * nnz
-        return rows / gpu_products._MOST * read / rates.bandwidth + 2 * rows * work / rates.plain
+        return rows / gpu_products._MOST * read / gpu.bandwidth + 2 * rows * work / plain
 
     def by_dense(rows: float) -> float:
         moved = 2 * n * m * element + nnz * (2 * element + 2)
-        return 2 * rank * n * m / rates.dense + moved / rates.bandwidth + 2 * rows * n * m / rates.dense
+        return 2 * rank * n * m / dense + moved / gpu.bandwidth + 2 * rows * n * m / dense
 
     assert by_parts(fewest) == pytest.approx(by_dense(fewest))
     assert by_parts(fewest / 2) < by_dense(fewest / 2) and by_parts(2 * fewest) > by_dense(2 * fewest)
@@ -107,8 +109,8 @@ def test_the_dense_weight_is_made_from_the_row_on_where_the_modelled_times_cross
 
 
 def test_a_weight_that_is_small_in_parts_is_never_made_dense():
-    slow = Rates(dense=1e12, plain=1e12, bandwidth=1e13)
-    assert fewest_rows_for_dense((1000, 1000), 10, 1000, 4, slow) == float("inf")
+    slow = replace(GPUS["a100"], peaks=dict.fromkeys(GPUS["a100"].peaks, 1e12), bandwidth=1e13)
+    assert fewest_rows_for_dense((1000, 1000), 10, 1000, torch.float32, slow) == float("inf")
 
 
 def test_a_copy_of_grouped_layers_is_a_group_of_its_own():

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
@@ -69,6 +70,12 @@ def assert_same_records(first: Path, second: Path) -> None:
 def last_checkpoint(folder: Path) -> Path:
     """The checkpoint that `latest` names."""
     return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+
+
+def moments(checkpoint: Path) -> dict[int, dict]:
+    """Index of a parameter → what the optimizer keeps of it, whichever ranks wrote it."""
+    files = (checkpoint / "state").glob("optimizer*.pt")
+    return {i: entry for file in files for i, entry in torch.load(file, weights_only=True)["state"].items()}
 
 
 def weights(folder: Path) -> dict:

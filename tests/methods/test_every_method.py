@@ -25,7 +25,7 @@ from salaad.model.parameters import count_parameters
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments
 from tests.helpers.host_reads import HostReads
 from tests.helpers.tiny_llama import IDS, config_of, llama
-from tests.helpers.training import last_checkpoint, lines, run_training
+from tests.helpers.training import last_checkpoint, lines, moments, run_training
 
 # Of the two others the tests of the trainer itself take care.
 METHODS = tuple(name for name in SETTINGS if name not in ("full_rank", "salaad"))
@@ -117,8 +117,7 @@ def test_the_plan_counts_memory_by_kind(toy, tmp_path, capsys, method):
 def state_of(folder) -> dict:
     """Weights as they are trained, the optimizer's moments and the method's own tensors."""
     checkpoint = last_checkpoint(folder)
-    moments = torch.load(checkpoint / "state" / "optimizer.pt", weights_only=True)["state"]
-    found = {f"{index} {key}": value for index, entry in moments.items() for key, value in entry.items()}
+    found = {f"{index} {key}": value for index, entry in moments(checkpoint).items() for key, value in entry.items()}
     weights = checkpoint / "state" / "weights.safetensors"
     found |= load_file(weights if weights.exists() else checkpoint / "model" / "model.safetensors")
     own = checkpoint / "state" / "method.safetensors"

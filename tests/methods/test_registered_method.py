@@ -16,7 +16,7 @@ from salaad.common.errors import UserError
 from salaad.methods.full_rank import FullRank
 from salaad.methods.registry import register
 from tests.helpers.deploying import ok, refused, rows_of
-from tests.helpers.training import ROOT, last_checkpoint, lines, run_training
+from tests.helpers.training import ROOT, last_checkpoint, lines, moments, run_training
 from tests.helpers.two_factors import TwoFactors
 
 RANK, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 4, 32, 48, 2, 512
@@ -41,8 +41,7 @@ def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
     """Everything but the export: weights as they are trained, the method's tensor, the optimizer's moments."""
     state = last_checkpoint(folder) / "state"
-    moments = torch.load(state / "optimizer.pt", weights_only=True)["state"]
-    buffers = {f"momentum {index}": entry["momentum_buffer"] for index, entry in moments.items()}
+    buffers = {f"momentum {index}": entry["momentum_buffer"] for index, entry in moments(state.parent).items()}
     return {**load_file(state / "weights.safetensors"), **load_file(state / "method.safetensors"), **buffers}
 
 

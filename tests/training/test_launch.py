@@ -1,4 +1,4 @@
-"""The launch configurations as accelerate itself reads them, and processes that were meant for GPUs."""
+"""The launch configurations as accelerate itself reads them, processes meant for GPUs, and the gradients' buckets."""
 
 import os
 import re
@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from torch._dynamo.testing import CompileCounter
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
-from salaad.training.launch import require_devices
+from salaad.config.command_line import read_command_line
+from salaad.model.build import describe_model, outline
+from salaad.training.launch import compiled_bucket, require_devices
+from tests.helpers.ranks import run_ranks
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
 NUMBERS = {"two": 2, "four": 4, "eight": 8}
@@ -81,3 +87,37 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
     )
     assert done.returncode != 0 and "2 processes were launched on this machine" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# ---- buckets of gradients beside a compiled backward
+
+
+@pytest.mark.parametrize(("size", "megabytes"), [("60m", 25), ("350m", 48), ("1b", 191)])
+def test_a_bucket_holds_a_layer(size, megabytes):
+    config, _ = read_command_line(["--config", size])
+    model = outline(describe_model(config.model, 256))
+    assert compiled_bucket(model, []) == megabytes  # 12 MiB, 48.06 and 191.98 a layer; torch's own is 25
+    apart = [p for p in model.parameters() if p.ndim > 1]  # as in pure bf16, where others average the blocks
+    assert compiled_bucket(model, apart) == 25
+
+
+LAYERS = 3
+
+
+def graphs(megabytes: int | None) -> int:
+    """Into how many graphs a compiled model is cut that is wrapped with buckets of this size; None is a layer's."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2736, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=LAYERS, use_cache=False))
+    counter = CompileCounter()
+    model.model.compile(backend=counter)
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=megabytes or compiled_bucket(model, []), gradient_as_bucket_view=True
+    )
+    wrapped(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    return counter.frame_count
+
+
+def test_a_compiled_model_is_cut_once_a_layer_for_its_gradients(tmp_path):
+    # The last part of the last layer is apart: its gradients come first, and torch begins with a bucket of 1 MiB.
+    assert run_ranks(graphs, 2, tmp_path, None) == [LAYERS + 1] * 2
+    assert run_ranks(graphs, 2, tmp_path, 25)[0] > LAYERS + 2

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from salaad.common.errors import UserError
+from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model
-from salaad.training.prediction import DEVICES, Device, predict, prediction_table
+from salaad.training.prediction import predict, prediction_table
 
 
 def setup(*words: str):
@@ -17,7 +18,7 @@ def setup(*words: str):
 
 def test_a_step_by_hand():
     config, description = setup()
-    parts = predict(config, description, DEVICES["h100"], 8)
+    parts = predict(config, description, GPUS["h100"], 8)
     parameters, tokens = 367.97e6, 512 * 256 / 8
     flops = (6 * parameters + 12 * 24 * 1024 * 256) * tokens
     assert parts["products"] == pytest.approx(flops / (0.4 * 67e12), rel=1e-3)
@@ -32,7 +33,7 @@ def test_a_step_by_hand():
 
 def test_more_gpus_share_the_products_and_exchange_more():
     config, description = setup("--train.precision=bf16-mixed")
-    slow = replace(DEVICES["4090"], network=1e8)
+    slow = replace(GPUS["4090"], network=1e8)
     one, many = (predict(config, description, slow, ranks) for ranks in (1, 128))
     assert many["products"] == pytest.approx(one["products"] / 128) and one["exchange"] == 0
     sent = 2 * 127 / 128 * 4 * 367.97e6 / 1e8
@@ -42,14 +43,14 @@ def test_more_gpus_share_the_products_and_exchange_more():
 def test_a_tiny_model_waits_for_its_launches():
     config, _ = read_command_line(["--config", "nano"])
     description = describe_model(config.model, 256)
-    found = predict(config, description, DEVICES["h100"], 1)
+    found = predict(config, description, GPUS["h100"], 1)
     assert found["products"] == pytest.approx(4 * 60 * 5e-6)  # layers, kernels, seconds
 
 
 def test_other_methods_have_no_admm_and_half_the_evaluation():
     config, description = setup()
     plain, _ = setup("--method=full_rank")
-    mine, other = (predict(one, description, DEVICES["a100"], 8) for one in (config, plain))
+    mine, other = (predict(one, description, GPUS["a100"], 8) for one in (config, plain))
     assert other["ADMM"] == 0 and other["evaluation"] == pytest.approx(mine["evaluation"] / 2)
 
 
@@ -70,5 +71,5 @@ def test_a_device_only_predicts():
 
 
 def test_every_device_has_all_precisions():
-    assert all(set(device.peaks) == {"fp32", "tf32", "bf16-mixed", "bf16"} for device in DEVICES.values())
-    assert all(isinstance(device, Device) for device in DEVICES.values())
+    assert all(set(device.peaks) == {"fp32", "tf32", "bf16-mixed", "bf16"} for device in GPUS.values())
+    assert all(isinstance(device, Gpu) for device in GPUS.values())

@@ -109,8 +109,8 @@ class SalaadMethod(Method):
     def state_bytes(self) -> int:  # noqa: D102
         return sum(value.nbytes for s in self.salaad.surrogates.values() for value in s.state_dict().values())
 
-    def save(self, folder: Path) -> None:  # noqa: D102
-        self.salaad.write(folder / "surrogate")
+    def save(self, folder: Path) -> dict[str, str]:  # noqa: D102
+        return {f"surrogate/{name}": digest for name, digest in self.salaad.write(folder / "surrogate").items()}
 
     def load(self, folder: Path) -> None:  # noqa: D102
         load_surrogates(self.salaad.surrogates, folder / "surrogate")

@@ -319,10 +319,14 @@ class Salaad:
         """
         storage.save_folder(Path(folder), (self.model, tokenizer), self.write_all)
 
-    def write(self, folder: Path) -> None:
-        """Write all that `load` reads beside the model's weights, into a folder that is there; collective."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write all that `load` reads beside the model's weights, into a folder that is there; collective.
+
+        Returns:
+            Name → SHA-256 of this rank's large file.
+        """
         norms = {name: storage.norm_of(X) for name, X in self.weights.items()}
-        storage.save_surrogates(
+        return storage.save_surrogates(
             self.surrogates, folder, {"settings": asdict(self.config), **self.counts(), "norms": norms}
         )
 

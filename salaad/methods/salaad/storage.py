@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import inside, read_object, require_new, write_checksums, write_json
+from salaad.common.hashed_files import write_tensors
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import Surrogate, target_of
 from salaad.model.weight_headers import FLOATS, is_count
@@ -21,17 +21,22 @@ from salaad.model.weight_headers import FLOATS, is_count
 FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
 
 
-def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path, about: Mapping[str, Any] | None = None) -> None:
+def save_surrogates(
+    surrogates: Mapping[str, Surrogate], folder: Path, about: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; collective.
 
     Args:
         surrogates: block → its state, of the blocks that this rank owns.
         folder: one that is there.
         about: what else the index is to say, the same on every rank.
+
+    Returns:
+        Name → SHA-256 of the shard.
     """
     shard = f"shard-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
     tensors = {
-        f"{name}/{key}": value.detach().cpu().contiguous()
+        f"{name}/{key}": value
         for name, surrogate in surrogates.items()
         for key, value in surrogate.state_dict().items()
     }
@@ -40,10 +45,9 @@ def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path, about: Ma
         for name, s in surrogates.items()
     }
     index = {name: entry for part in distributed.gather(entries) for name, entry in part.items()}
-    if tensors:
-        save_file(tensors, folder / shard)
     if distributed.rank() == 0 and index:
         write_json({"format": FORMAT, **(about or {}), "blocks": index}, folder / "index.json")
+    return {shard: write_tensors(tensors, folder / shard)} if tensors else {}
 
 
 def save_folder(folder: Path, parts: Iterable[Any], write: Callable[[Path], None]) -> None:

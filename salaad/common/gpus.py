@@ -1,0 +1,49 @@
+"""What GPUs do by their data sheets: one table for predictions, for the choice of kernels and of solvers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from salaad.spectral.cost import RATES, Rates
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet.
+
+    Args:
+        peaks: precision of training → dense operations a second.
+        bandwidth: of its memory, bytes a second.
+        memory: bytes.
+        link: to its neighbours in a machine, bytes a second in one direction.
+        network: its share of the network between machines, bytes a second.
+        rates: of the ADMM, in float32.
+    """
+
+    peaks: dict[str, float]
+    bandwidth: float
+    memory: float
+    link: float
+    network: float
+    rates: Rates
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations a second of products in `dtype`; float32 outside of tensor cores."""
+        return self.peaks["fp32" if dtype == torch.float32 else "bf16"]
+
+
+def _gpu(name: str, tf32: float, bf16: float, **others: float) -> Gpu:
+    rates = RATES[name]
+    return Gpu({"fp32": rates.peak, "tf32": tf32, "bf16-mixed": bf16, "bf16": bf16}, rates=rates, **others)
+
+
+GPUS = {
+    "h100": _gpu("h100", 495e12, 989e12, bandwidth=3.35e12, memory=80e9, link=450e9, network=50e9),
+    "a100": _gpu("a100", 156e12, 312e12, bandwidth=2.04e12, memory=80e9, link=300e9, network=25e9),
+    "4090": _gpu("4090", 82.6e12, 165e12, bandwidth=1.01e12, memory=24e9, link=32e9, network=12.5e9),
+}
+
+
+def gpu_called(name: str) -> Gpu:
+    """The GPU by the name that its driver gives; one that is not known is taken for an A100."""
+    return next((gpu for known, gpu in GPUS.items() if known in name.lower()), GPUS["a100"])

@@ -1,0 +1,58 @@
+"""A launcher whose patience ends in the middle of a save leaves the checkpoint before, from which the run goes on."""
+
+import subprocess
+import time
+
+from torch.distributed.launcher.api import LaunchConfig
+
+from salaad.common.files import verify
+from salaad.runs.checkpoints import Checkpoints
+from scripts.reliability.toy_run import ROOT, launch_command
+from tests.helpers.training import assert_same_records, last_checkpoint, launch, lines
+
+
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp_path):
+    arguments = toy(train__save_every=4, train__keep_last=1)
+    command, environment = launch_command(arguments, tmp_path / "run", processes=2)
+    place = command.index("train.py")
+    command[place : place + 1] = ["tests/helpers/train_until_killed.py", "8"]
+    environment |= {"PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    state = tmp_path / "run" / "checkpoints" / ".partial-step-0000008" / "state"
+    try:
+        until = time.monotonic() + 200
+        while (
+            process.poll() is None
+            and time.monotonic() < until
+            and not all((state / file).is_file() for file in files_of_two())
+        ):
+            time.sleep(0.05)
+        process.terminate()  # the launcher, which gives its processes a second
+        err = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert state.is_dir(), err[-2000:]  # killed in the middle
+    folder = tmp_path / "run" / "checkpoints"
+    assert last_checkpoint(tmp_path / "run").name == "step-0000004"
+    assert Checkpoints(folder).newest_whole() == (folder / "step-0000004", [])
+    verify(folder / "step-0000004", alone=True)
+
+    for output in ("run", "whole"):
+        done = launch(arguments, tmp_path / output, processes=2)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert len(lines(tmp_path / "run")) == 12
+    assert_same_records(tmp_path / "run", tmp_path / "whole")
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-0000012"]
+
+
+def files_of_two() -> list[str]:
+    return [f"optimizer-{rank:05d}-of-00002.pt" for rank in (0, 1)]
+
+
+def test_the_launcher_waits_as_long_as_it_is_told(monkeypatch):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 270
+    for path in ("accelerate/gpu8.yaml", "accelerate/nodes4.yaml", "slurm/train.sbatch"):
+        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270" in (ROOT / "configs" / path).read_text()
