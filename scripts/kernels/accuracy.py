@@ -59,14 +59,15 @@ def product_errors(n: int, m: int, rank: int, nnz: int, rows: int, dtype: torch.
 def admm_errors(dtype: torch.dtype) -> dict[str, float]:
     """Of T and the statistics of an update, and of the penalty, in float32 or with X and the gradient in `dtype`."""
     X, L, R = torch.randn(3, 37, 61).to(dtype), torch.randn(3, 37, 61), torch.randn(3, 37, 61)
-    thresholds = torch.tensor([[1, 0.5, 0.3], [0, 0.2, 0.1], [0.1, 0, 0]])
-    exact_T, exact = passes.divide_in_torch(X.double(), L.double(), R.double(), thresholds.double())
-    T, statistics = admm.divide(X, L, R.clone(), thresholds)
+    tau = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
+    exact_tau = passes.Thresholds(*(each.double() for each in tau))
+    exact = passes.divide_in_torch(X.double(), L.double(), R.double(), exact_tau, thresholded=True)
+    found = admm.divide(X, L, R, tau)
     gradient = torch.randn(37, 61).to(dtype)
-    expected = gradient.double() + 0.01 * (X[0].double() - T[0].double())
-    admm.add_penalty(gradient, X[0], T[0], 0.01, seed=3)
-    sums = [distance(mine, theirs) for mine, theirs in zip(statistics.T, exact.T, strict=True)]
-    return {"divide_kernel": max(distance(T, exact_T), *sums), "penalty_kernel": distance(gradient, expected)}
+    expected = gradient.double() + 0.01 * (X[0].double() - found.T[0].double())
+    admm.add_penalty(gradient, X[0], found.T[0], 0.01, seed=3)
+    error = max(distance(mine, theirs.double()) for mine, theirs in zip(found, exact, strict=True))
+    return {"divide_kernel": error, "penalty_kernel": distance(gradient, expected)}
 
 
 def loss_error(dtype: torch.dtype) -> float:

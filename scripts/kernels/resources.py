@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
         S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": "*i16", "values": pointer}
         yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, "chosen")
         yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, "all")
-        block = dict.fromkeys(("L", "R", "T", "thresholds", "partial"), "*fp32")
+        block = dict.fromkeys(("L", "old_R", "R", "T", "thresholds", "partial"), "*fp32")
         yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
         gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
         rounded = {"ROUNDED": dtype == "bfloat16", "BLOCK": 2048}

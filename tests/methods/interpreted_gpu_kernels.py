@@ -5,7 +5,9 @@ import torch
 
 from salaad.methods.salaad import gpu_kernels, passes
 
-THRESHOLDS = torch.tensor([[1, 0.5, 0.3], [0, 0.2, 0.1], [0.1, 0, 0]])
+# Of three blocks; τ_L of a stack is above 0 for all or for none.
+HIGH = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
+ZERO = HIGH._replace(tau_L=torch.zeros(3))
 
 
 def matrices(dtype: torch.dtype, *shape: int):
@@ -28,21 +30,22 @@ def used(monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (37, 61)])
 def test_an_update_is_that_of_torch_to_the_bit(dtype, shape, used):
     X, L, R = matrices(dtype, *shape)
-    mine, theirs = R.clone(), R.clone()
-    T, statistics = passes.divide(X, L, mine, THRESHOLDS)
-    expected, sums = passes.divide_in_torch(X, L, theirs, THRESHOLDS)
-    assert used == ["divide"]
-    assert torch.equal(mine, theirs) and torch.equal(T, expected)
-    assert torch.equal(statistics[:, 0], sums[:, 0])
-    # Sums of 2257 numbers of size 1 in float32, by programs.
-    torch.testing.assert_close(statistics, sums, rtol=1e-5, atol=1e-3)
+    for tau, thresholded in ((HIGH, True), (ZERO, False)):
+        found, wanted = passes.divide(X, L, R, tau, thresholded), passes.divide_in_torch(X, L, R, tau, thresholded)
+        assert torch.equal(found.R, wanted.R) and torch.equal(found.T, wanted.T)
+        assert torch.equal(found.nnz, wanted.nnz)
+        # Sums of 2257 numbers of size 1 in float32, by programs.
+        torch.testing.assert_close(found[3:], wanted[3:], rtol=1e-5, atol=1e-3)
+    alone = passes.divide(X[0], L[0], R[0], passes.Thresholds(*(tau[0] for tau in HIGH)), True)
+    together = passes.divide(X, L, R, HIGH, True)
+    assert all(torch.equal(one, many[0]) for one, many in zip(alone, together, strict=True))
+    assert used == ["divide"] * 4
 
 
 def test_columns_of_another_layout_are_left_to_torch(used):
     X, L, R = matrices(torch.float32, 8, 8)
-    T, _ = passes.divide(X.mT, L, R.clone(), THRESHOLDS)
-    expected, _ = passes.divide_in_torch(X.mT, L, R.clone(), THRESHOLDS)
-    assert not used and torch.equal(T, expected)
+    found, wanted = (way(X.mT, L, R, HIGH, True) for way in (passes.divide, passes.divide_in_torch))
+    assert not used and torch.equal(found.T, wanted.T)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -50,8 +53,9 @@ def test_columns_of_another_layout_are_left_to_torch(used):
 def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
     X, L, R = matrices(torch.float32, 7, 13)
     (X, L)[place][0, 3, 4] = wrong
-    _, statistics = passes.divide(X, L, R, THRESHOLDS)
-    assert not statistics[0].sum().isfinite() and statistics[1:].isfinite().all()
+    found = passes.divide(X, L, R, HIGH, True)
+    seen = found.delta + found.total
+    assert not seen[0].isfinite() and seen[1:].isfinite().all()
 
 
 def test_the_penalty_joins_a_gradient(used):

@@ -16,29 +16,26 @@ def test_kernels_compute_the_same():
     assert passes_interpreted(Path(__file__).with_name("interpreted_gpu_kernels.py"))
 
 
-def test_blocks_together_are_updated_as_each_alone():
-    """The first has no threshold τ_L at its first update, and has one at its second."""
+def test_blocks_together_are_divided_as_by_the_three_equations():
     generator = torch.Generator().manual_seed(0)
-    alone = [
-        Surrogate(torch.randn(20, 30, generator=generator), 1.0, SalaadConfig(method="exact", delta_alpha=5))
-        for _ in range(3)
-    ]
-    for block in alone[1:]:
-        block.tau_L, block.tau_S = torch.tensor(0.7), torch.tensor(0.2)
-    for _ in range(2):
-        X = torch.randn(3, 20, 30, generator=generator)
-        thresholds = torch.stack([torch.stack([each.tau_L, each.tau_S, each._tau_R]) for each in alone])
-        R = torch.stack([each.R for each in alone])
-        records = [block.update(weight) for block, weight in zip(alone, X, strict=True)]
-        L = torch.stack([each.T - each.R + 2 * each.R.clamp(-each._tau_R, each._tau_R) for each in alone])
-        T, statistics = passes.divide(X, L, R, thresholds)
-        for i, (block, record) in enumerate(zip(alone, records, strict=True)):
-            torch.testing.assert_close(R[i], block.R, rtol=0, atol=1e-5)  # L was recovered, up to rounding
-            torch.testing.assert_close(T[i], block.T, rtol=0, atol=1e-5)
-            assert statistics[i, 1].sqrt().item() == pytest.approx(record[4].item(), rel=1e-5)
-            assert statistics[i, 2].sqrt().item() == pytest.approx(X[i].norm().item(), rel=1e-6)
-            assert statistics[i, 3].item() == pytest.approx(T[i].double().sum().item(), abs=1e-3)
-            assert statistics[i, 0].item() == block.nnz
+    X, L, R = (torch.randn(3, 20, 30, generator=generator).double() for _ in range(3))
+    tau = passes.Thresholds(*torch.tensor([[0.7, 0.1, 2.0], [0.2, 0.0, 0.4], [0.3, 0.5, 0.1]]).double())
+    dual = R.clamp(-tau.tau_R[:, None, None], tau.tau_R[:, None, None])
+
+    found = passes.divide(X, L, R, tau, True)
+    S = soft(X - L + dual, tau.tau_S[:, None, None])  # eq. 4
+    Y = dual + X - L - S  # eq. 5
+    torch.testing.assert_close(found.R, S + Y)
+    torch.testing.assert_close(found.T, L + S - Y)
+    assert found.nnz.tolist() == S.count_nonzero(dim=(1, 2)).tolist()
+    torch.testing.assert_close(found.delta, (X - L - S).norm(dim=(1, 2)))
+    torch.testing.assert_close(found.norm, X.norm(dim=(1, 2)))
+    torch.testing.assert_close(found.total, (L + S - Y).sum((1, 2)))
+
+
+def soft(Z: torch.Tensor, tau) -> torch.Tensor:
+    """The soft threshold by its definition."""
+    return Z.sign() * (Z.abs() - tau).clamp_min(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,19 +9,21 @@ import triton.language as tl
 from torch import Tensor
 
 from salaad.common import native
+from salaad.methods.salaad.passes import Divided, Thresholds
 
 _BLOCK = 2048  # entries of a program
 
 
 @triton.jit
-def divide_kernel(X, L, R, T, thresholds, partial, size, tiles, BLOCK: tl.constexpr):
-    """Program (t, b) has the t-th BLOCK entries of block b; R is overwritten, and T is written.
+def divide_kernel(X, L, old_R, R, T, thresholds, partial, size, tiles, BLOCK: tl.constexpr):
+    """Program (t, b) has the t-th BLOCK entries of block b; R and T are written.
 
     Args:
         X: blocks×size.
         L: blocks×size, float32.
-        R: blocks×size, float32: the old on entry, the new at the end.
-        T: blocks×size, float32.
+        old_R: blocks×size, float32.
+        R: the same.
+        T: the same.
         thresholds: blocks×3, float32: τ_L, τ_S, and the τ_S that divides the old R.
         partial: blocks×tiles×4, float32: this program's parts of the four statistics.
         size: entries of a block.
@@ -38,7 +40,7 @@ def divide_kernel(X, L, R, T, thresholds, partial, size, tiles, BLOCK: tl.conste
         tl.load(thresholds + 3 * block + 2),
     )
     x, low_rank = tl.load(X + at, mask=inside, other=0.0).to(tl.float32), tl.load(L + at, mask=inside, other=0.0)
-    old = tl.load(R + at, mask=inside, other=0.0)
+    old = tl.load(old_R + at, mask=inside, other=0.0)
     before = _clip(old, tau_R)
     new = tl.where(tau_L > 0, (x - low_rank) + before, old - before)
     dual = _clip(new, tau_S)
@@ -72,14 +74,16 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
     tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-def divide(X: Tensor, L: Tensor, R: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds) -> Divided:
     """As `passes.divide`."""
-    blocks, size = len(X), X[0].numel()
+    blocks, size = tau.tau_L.numel(), X.shape[-2] * X.shape[-1]
     tiles = triton.cdiv(size, _BLOCK)
-    T, partial = torch.empty_like(R), R.new_empty(blocks, tiles, 4)
+    after, T, partial = torch.empty_like(R), torch.empty_like(R), R.new_empty(blocks, tiles, 4)
+    thresholds = torch.stack(tau, -1)
     with native.device_context(X.device):
-        divide_kernel[(tiles, blocks)](X, L, R, T, thresholds, partial, size, tiles, BLOCK=_BLOCK, num_warps=8)
-    return T, partial.sum(1, dtype=torch.float64)
+        divide_kernel[(tiles, blocks)](X, L, R, after, T, thresholds, partial, size, tiles, BLOCK=_BLOCK, num_warps=8)
+    nnz, change, norm, total = partial.sum(1, dtype=torch.float64).view(*tau.tau_L.shape, 4).unbind(-1)
+    return Divided(after, T, nnz.long(), change.sqrt().float(), norm.sqrt().float(), total.float())
 
 
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:

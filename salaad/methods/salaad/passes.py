@@ -1,4 +1,4 @@
-"""The elementwise part of ADMM updates of blocks of one shape, and the penalty: in torch, or in one pass on a GPU.
+"""The elementwise part of ADMM updates, of a block or a stack of blocks, and the penalty: in torch, or in one pass.
 
 With the letters of `surrogate`, and L found by the singular-value threshold, the rest of an update is
 
@@ -9,44 +9,88 @@ and four sums over the entries. In torch these are some twenty reads of matrices
 three reads and two writes. Where torch and the kernels round alike, R and T agree to the bit.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from salaad.common import native
 from salaad.methods.salaad.rounding import add_rounded
+from salaad.prox import clip
 
-STATISTICS = ("nnz", "change", "norm", "total")
 
-
-def divide(X: Tensor, L: Tensor, R: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """The second half of an ADMM update of b blocks (eqs. 4 and 5); R is overwritten.
+class Thresholds(NamedTuple):
+    """Of one block (without a dimension) or of each of b.
 
     Args:
-        X: weights (b×n×m), float32 or bfloat16.
-        L: what the singular-value threshold found (b×n×m, float32).
-        R: of the last update (b×n×m, float32); at the end of this one.
-        thresholds: τ_L, τ_S, and the τ_S of the last update, which divides the old R (b×3, float32).
-
-    Returns:
-        T (b×n×m, float32) and `STATISTICS` (b×4, float64): entries of S, ‖X − L − S‖² (the change of the dual), ‖X‖²,
-        and the sum of T, which is finite only if T is.
+        tau_L: that L was found with.
+        tau_S: of the next S.
+        tau_R: that divides the R before into S and dual.
     """
-    if _takes(X, L, R, thresholds):
+
+    tau_L: Tensor
+    tau_S: Tensor
+    tau_R: Tensor
+
+
+class Divided(NamedTuple):
+    """The second half of an update.
+
+    Args:
+        R: S + dual, n×m or b×n×m.
+        T: L + S − dual, the same.
+        nnz: entries of S, like τ.
+        delta: ‖X − L − S‖_F, by which the dual has changed.
+        norm: ‖X‖_F.
+        total: the sum of T, which is finite only if T is.
+    """
+
+    R: Tensor
+    T: Tensor
+    nnz: Tensor
+    delta: Tensor
+    norm: Tensor
+    total: Tensor
+
+
+def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> Divided:
+    """The second half of an ADMM update (eqs. 4 and 5) of a block or a stack.
+
+    Args:
+        X: weight, n×m or b×n×m (float32 or bfloat16).
+        L: what the singular-value threshold found (float32).
+        R: of the last update (float32).
+        tau: the thresholds (float32).
+        thresholded: whether τ_L > 0, for all of a stack.
+    """
+    if _takes(X, L, R):
         from salaad.methods.salaad import gpu_kernels
 
-        return gpu_kernels.divide(X, L, R, thresholds)
-    return divide_in_torch(X, L, R, thresholds)
+        return gpu_kernels.divide(X, L, R, tau)
+    return divide_in_torch(X, L, R, tau, thresholded)
 
 
-def divide_in_torch(X: Tensor, L: Tensor, R: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+def divide_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> Divided:
     """As `divide`, in torch."""
-    tau_L, tau_S, tau_R = thresholds[:, :, None, None].unbind(1)
-    X, before = X.float(), R.clamp(-tau_R, tau_R)
-    R.copy_(torch.where(tau_L > 0, (X - L).add_(before), R - before))
-    dual = R.clamp(-tau_S, tau_S)
+    X, before = X.to(L.dtype), clip_each(R, tau.tau_R)
+    # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
+    R = (X - L).add_(before) if thresholded else R - before
+    dual = clip_each(R, tau.tau_S)
     T = (L + R).sub_(dual, alpha=2)
-    sums = (dual != R, (dual - before).square(), X.square(), T)
-    return T, torch.stack([part.sum((1, 2), dtype=torch.float64) for part in sums], 1)
+    delta = torch.linalg.vector_norm(dual - before, dim=(-2, -1))  # eq. 5 adds X − L − S to the dual
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1))
+    return Divided(R, T, entries(R, dual), delta, norm, T.sum((-2, -1)))
+
+
+def entries(R: Tensor, dual: Tensor) -> Tensor:
+    """Entries of S: R and the dual differ where S is not zero."""
+    differ = dual != R
+    return torch.count_nonzero(differ) if R.ndim == 2 else torch.count_nonzero(differ, dim=(-2, -1))
+
+
+def clip_each(R: Tensor, tau: Tensor) -> Tensor:
+    """R of a block, or of each of a stack, clipped to its own τ."""
+    return clip(R, tau if tau.ndim == 0 else tau[:, None, None])
 
 
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:

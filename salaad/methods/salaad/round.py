@@ -122,12 +122,11 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
         nothing = X.new_zeros(len(blocks), 8)
         return Attempt(nothing, None, nothing[:, :4])
     assert isinstance(found, StackResult)
-    # The dual is clipped: only T shows an infinite L.
-    holds &= (figures[2] + after.T.sum((-2, -1))).isfinite()
+    holds &= figures.total.isfinite()
     for place, (surrogate, _) in enumerate(blocks):
         surrogate.take(_chosen(place, holds, before, after, surrogate.T.shape))
-    rows = statistics(after, X, kind.rho, figures, found.bound, found.solver)
-    verdict = torch.stack([holds, figures[0], found.kept, after.tau_L > 0], 1)
+    rows = statistics(after, figures, kind.rho, found.bound, found.solver)
+    verdict = torch.stack([holds, figures.rank, found.kept, after.tau_L > 0], 1)
     return Attempt(rows, found.sigma, verdict)
 
 

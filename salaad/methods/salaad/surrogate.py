@@ -19,13 +19,14 @@ matrices, R and T, and, once its rank is low, the leading singular vectors from 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.rounding import add_rounded
+from salaad.methods.salaad.passes import Thresholds, add_penalty, clip_each, divide, entries
 from salaad.prox import clip, effective_ranks, soft_threshold, truncate
 from salaad.spectral import SOLVERS as SPECTRAL_SOLVERS
 from salaad.spectral import SvtResult, threshold
@@ -81,15 +82,33 @@ class State:
     @property
     def dual(self) -> Tensor:
         """Y/ρ."""
-        return _clip(self.R, self.tau_R)
+        return clip_each(self.R, self.tau_R)
 
 
 Found = SvtResult | StackResult
 
 
+class Figures(NamedTuple):
+    """What an update tells of itself, each like τ_L.
+
+    Args:
+        rank: Γ(L)·min(n, m).
+        density: Υ(S).
+        delta: ‖X − L − S‖_F.
+        norm: ‖X‖_F.
+        total: finite only if the state is.
+    """
+
+    rank: Tensor
+    density: Tensor
+    delta: Tensor
+    norm: Tensor
+    total: Tensor
+
+
 def advance(
     state: State, X: Tensor, solve: Callable[[Tensor], Found], thresholded: bool, config: SalaadConfig
-) -> tuple[State, Found, Tensor]:
+) -> tuple[State, Found, Figures]:
     """One ADMM update of a block or a stack: J inner iterations (eqs. 3 to 5), then the controller (section 4.2).
 
     Args:
@@ -100,44 +119,31 @@ def advance(
         config: targets, controller step sizes, inner iterations.
 
     Returns:
-        The state after, the last SVT, and Γ(L)·min(n, m), Υ(S) and ‖X − L − S‖_F, each like τ_L, for `statistics`.
+        The state after, the last SVT, and the figures.
     """
-    R, dual = state.R, state.dual
+    R, tau_R = state.R, state.tau_R
     for _ in range(config.inner):
-        before = dual
-        found = solve((X - R).add_(dual, alpha=2))
-        # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
-        R = (X - found.L).add_(dual) if thresholded else R - dual
-        dual = _clip(R, state.tau_S)
-    T = (found.L + R).sub_(dual, alpha=2)
-    delta = torch.linalg.vector_norm(dual - before, dim=(-2, -1))  # eq. 5 adds X − L − S to the dual
+        found = solve((X - R).add_(clip_each(R, tau_R), alpha=2))
+        half = divide(X, found.L, R, Thresholds(state.tau_L, state.tau_S, tau_R), thresholded)
+        R, tau_R = half.R, state.tau_S
     rank = found.rank if isinstance(found, StackResult) else effective_ranks(found.sigma, config.gamma, config.energy)
-    density = _density(R, dual)
+    density = half.nnz / (X.shape[-2] * X.shape[-1])
     excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
     tau_L = (state.tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
     tau_S = (state.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
-    return State(T, R, tau_L, tau_S, state.tau_S), found, torch.stack([rank, density, delta])
+    # The dual is clipped: only T shows an infinite L.
+    figures = Figures(rank, density, half.delta, half.norm, half.delta + half.total)
+    return State(half.T, R, tau_L, tau_S, tau_R), found, figures
 
 
-def statistics(state: State, X: Tensor, rho: float, figures: Tensor, bound: float | Tensor, solver: str) -> Tensor:
+def statistics(state: State, figures: Figures, rho: float, bound: float | Tensor, solver: str) -> Tensor:
     """The numbers of `UpdateRecord` in order, the solver as its index in `SOLVERS`: float32, 8 or b×8."""
-    rank, density, delta = figures
-    error = delta / torch.linalg.vector_norm(X, dim=(-2, -1)).clamp_min(torch.finfo(X.dtype).tiny)
+    rank, density, delta, norm, _ = figures
+    error = delta / norm.clamp_min(torch.finfo(norm.dtype).tiny)
     alpha, beta = (rho * tau.double() for tau in (state.tau_L, state.tau_S))
-    ratio = rank.double() / min(X.shape[-2:])
+    ratio = rank.double() / min(state.T.shape[-2:])
     constants = (torch.zeros_like(delta) + bound, torch.full_like(delta, SOLVERS.index(solver)))
     return torch.stack([ratio, density, alpha, beta, delta, error, *constants], -1).float()
-
-
-def _clip(R: Tensor, tau: Tensor) -> Tensor:
-    return clip(R, tau if tau.ndim == 0 else tau[:, None, None])
-
-
-def _density(R: Tensor, dual: Tensor) -> Tensor:
-    """Υ(S): R and the dual differ where S is not zero."""
-    differ = dual != R
-    count = torch.count_nonzero(differ) if R.ndim == 2 else torch.count_nonzero(differ, dim=(-2, -1))
-    return count / (R.shape[-2] * R.shape[-1])
 
 
 class Surrogate:
@@ -194,22 +200,22 @@ class Surrogate:
             state, found, figures = advance(self.state, X, solve, tau > 0, self.config)
         except torch.linalg.LinAlgError:
             return self._stayed(X)
-        rank, _, delta = figures
-        # The dual is clipped: only T shows an infinite L.
-        seen = torch.stack([delta + state.T.sum(), rank, torch.count_nonzero(found.sigma), state.tau_L]).tolist()
+        kept = torch.count_nonzero(found.sigma)
+        seen = torch.stack([figures.total, figures.rank, kept, state.tau_L]).tolist()
         if not math.isfinite(seen[0]):
             return self._stayed(X)
         self.take(state)
         self.know(int(seen[1]), int(seen[2]), seen[3] > 0, found.sigma, basis)
-        return statistics(state, X, self.rho, figures, found.bound, found.solver)
+        return statistics(state, figures, self.rho, found.bound, found.solver)
 
     def _stayed(self, X: Tensor) -> Tensor:
         """The statistics of an update that changes nothing."""
         self.kept = True
         dual = self.state.dual
-        delta = torch.linalg.vector_norm(X - self.T - dual)
-        figures = torch.stack([delta.new_full((), self.rank), _density(self.R, dual), delta])
-        return statistics(self.state, X, self.rho, figures, 0.0, KEPT)
+        delta, norm = torch.linalg.vector_norm(X - self.T - dual), torch.linalg.vector_norm(X)
+        density = entries(self.R, dual) / X.numel()
+        figures = Figures(delta.new_full((), self.rank), density, delta, norm, delta)
+        return statistics(self.state, figures, self.rho, 0.0, KEPT)
 
     @property
     def state(self) -> State:
@@ -240,10 +246,7 @@ class Surrogate:
 
         To one in bfloat16 it is added by a rounding up or down at random, which `seed` fixes.
         """
-        if gradient.dtype == torch.bfloat16:
-            add_rounded(gradient, (X.float() - self.T).mul_(scale * self.rho), seed)
-        else:
-            gradient.add_(X, alpha=scale * self.rho).sub_(self.T, alpha=scale * self.rho)
+        add_penalty(gradient, X, self.T, scale * self.rho, seed)
 
     @torch.no_grad()
     def penalty(self, X: Tensor) -> Tensor:
