@@ -48,6 +48,8 @@ class SalaadConfig(MethodConfig):
         schedule: synchronous updates all blocks at once; staggered spreads an owner's blocks over the K steps.
         owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the one
             that has least to do so far.
+        overlap: a GPU computes the ADMM updates beside the next step's forward pass, with the same results; the weights
+            must then not be changed between the optimizer's step and the next backward.
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
             (its leading eigenvectors from those of the last update, to a tolerance that is checked), products (matrix
             products alone, checked as well) or auto, the cheapest of them on the device.
@@ -76,6 +78,7 @@ class SalaadConfig(MethodConfig):
     lm_head: bool = False
     schedule: Literal["synchronous", "staggered"] = "synchronous"
     owners: Literal["round_robin", "balanced"] = "round_robin"
+    overlap: bool = False
     method: Literal["auto", "exact", "gram", "subspace", "products"] = "auto"
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +24,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.decoupled import DecoupledPull
-from salaad.methods.salaad.round import update_round
+from salaad.methods.salaad.round import Round
 from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
 from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
@@ -48,7 +48,6 @@ class Salaad:
     Attributes:
         blocks: names of all blocks, the same on every rank.
         owners: block → rank that owns it.
-        surrogates: block → `Surrogate`, for the blocks that this rank owns.
         steps: optimizer steps counted so far.
 
     Raises:
@@ -79,14 +78,15 @@ class Salaad:
         self._watch = Watch(self.weights, self._has_joined_nothing)
         costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(costs, distributed.world_size(), self.config.owners)
-        self.surrogates: dict[str, Surrogate] = {}
+        self._surrogates: dict[str, Surrogate] = {}
+        self._round: tuple[list[str], Round] | None = None  # that the device still computes
         # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
         for name in ownership.dearest_first(costs):
             if self.owners[name] == distributed.rank():
                 with true_float32(self.weights[name].device):
-                    self.surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
+                    self._surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
         self.steps = 0
-        self._updated_at: dict[str, int] = dict.fromkeys(self.surrogates, 0)
+        self._updated_at: dict[str, int] = dict.fromkeys(self._surrogates, 0)
         most = None if most_records is None else most_records * len(self.surrogates)
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
         self._pending: set[str] = set()
@@ -121,6 +121,7 @@ class Salaad:
 
     def close(self) -> None:
         """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay."""
+        self._end()
         for hook in self._hooks:
             hook.remove()
         if self._pull is not None:
@@ -148,7 +149,7 @@ class Salaad:
         self.surrogates[name].add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
 
     def _has_joined_nothing(self) -> bool:
-        return 0 < len(self.surrogates) == len(self._pending)
+        return 0 < len(self._surrogates) == len(self._pending)
 
     def join_gradients(self) -> None:
         """Add the penalty to gradients that no backward accumulated, as those of `torch.autograd.grad`.
@@ -173,7 +174,9 @@ class Salaad:
         self.steps += 1
         self.skip()
         due = self._due()
-        self._update([name for name in due if name in self.surrogates])
+        self._begin([name for name in due if name in self._surrogates])
+        if not (self.config.overlap and self._pending):  # else the first gradient that a block joins ends the round
+            self._end()
         if self._pull is not None:
             self._pull.send(due)
 
@@ -197,24 +200,41 @@ class Salaad:
     def skip(self) -> None:
         """Let the penalty join the next backward, in place of `step`, where a gradient was thrown away."""
         joins = self._pull is None and not self.is_released
-        self._pending = set(self.surrogates) if joins else set()
+        self._pending = set(self._surrogates) if joins else set()
         self._scale = None
         if self._pull is not None:
             self._pull.steps, self._pull.active = self.steps, not self.is_released
 
     def finish(self) -> None:
         """When training ends: a last update for the blocks that the last step did not update."""
-        self._update([name for name in self.surrogates if self._updated_at[name] != self.steps])
+        self._begin([name for name in self.surrogates if self._updated_at[name] != self.steps])
+        self._end()
         if self._pull is not None:
             self._pull.send(self.blocks)
 
-    def _update(self, names: Sequence[str]) -> None:
-        if not names:
+    @property
+    def surrogates(self) -> Mapping[str, Surrogate]:
+        """Block → `Surrogate`, for the blocks that this rank owns, after the update that the device still computes."""
+        self._end()
+        return self._surrogates
+
+    def _begin(self, names: list[str]) -> None:
+        """Begin to update blocks of this rank."""
+        self._end()
+        if names:
+            blocks = [(self._surrogates[name], self.weights[name]) for name in names]
+            with true_float32(blocks[0][1].device):
+                self._round = names, Round(blocks, self.config.overlap)
+
+    def _end(self) -> None:
+        """Wait for the update that was begun, if one was."""
+        if self._round is None:
             return
+        (names, begun), self._round = self._round, None
         with true_float32(self.weights[names[0]].device):
-            rows = update_round([(self.surrogates[name], self.weights[name]) for name in names])
+            rows = begun.end()
         for name, statistics in zip(names, rows, strict=True):
-            if self.surrogates[name].kept and not self.weights[name].isfinite().all():
+            if self._surrogates[name].kept and not self.weights[name].isfinite().all():
                 raise NotFiniteError(name, self.steps)
             self._updated_at[name] = self.steps
             self._records.append((self.steps, name, statistics))
@@ -263,6 +283,7 @@ class Salaad:
 
     def counts(self) -> dict[str, Any]:
         """Steps counted, and when each block was updated; the same on every rank, collective."""
+        self._end()
         updated = {name: step for part in distributed.gather(self._updated_at) for name, step in part.items()}
         return {"steps": self.steps, "updated_at": updated}
 

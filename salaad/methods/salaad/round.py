@@ -8,9 +8,14 @@ CPU, by the solvers that decide by what they find.
 
 A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
 own last rank.
+
+A round has a beginning and an end, between which the device computes and the host goes on. With `beside` that is a
+stream of its own, so that the device works on the next step's forward pass too. Neither the weights nor the states of
+the blocks may be touched in between: then the results are those of a round at once, to the bit.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,20 +61,58 @@ class Attempt:
 
 def update_round(blocks: Sequence[Block]) -> list[Tensor]:
     """Update blocks towards their weights; returns of each what `Surrogate.update` returns, in the same order."""
-    rows: list[Tensor | None] = [None] * len(blocks)
-    attempts = [(members, _attempt(kind, [blocks[i] for i in members])) for kind, members in _stacks(blocks)]
-    if attempts:
-        device = attempts[0][1].verdict.device
+    return Round(blocks).end()
+
+
+class Round:
+    """An update of blocks towards their weights, of which the device has begun what needs no look at a value.
+
+    Args:
+        blocks: of one device, at least one.
+        beside: compute it beside what the device is given until `end`.
+    """
+
+    def __init__(self, blocks: Sequence[Block], beside: bool = False) -> None:
+        self._blocks = blocks
+        self._device = blocks[0][1].device
+        self._stream = torch.cuda.Stream(self._device) if beside and self._device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still move the weights
+            for surrogate, _ in blocks:
+                for tensor in vars(surrogate.state).values():
+                    tensor.record_stream(self._stream)  # read there after the block has let go of it
+        with self._beside():
+            self._attempts = [
+                (members, _attempt(kind, [blocks[i] for i in members])) for kind, members in _stacks(blocks)
+            ]
+
+    def end(self) -> list[Tensor]:
+        """Wait for the results; returns of each block what `Surrogate.update` returns, in the same order."""
+        with self._beside():  # where the host waits for this stream alone
+            rows = self._held()
+            rows = [self._blocks[i][0].update(self._blocks[i][1]) if row is None else row for i, row in enumerate(rows)]
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return rows
+
+    def _held(self) -> list[Tensor | None]:
+        """The rows of the blocks whose result holds; None of the others."""
+        rows: list[Tensor | None] = [None] * len(self._blocks)
+        if not self._attempts:
+            return rows
         # All that the host reads.
-        verdicts = iter(torch.cat([tried.verdict.to(device) for _, tried in attempts]).tolist())
-        for members, tried in attempts:
+        verdicts = iter(torch.cat([tried.verdict for _, tried in self._attempts]).tolist())
+        for members, tried in self._attempts:
             for place, i in enumerate(members):
                 holds, rank, width, thresholded = next(verdicts)
                 if holds:
                     sigma = None if tried.sigma is None else tried.sigma[place].clone()
-                    blocks[i][0].know(int(rank), int(width), bool(thresholded), sigma)
+                    self._blocks[i][0].know(int(rank), int(width), bool(thresholded), sigma)
                     rows[i] = tried.rows[place]
-    return [blocks[i][0].update(blocks[i][1]) if row is None else row for i, row in enumerate(rows)]
+        return rows
+
+    def _beside(self) -> AbstractContextManager:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
