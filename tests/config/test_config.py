@@ -145,6 +145,7 @@ def test_the_defaults_of_the_admm_are_the_papers():
         "lm_head": False,
         "schedule": "synchronous",
         "owners": "round_robin",
+        "overlap": False,
         "method": "auto",
     }
 
