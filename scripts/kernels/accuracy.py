@@ -62,7 +62,7 @@ def admm_errors(dtype: torch.dtype) -> dict[str, float]:
     tau = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
     exact_tau = passes.Thresholds(*(each.double() for each in tau))
     exact = passes.divide_in_torch(X.double(), L.double(), R.double(), exact_tau, thresholded=True)
-    found = admm.divide(X, L, R, tau)
+    found = passes.Divided(*admm.divide(X, L, R, tau))
     gradient = torch.randn(37, 61).to(dtype)
     expected = gradient.double() + 0.01 * (X[0].double() - found.T[0].double())
     admm.add_penalty(gradient, X[0], found.T[0], 0.01, seed=3)

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from salaad.common import native
-from salaad.methods.salaad.passes import Divided, Thresholds
 
 _BLOCK = 2048  # entries of a program
 
@@ -74,16 +73,16 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
     tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds) -> Divided:
-    """As `passes.divide`."""
-    blocks, size = tau.tau_L.numel(), X.shape[-2] * X.shape[-1]
+def divide(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """The parts of `passes.Divided` in order, of what `passes.divide` takes."""
+    blocks, size = tau[0].numel(), X.shape[-2] * X.shape[-1]
     tiles = triton.cdiv(size, _BLOCK)
     after, T, partial = torch.empty_like(R), torch.empty_like(R), R.new_empty(blocks, tiles, 4)
     thresholds = torch.stack(tau, -1)
     with native.device_context(X.device):
         divide_kernel[(tiles, blocks)](X, L, R, after, T, thresholds, partial, size, tiles, BLOCK=_BLOCK, num_warps=8)
-    nnz, change, norm, total = partial.sum(1, dtype=torch.float64).view(*tau.tau_L.shape, 4).unbind(-1)
-    return Divided(after, T, nnz.long(), change.sqrt().float(), norm.sqrt().float(), total.float())
+    nnz, change, norm, total = partial.sum(1, dtype=torch.float64).view(*tau[0].shape, 4).unbind(-1)
+    return after, T, nnz.long(), change.sqrt().float(), norm.sqrt().float(), total.float()
 
 
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:

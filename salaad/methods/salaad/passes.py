@@ -66,7 +66,7 @@ def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) 
     if _takes(X, L, R):
         from salaad.methods.salaad import gpu_kernels
 
-        return gpu_kernels.divide(X, L, R, tau)
+        return Divided(*gpu_kernels.divide(X, L, R, tau))
     return divide_in_torch(X, L, R, tau, thresholded)
 
 
