@@ -12,7 +12,8 @@ from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError
 from salaad.methods.salaad import round as admm_round
-from salaad.methods.salaad.surrogate import KEPT, Surrogate
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import KEPT
 from salaad.spectral.cost import RATES
 from tests.helpers.host_reads import HostReads
 from tests.helpers.ranks import run_ranks

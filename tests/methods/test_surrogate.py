@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.surrogate import Surrogate, UpdateRecord
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import UpdateRecord
 from salaad.spectral import SOLVERS
 
 SHAPES = ((20, 20), (12, 30), (30, 12))

@@ -13,7 +13,8 @@ from salaad.methods.optimizer import step_unless
 from salaad.methods.salaad import surrogate
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
-from salaad.methods.salaad.surrogate import KEPT, SOLVERS, Surrogate, UpdateRecord
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import KEPT, SOLVERS, UpdateRecord
 from salaad.spectral import ladder as spectral
 from salaad.training import gradients
 from tests.helpers.training import last_checkpoint, lines, run_training, weights

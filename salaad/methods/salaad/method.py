@@ -17,7 +17,7 @@ from salaad.methods.base import BlockRecord, Method
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.storage import load_surrogates
-from salaad.methods.salaad.surrogate import KEPT
+from salaad.methods.salaad.update import KEPT
 from salaad.model import coverage
 from salaad.model.roles import find_blocks
 

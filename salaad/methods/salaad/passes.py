@@ -1,6 +1,6 @@
 """The elementwise part of ADMM updates, of a block or a stack of blocks, and the penalty: in torch, or in one pass.
 
-With the letters of `surrogate`, and L found by the singular-value threshold, the rest of an update is
+With the letters of `update`, and L found by the singular-value threshold, the rest of an update is
 
     R ← X − L + dual      (R − dual where τ_L = 0: L is then X − S + dual)
     dual ← clip(R, τ_S)    T ← L + R − 2·dual

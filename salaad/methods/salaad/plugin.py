@@ -25,7 +25,8 @@ from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.decoupled import DecoupledPull
 from salaad.methods.salaad.round import Round
-from salaad.methods.salaad.surrogate import SOLVERS, Surrogate, UpdateRecord
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import SOLVERS, UpdateRecord
 from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
 from salaad.model.parameters import restored

@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from salaad.methods.salaad.surrogate import State, Surrogate, advance, statistics
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import State, advance, statistics
 from salaad.spectral.cost import Rates, Solver, cheapest, rates_of
 from salaad.spectral.products import MOST_ENERGY, product_stack, width_of
 from salaad.spectral.results import StackResult
