@@ -49,6 +49,7 @@ from scripts.trainings import ROOT, trained
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
+TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
 KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 FIGURES = ("variant", "parameters", "perplexity")
@@ -207,6 +208,7 @@ def compressed(model: Measured, share: float, split: str | None, elastic: bool) 
             dtype="float32",
             match=MATCH,
             distill=str(model.text_tokens // DISTILL),
+            text_share=TEXT_SHARE,
             rpca=split == "rpca",
             godec=split == "godec",
             embedding=split is not None,

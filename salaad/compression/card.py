@@ -121,7 +121,8 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
     if options.match:
         cut += f"; every layer was then matched to the dense one on {options.match} sequences of text"
     if options.distill:
-        cut += f"; the predictions of the dense model were then learned on {options.distill} tokens of text"
+        learned = "the predictions of the dense model" + (" and the text itself" if options.text_share else "")
+        cut += f"; {learned} were then learned on {options.distill} tokens of text"
     return (
         f"This is {name} with L + S in place of its weight matrices: L is the product of two thin factors, S is "
         f"sparse. L and S are {origin}; {cut}. It was written by compress.py of SALAAD."

@@ -91,7 +91,7 @@ class Deployment(Protocol):
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:
+    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:
         """Let `sized` and `all_sizes` fit what they cut on text, by matching and distillation; it is opened here."""
 
     def written(self) -> None:

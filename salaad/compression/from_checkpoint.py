@@ -117,8 +117,8 @@ class CheckpointDeployment:
         self.calibration.check()
         self.__dict__.pop("calibrated_weights", None)
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:  # noqa: D102
-        self.tuning = Tuning(self.source, own_text(self.source, data), sequences, tokens)
+    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:  # noqa: D102
+        self.tuning = Tuning(self.source, own_text(self.source, data), sequences, tokens, text_share)
         self.tuning.check()
 
     def written(self) -> None:  # noqa: D102

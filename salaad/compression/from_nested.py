@@ -50,7 +50,7 @@ class NestedDeployment:
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int) -> None:
+    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:
         """Nothing, likewise."""
 
     def written(self) -> None:

@@ -77,7 +77,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
     if options.match or options.distill:
-        deployment.tune(data or DataConfig(), options.match, parse_count(options.distill) if options.distill else 0)
+        tokens = parse_count(options.distill) if options.distill else 0
+        deployment.tune(data or DataConfig(), options.match, tokens, options.text_share)
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = (_all_sizes if options.elastic else _one_size)(deployment, variant, options)
 
@@ -98,7 +99,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
         about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
-        about |= {"match": options.match, "distill": options.distill}
+        about |= {"match": options.match, "distill": options.distill, "text_share": options.text_share}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)

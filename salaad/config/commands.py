@@ -189,6 +189,8 @@ class CompressOptions:
         match: sequences of training text on which each layer of what is cut is fitted to the dense layer.
         distill: tokens of training text, such as 2M, on which what is cut learns the predictions of the dense model;
             with --elastic at all sizes from --budget up.
+        text_share: with --distill, the share of what is learned that the text's own next tokens say, from 0 to 1; a
+            little of it helps where the text is like that of the training.
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
             for that size, and larger sizes add to it.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
@@ -213,6 +215,7 @@ class CompressOptions:
     calibrate: int = 0
     match: int = 0
     distill: str | None = None
+    text_share: float = 0.0
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
     dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
@@ -230,6 +233,9 @@ class CompressOptions:
             at_least(self, 0, "refine")
         if self.distill is not None:
             parse_count(self.distill, "--distill")  # refuses what is none
+        check(0 <= self.text_share <= 1, f"--text_share is {self.text_share}, outside [0, 1]; give a share")
+        learns = self.distill is not None or not self.text_share
+        check(learns, f"--text_share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:

@@ -215,7 +215,7 @@ class StopsAfterTwo:
 def test_a_stop_while_text_is_waited_for_saves_what_was_done(tuned, tmp_path):
     saved = SavedTuning(tmp_path / "state.pt")
     with pytest.raises(UserError, match="interrupted after 2 of 9 steps; the same command goes on"):
-        distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked())
+        distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked(), 0.0)
     assert saved.load()["fitting"]["done"] == 2
 
 
@@ -359,6 +359,8 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--match=8"], "--match and --distill fit what is cut; give a --budget too"),
         (run, ["--distill=1K"], "give a --budget too"),
         (run, ["--budget=0.5", "--match=-1"], "match is -1"),
+        (run, ["--budget=0.5", "--text_share=0.3"], "nothing is distilled; give --distill TOKENS too"),
+        (run, ["--budget=0.5", "--distill=1K", "--text_share=1.5"], "--text_share is 1.5, outside [0, 1]"),
         (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
         (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
         (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),

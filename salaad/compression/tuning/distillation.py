@@ -2,8 +2,8 @@
 
     minimise  E KL(q(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S and the rest
 
-q is what the dense model predicts, mixed with what the text says: a dense model is wrong here and there, and a cut one
-that learns from both ends nearer to the text than one that learns from either.
+q is what the dense model predicts, or that mixed with what the text says: a dense model is wrong here and there, and a
+cut one that learns from both can end nearer to text of that kind than one that learns from either.
 
 Of many sizes each step trains one: they follow the multiples of the golden ratio over the range, evenly spaced in the
 logarithm of the compressible parameters, so that every stretch of steps covers all of it.
@@ -26,7 +26,6 @@ from salaad.hpa import Kept
 from salaad.model.loss import IGNORED, SummedDivergence
 
 RATE = 0.03  # as in `Fitting`
-TEXT_SHARE = 0.3  # of q
 _SECONDS = 60  # between two times that the state is saved
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -37,6 +36,7 @@ def distill(
     steps: int,
     saved: SavedTuning,
     request: StopRequest,
+    text_share: float,
     kept_at: Callable[[int], Kept | None] = lambda step: None,
 ) -> None:
     """Train `tuned` for so many batches, from the last step on that was saved.
@@ -47,6 +47,7 @@ def distill(
         steps: batches.
         saved: the state.
         request: to stop, after saving.
+        text_share: of q.
         kept_at: step → block → (rank, entries) of the size that is trained then; all units for None.
 
     Raises:
@@ -57,7 +58,7 @@ def distill(
     if state is not None:
         tuned.load_state_dict(state["tuned"])
         fitting.load_state_dict(state["fitting"])
-    wrapper, device = SummedDivergence(tuned.model, TEXT_SHARE), next(tuned.parameters()).device
+    wrapper, device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
     stream, since = open_stream(None if state is None else state["data"]), time.monotonic()
 
     def save() -> None:

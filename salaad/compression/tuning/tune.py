@@ -53,12 +53,14 @@ class Tuning:
         data: its text, of which training rows are read.
         match: sequences that layers are matched on; 0 leaves matching out.
         tokens: of distillation; 0 leaves it out.
+        text_share: of what is learned in it that the text says.
     """
 
     source: ModelOnDisk
     data: DataConfig
     match: int
     tokens: int
+    text_share: float
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or is too short for matching, or the model cannot be fitted."""
@@ -88,8 +90,9 @@ class Tuning:
         if not self.tokens:
             return cut
         tuned, text = self._begin(cut), fingerprint(self._text.train_files, self._text.sizes)
-        saved = self._saved(f"distill {name} {self.steps} {text} {self._sequences.digest if self.match else ''}")
-        distill(tuned, self._stream, self.steps, saved, self._request, kept_at)
+        how = f"{self.steps} {self.text_share} {text} {self._sequences.digest if self.match else ''}"
+        saved = self._saved(f"distill {name} {how}")
+        distill(tuned, self._stream, self.steps, saved, self._request, self.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def forget(self) -> None:
