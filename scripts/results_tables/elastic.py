@@ -140,7 +140,16 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     for color, (label, row) in zip(colors, ((k, v) for k, v in first.items() if v["ways"]), strict=False):
         for marker, (way, sizes) in zip(markers, row["ways"].items(), strict=False):
             points = sorted((size["parameters"] / 1e6, size["perplexity"]) for size in sizes)
-            panel.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=f"{label}: {way}")
+            # Between sizes that were made one by one, and are few, there is nothing that a line could stand for.
+            line = "" if len(points) <= len(NAMED) else "-"
+            panel.plot(
+                *zip(*points, strict=True),
+                line,
+                color=color,
+                marker=marker,
+                markersize=5,
+                label=f"{label}: {way}",
+            )
     small = sorted((row["X"]["parameters"] / 1e6, row["X"]["perplexity"]) for row in first.values() if not row["ways"])
     if small:
         panel.plot(*zip(*small, strict=True), "k*", markersize=9, label="trained dense at its size")
