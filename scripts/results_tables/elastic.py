@@ -141,10 +141,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         for marker, (way, sizes) in zip(markers, row["ways"].items(), strict=False):
             points = sorted((size["parameters"] / 1e6, size["perplexity"]) for size in sizes)
             # Between sizes that were made one by one, and are few, there is nothing that a line could stand for.
-            line = "" if len(points) <= len(NAMED) else "-"
+            line = "none" if len(points) <= len(NAMED) else "solid"
             panel.plot(
                 *zip(*points, strict=True),
-                line,
+                linestyle=line,
                 color=color,
                 marker=marker,
                 markersize=5,
