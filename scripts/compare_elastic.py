@@ -55,6 +55,7 @@ BEGINNING = "The village is"  # of the text that the smallest and the largest si
 FIGURES = ("variant", "parameters", "perplexity")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 BLOCKS = SalaadConfig(embedding=True)
+ELASTIC = {"tuned": "elastic", "rpca, tuned": "elastic-rpca"}  # way → folder in the run's that opens at any size
 
 
 def all_shares() -> list[float]:
@@ -297,8 +298,8 @@ class Comparison:
             sizes = [{"share": share, **{key: size[key] for key in FIGURES}} for share, size in WAYS[way](model)]
             row["minutes"][way] = (time.perf_counter() - since) / 60
             row["ways"][way] = sizes
-            if way == "tuned":
-                row["samples"] = samples(folder / "elastic")
+            if way in ELASTIC:
+                row.setdefault("samples", {})[way] = samples(folder / ELASTIC[way])
             found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)
             print(f"{folder.name}, {way}: {found}", flush=True)
             save()

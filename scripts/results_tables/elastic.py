@@ -33,8 +33,20 @@ def sections() -> dict[str, str]:
     for scale, path in results().items():
         rows = read_json(path)["rows"]
         found |= {f"elastic-{scale}": curves_table(rows), f"elastic-cost-{scale}": cost_table(rows)}
+        found[f"elastic-samples-{scale}"] = samples_table(rows)
         found[f"fair-{scale}"] = fair_table(rows, RESULTS / "bench" / f"methods-{scale.partition('-')[0]}.json")
     return found
+
+
+def samples_table(rows: Sequence[Row]) -> str:
+    """What the smallest and the largest size of each elastic folder make of the same beginning."""
+    lines = [
+        (f"{row['label']}: {way}", millions(sample["parameters"]), " ".join(sample["text"].replace("|", "\\|").split()))
+        for row in rows
+        for way, samples in row.get("samples", {}).items()
+        for sample in samples
+    ]
+    return markdown_table(("folder", "size", "text"), lines)
 
 
 def fair_table(rows: Sequence[Row], bench: Path) -> str:
