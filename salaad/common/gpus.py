@@ -39,6 +39,7 @@ def _gpu(name: str, tf32: float, bf16: float, **others: float) -> Gpu:
 
 GPUS = {
     "h100": _gpu("h100", 495e12, 989e12, bandwidth=3.35e12, memory=80e9, link=450e9, network=50e9),
+    "h200": _gpu("h200", 495e12, 989e12, bandwidth=4.8e12, memory=141e9, link=450e9, network=50e9),
     "a100": _gpu("a100", 156e12, 312e12, bandwidth=2.04e12, memory=80e9, link=300e9, network=25e9),
     "4090": _gpu("4090", 82.6e12, 165e12, bandwidth=1.01e12, memory=24e9, link=32e9, network=12.5e9),
 }

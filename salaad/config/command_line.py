@@ -33,7 +33,7 @@ class TrainOptions:
     """What belongs to this launch and not to the run.
 
     Args:
-        output: the run's folder; runs/CONFIG-METHOD when none is given.
+        output: the run's folder; runs/CONFIG-METHOD when none is given, with the names of all --config in order.
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
@@ -46,7 +46,7 @@ class TrainOptions:
     resume: str = "auto"
     preset: Literal["auto"] | None = None
     dry_run: bool = False
-    device: Literal["h100", "a100", "4090"] | None = None
+    device: Literal["h100", "h200", "a100", "4090"] | None = None
 
     def __post_init__(self) -> None:
         check(self.device is None or self.dry_run, f"--device {self.device} only predicts; add --dry-run")
@@ -63,7 +63,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         prog="train.py",
         description="Pretrain a language model with SALAAD, or in one of nine other ways beside it.",
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, by path or by its name in configs/")
+    config_help = "a YAML file, by path or by its name in configs/; a second one is laid over the first"
+    parser.add_argument("--config", action=ActionConfigFile, help=config_help)
     parser.add_class_arguments(TrainOptions, skip={"dry_run"})
     parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
     parser.add_class_arguments(RunConfig, skip={"sections"})
@@ -87,7 +88,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     if not arguments:  # somebody looks what this is
         options = replace(options, dry_run=True)
     if options.output is None:
-        stem = Path(parsed.config[-1].relative).stem if parsed.config else "run"
+        stem = "-".join(Path(file.relative).stem for file in parsed.config or ()) or "run"
         options = replace(options, output=f"runs/{stem}-{config.method}")
     return config, options
 

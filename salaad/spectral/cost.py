@@ -42,6 +42,7 @@ class Rates:
 RATES = {
     "cpu": Rates(25e9, products=0.9, eigenvectors=0.7, waits=False),
     "h100": Rates(67e12),
+    "h200": Rates(67e12),
     "a100": Rates(19.5e12),
     "4090": Rates(82.6e12),
 }

@@ -115,6 +115,6 @@ def unused_cores(config: RunConfig, description: PretrainedConfig, name: str) ->
     hours = [train.steps * sum(predict(one, description, device, ranks).values()) / 3600 for one in (config, mixed)]
     return [
         f"fp32, the paper's setting, leaves the tensor cores unused: on {ranks} GPUs --train.precision bf16-mixed "
-        f"would take {hours[1]:.1f} h in place of {hours[0]:.1f} h. Weights, moments and the ADMM stay in float32; "
-        "products are rounded to three digits."
+        f"(a second --config fast.yaml gives it) would take {hours[1]:.1f} h in place of {hours[0]:.1f} h. Weights, "
+        "moments and the ADMM stay in float32; products are rounded to three digits."
     ]

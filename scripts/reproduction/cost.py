@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from salaad.common.files import read_json
+from salaad.common.gpus import GPUS as DATA_SHEETS
 from scripts.reproduction.grid import Run, Scale
 
 CORES = 9e10  # operations per second of two cores, as measured on this project's own runs
 GPUS = {"1 H200": 1, "8 H100": 8}
-# Peak operations per second of either GPU by precision; well-tuned trainers reach 40 % of it.
-PEAK = {"fp32": 67e12, "tf32": 494e12, "bf16-mixed": 989e12, "bf16": 989e12}
+PEAK = DATA_SHEETS["h100"].peaks  # operations per second of either by precision; well-tuned trainers reach 40 % of it
 REACHED = 0.4
 LAUNCHES = 0.03  # seconds that a step takes on a GPU however small it is
 MACHINES = ("2 cores", *GPUS)

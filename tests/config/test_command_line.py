@@ -24,6 +24,15 @@ def options_of(*words: str, kind: type = LmEvalOptions) -> object:
     ).options
 
 
+def test_a_second_configuration_is_laid_over_the_first_and_both_name_the_run():
+    config, options = read_command_line(["--config", "350m.yaml", "--config=fast.yaml"])
+    plain, _ = read_command_line(["--config", "350m.yaml"])
+    assert (plain.train.precision, plain.train.compile, plain.salaad.overlap) == ("fp32", False, False)
+    assert (config.train.precision, config.train.compile, config.salaad.overlap) == ("bf16-mixed", True, True)
+    assert config.model == plain.model and config.train.steps == plain.train.steps
+    assert options.output == "runs/350m-fast-salaad"
+
+
 # ---- lists
 
 

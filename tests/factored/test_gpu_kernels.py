@@ -89,7 +89,9 @@ def test_columns_of_16_bits_are_good_for_everything_that_torch_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "other"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "other"]
+)
 def test_the_dense_weight_is_made_from_the_row_on_where_the_modelled_times_cross(name, dtype):
     gpu, (n, m), rank, nnz, element = gpu_called(name), (2048, 5461), 300, 500_000, dtype.itemsize
     fewest, dense, plain = fewest_rows_for_dense((n, m), rank, nnz, dtype, gpu), gpu.peak(dtype), gpu.peaks["fp32"]
