@@ -122,7 +122,8 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         cut += f"; every layer was then matched to the dense one on {options.match} sequences of text"
     if options.distill:
         learned = "the predictions of the dense model" + (" and the text itself" if options.text_share else "")
-        cut += f"; {learned} were then learned on {options.distill} tokens of text"
+        sizes = f" at sizes from {options.smallest or options.budget} up" if options.elastic else ""
+        cut += f"; {learned} were then learned{sizes} on {options.distill} tokens of text"
     return (
         f"This is {name} with L + S in place of its weight matrices: L is the product of two thin factors, S is "
         f"sparse. L and S are {origin}; {cut}. It was written by compress.py of SALAAD."

@@ -66,6 +66,22 @@ class EverySize(NamedTuple):
     others: Mapping[str, Tensor] = MappingProxyType({})
 
 
+class FittedOnText(NamedTuple):
+    """How what is cut is to be fitted on text.
+
+    Args:
+        match: sequences that layers are matched on; 0 leaves matching out.
+        tokens: of distillation; 0 leaves it out.
+        text_share: of what is learned in it that the text says.
+        smallest: parameters of the smallest size that is distilled, if many are; the size that is cut unless given.
+    """
+
+    match: int
+    tokens: int
+    text_share: float
+    smallest: int | None = None
+
+
 class Deployment(Protocol):
     """The sizes that a model on disk can be had in.
 
@@ -91,7 +107,7 @@ class Deployment(Protocol):
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:
+    def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Let `sized` and `all_sizes` fit what they cut on text, by matching and distillation; it is opened here."""
 
     def written(self) -> None:

@@ -18,6 +18,7 @@ from salaad.compression.calibration import CalibrationText, second_moments_of_te
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
 from salaad.compression.deployment import (
     EverySize,
+    FittedOnText,
     OpenedVariant,
     SizedModel,
     as_dense,
@@ -117,8 +118,8 @@ class CheckpointDeployment:
         self.calibration.check()
         self.__dict__.pop("calibrated_weights", None)
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:  # noqa: D102
-        self.tuning = Tuning(self.source, own_text(self.source, data), sequences, tokens, text_share)
+    def tune(self, data: DataConfig, how: FittedOnText) -> None:  # noqa: D102
+        self.tuning = Tuning(self.source, own_text(self.source, data), how)
         self.tuning.check()
 
     def written(self) -> None:  # noqa: D102
@@ -185,8 +186,10 @@ class CheckpointDeployment:
         first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts)
         largest = min(queue.parameters, self.dense - self.fixed)  # above that X itself is smaller
-        sizes = sizes_in_turn(min(variant.budget - self.fixed, largest), largest, queue.keep)
-        fitted = self.tuning.distilled(Fitted(parts, first.others), f"{self._name_of(variant)} elastic", sizes)
+        smallest = min((self.tuning.how.smallest or variant.budget) - self.fixed, largest)
+        sizes = sizes_in_turn(smallest, largest, queue.keep)
+        name = f"{self._name_of(variant)} elastic from {smallest}"
+        fitted = self.tuning.distilled(Fitted(parts, first.others), name, sizes)
         return EverySize(fitted.parts, queue, fitted.others)
 
     def kappa(self, parts: Parts) -> float | None:

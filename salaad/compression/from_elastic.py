@@ -9,7 +9,15 @@ import torch
 
 from salaad import hpa
 from salaad.common.errors import UserError
-from salaad.compression.deployment import EverySize, OpenedVariant, SizedModel, as_dense, best_device, option_that_cuts
+from salaad.compression.deployment import (
+    EverySize,
+    FittedOnText,
+    OpenedVariant,
+    SizedModel,
+    as_dense,
+    best_device,
+    option_that_cuts,
+)
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
@@ -60,7 +68,7 @@ class ElasticDeployment:
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:
+    def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Nothing, likewise."""
 
     def written(self) -> None:

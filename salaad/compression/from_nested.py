@@ -8,7 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.compression.deployment import EverySize, OpenedVariant, SizedModel, best_device, option_that_cuts
+from salaad.compression.deployment import (
+    EverySize,
+    FittedOnText,
+    OpenedVariant,
+    SizedModel,
+    best_device,
+    option_that_cuts,
+)
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
@@ -50,7 +57,7 @@ class NestedDeployment:
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 
-    def tune(self, data: DataConfig, sequences: int, tokens: int, text_share: float) -> None:
+    def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Nothing, likewise."""
 
     def written(self) -> None:

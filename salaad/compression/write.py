@@ -14,7 +14,7 @@ from salaad.common.files import new_folder, require_new, write_checksums, write_
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.compression.card import Usage, history, not_smaller, write_card
-from salaad.compression.deployment import Deployment, take_over
+from salaad.compression.deployment import Deployment, FittedOnText, take_over
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -77,8 +77,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
     if options.match or options.distill:
-        tokens = parse_count(options.distill) if options.distill else 0
-        deployment.tune(data or DataConfig(), options.match, tokens, options.text_share)
+        deployment.tune(data or DataConfig(), _fitted_on_text(options, deployment, budget))
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = (_all_sizes if options.elastic else _one_size)(deployment, variant, options)
 
@@ -99,7 +98,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
         about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
-        about |= {"match": options.match, "distill": options.distill, "text_share": options.text_share}
+        about |= {key: getattr(options, key) for key in ("match", "distill", "smallest", "text_share")}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
@@ -112,6 +111,18 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
     return f"{found}\n\n{usage.said()}"
+
+
+def _fitted_on_text(options: CompressOptions, deployment: Deployment, budget: int) -> FittedOnText:
+    """What the options ask of matching and distillation; a UserError if the smallest size is none of the folder's."""
+    tokens = parse_count(options.distill) if options.distill else 0
+    smallest = None if options.smallest is None else parse_budget(options.smallest, deployment.dense)
+    if smallest is not None and not deployment.fixed < smallest <= budget:
+        raise UserError(
+            f"--smallest {options.smallest} is not between {format_count(deployment.fixed)} (the parts that are never "
+            f"compressed) and --budget {options.budget}; give a size between them"
+        )
+    return FittedOnText(options.match, tokens, options.text_share, smallest)
 
 
 def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:

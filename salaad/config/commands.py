@@ -188,7 +188,9 @@ class CompressOptions:
         calibrate: sequences of training text by which the worth of what is kept is measured.
         match: sequences of training text on which each layer of what is cut is fitted to the dense layer.
         distill: tokens of training text, such as 2M, on which what is cut learns the predictions of the dense model;
-            with --elastic at all sizes from --budget up.
+            with --elastic at all sizes from --smallest up.
+        smallest: with --elastic and --distill, the smallest size that is learned, --budget unless given: units fitted
+            to a middle size serve the larger ones better, and smaller ones learn to do without the last of them.
         text_share: with --distill, the share of what is learned that the text's own next tokens say, from 0 to 1; a
             little of it helps where the text is like that of the training.
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
@@ -215,6 +217,7 @@ class CompressOptions:
     calibrate: int = 0
     match: int = 0
     distill: str | None = None
+    smallest: str | None = None
     text_share: float = 0.0
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
@@ -236,6 +239,8 @@ class CompressOptions:
         check(0 <= self.text_share <= 1, f"--text_share is {self.text_share}, outside [0, 1]; give a share")
         learns = self.distill is not None or not self.text_share
         check(learns, f"--text_share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
+        learned = self.smallest is None or (self.elastic and self.distill is not None)
+        check(learned, f"--smallest is {self.smallest}, but no sizes are learned; add --elastic and --distill TOKENS")
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:

@@ -273,6 +273,19 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
     assert largest < divergence(tmp_path / "tuned", dense, text_files["validation"], budget=smallest)
 
 
+def test_sizes_below_the_one_that_units_are_fitted_to_are_learned_too(runs, dense, text_files, tmp_path):
+    options = {"budget": "0.6", "dtype": "float32", "distill": "9K"}
+    compress(runs / "salaad", tmp_path / "from 0.6", "--elastic", **options)
+    compress(runs / "salaad", tmp_path / "from 0.4", "--elastic", smallest="0.4", **options)
+    record = json.loads((tmp_path / "from 0.4" / "compression.json").read_text())
+    small = round(0.4 * record["parameters"][0])
+    without, learned = (
+        divergence(tmp_path / f"from {size}", dense, text_files["validation"], budget=small) for size in (0.6, 0.4)
+    )
+    assert learned < 0.9 * without
+    assert "at sizes from 0.4 up" in (tmp_path / "from 0.4" / "README.md").read_text()
+
+
 def interrupted(monkeypatch, after: int) -> None:
     """A stop is asked for when it has been looked at so many times."""
     looked = [0]
@@ -361,6 +374,10 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--budget=0.5", "--match=-1"], "match is -1"),
         (run, ["--budget=0.5", "--text_share=0.3"], "nothing is distilled; give --distill TOKENS too"),
         (run, ["--budget=0.5", "--distill=1K", "--text_share=1.5"], "--text_share is 1.5, outside [0, 1]"),
+        (run, ["--budget=0.5", "--distill=1K", "--smallest=0.4"], "add --elastic and --distill TOKENS"),
+        (run, ["--elastic", "--budget=0.5", "--match=8", "--smallest=0.4"], "add --elastic and --distill TOKENS"),
+        (run, ["--elastic", "--budget=0.5", "--distill=1K", "--smallest=0.6"], "and --budget 0.5; give a size between"),
+        (run, ["--elastic", "--budget=0.5", "--distill=1K", "--smallest=9"], "and --budget 0.5; give a size between"),
         (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
         (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
         (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
-from salaad.compression.deployment import best_device
+from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
 from salaad.compression.tuning.distillation import distill
 from salaad.compression.tuning.matching import layer_names, match
@@ -51,21 +51,17 @@ class Tuning:
     Args:
         source: the dense model on disk.
         data: its text, of which training rows are read.
-        match: sequences that layers are matched on; 0 leaves matching out.
-        tokens: of distillation; 0 leaves it out.
-        text_share: of what is learned in it that the text says.
+        how: on how much of it.
     """
 
     source: ModelOnDisk
     data: DataConfig
-    match: int
-    tokens: int
-    text_share: float
+    how: FittedOnText
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or is too short for matching, or the model cannot be fitted."""
         SummedLoss(self.source.folder.outline)
-        if self.match:
+        if self.how.match:
             layer_names(self.source.folder.outline)
             self._sequences.check()
         self._text  # noqa: B018  opened here, before anything is computed
@@ -73,11 +69,11 @@ class Tuning:
     @property
     def steps(self) -> int:
         """Batches of distillation."""
-        return ceil(self.tokens / (_ROWS * self.data.sequence_length))
+        return ceil(self.how.tokens / (_ROWS * self.data.sequence_length))
 
     def matched(self, cut: Fitted, name: str) -> Fitted:
         """The cut called `name` after matching; as it is if that is left out."""
-        if not self.match:
+        if not self.how.match:
             return cut
         tuned, saved = self._begin(cut), self._saved(f"match {name} {self._sequences.digest}")
         device = best_device()
@@ -87,12 +83,12 @@ class Tuning:
 
     def distilled(self, cut: Fitted, name: str, kept_at: Callable[[int], Kept | None] = lambda step: None) -> Fitted:
         """The cut called `name` after distillation at the sizes of `kept_at`; as it is if that is left out."""
-        if not self.tokens:
+        if not self.how.tokens:
             return cut
         tuned, text = self._begin(cut), fingerprint(self._text.train_files, self._text.sizes)
-        how = f"{self.steps} {self.text_share} {text} {self._sequences.digest if self.match else ''}"
-        saved = self._saved(f"distill {name} {how}")
-        distill(tuned, self._stream, self.steps, saved, self._request, self.text_share, kept_at)
+        matched = self._sequences.digest if self.how.match else ""
+        saved = self._saved(f"distill {name} {self.steps} {self.how.text_share} {text} {matched}")
+        distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def forget(self) -> None:
@@ -129,7 +125,7 @@ class Tuning:
 
     @cached_property
     def _sequences(self) -> CalibrationText:
-        return CalibrationText(self.data, self.source.folder.config.vocab_size, self.match)
+        return CalibrationText(self.data, self.source.folder.config.vocab_size, self.how.match)
 
     @cached_property
     def _model(self) -> PreTrainedModel:
