@@ -29,6 +29,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, check, split_list
+from salaad.compression.deployment import Deployment
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant, parse_kappas
@@ -47,6 +48,7 @@ from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
+FITTED = 0.27  # of the compressible parameters, at which the units of an elastic folder are fitted
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
@@ -152,6 +154,11 @@ class Measured:
         return ModelOnDisk.open(self.run)
 
 
+def budget_of(deployment: Deployment, share: float) -> int:
+    """Parameters of the whole model with this share of the compressible ones."""
+    return round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+
+
 Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured there
 
 
@@ -162,7 +169,7 @@ def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = Tru
     if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
         deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
     for share in all_shares():
-        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        budget = budget_of(deployment, share)
         yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
 
 
@@ -172,19 +179,19 @@ def by_hpa(model: Measured) -> Sizes:
     deployment = evaluation.deployment
     half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
     for share in all_shares():
-        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        budget = budget_of(deployment, share)
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
         yield share, evaluation(best)
 
 
 def tuned(model: Measured, split: str | None = None) -> Sizes:
-    """One elastic folder, matched at the smallest size and distilled at all."""
-    folder = compressed(model, min(all_shares()), split, elastic=True)
+    """One elastic folder, matched at a middle size and distilled at all."""
+    folder = compressed(model, FITTED, split, elastic=True)
     deployment = open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
     evaluation = model.evaluation(ModelOnDisk.open(folder))
     for share in all_shares():
-        budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+        budget = budget_of(deployment, share)
         yield share, evaluation(Variant(str(budget), budget, stored=True))
 
 
@@ -204,7 +211,8 @@ def compressed(model: Measured, share: float, split: str | None, elastic: bool) 
         options = CompressOptions(
             checkpoint=str(model.run),
             output=str(folder),
-            budget=str(round(deployment.fixed + share * (deployment.dense - deployment.fixed))),
+            budget=str(budget_of(deployment, share)),
+            smallest=str(budget_of(deployment, min(all_shares()))) if elastic else None,
             elastic=elastic,
             dtype="float32",
             match=MATCH,
