@@ -274,15 +274,15 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
 
 
 def test_sizes_below_the_one_that_units_are_fitted_to_are_learned_too(runs, dense, text_files, tmp_path):
-    options = {"budget": "0.6", "dtype": "float32", "distill": "9K"}
-    compress(runs / "salaad", tmp_path / "from 0.6", "--elastic", **options)
+    options = {"budget": "0.8", "dtype": "float32", "distill": "9K"}
+    compress(runs / "salaad", tmp_path / "from 0.8", "--elastic", **options)
     compress(runs / "salaad", tmp_path / "from 0.4", "--elastic", smallest="0.4", **options)
     record = json.loads((tmp_path / "from 0.4" / "compression.json").read_text())
     small = round(0.4 * record["parameters"][0])
     without, learned = (
-        divergence(tmp_path / f"from {size}", dense, text_files["validation"], budget=small) for size in (0.6, 0.4)
+        divergence(tmp_path / f"from {size}", dense, text_files["validation"], budget=small) for size in (0.8, 0.4)
     )
-    assert learned < 0.9 * without
+    assert learned < 0.95 * without
     assert "at sizes from 0.4 up" in (tmp_path / "from 0.4" / "README.md").read_text()
 
 
