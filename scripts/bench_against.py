@@ -6,7 +6,8 @@
 Each measurement is a process of its own, which runs `bench_training.py` or `bench_inference.py` of its checkout at the
 size of `nano`; what this script does not know goes to train.py's options of both. The two checkouts take turns and go
 first in turn, so that a machine whose speed drifts slows both. Every ratio is of two neighbouring processes; their
-median is reported, with the least and the largest. What only one of them times is left out.
+median is reported, with the least and the largest. What only one of them times is left out. Each checkout is timed by
+its own script: where these have changed, they have to mean the same by a step and by a token.
 """
 
 import argparse
