@@ -1,6 +1,7 @@
 """The singular-value threshold, solver by solver, beside its peers: time, and error against a full SVD in float64.
 
     python scripts/bench_admm.py --config 350m.yaml --output results/admm/350m.json
+    python scripts/bench_admm.py --config 60m.yaml --threads 1 --output results/admm/stacked-60m.json
     python scripts/bench_admm.py --config 350m.yaml --device cuda
 
 Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/research/record_spectra.py): same

@@ -32,6 +32,8 @@ from salaad.training.saving import RATE, plan_saving
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
 BACKWARD = 2 / 3  # of the model's time, beside which gradients are exchanged
+MOVED = 3  # times that activations are written and read
+RECOMPUTED = 4 / 3  # operations over those without recomputation, which takes the forward pass once more
 PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
 
 
@@ -45,11 +47,11 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
     train, length = config.train, config.data.sequence_length
     peak, memory = device.peaks[train.precision] * REACHED, memory_by_kind(config, model, ranks)
     flops, rows = training_flops(model, length), train.batch / ranks
-    again = 4 / 3 if train.gradient_checkpointing else 1  # the forward pass once more
+    again = RECOMPUTED if train.gradient_checkpointing else 1
     micro_batches = max(1.0, rows / train.micro_batch)
     launches = micro_batches * description.num_hidden_layers * KERNELS * LAUNCH
     products = max(flops * rows * length * again / peak, launches)
-    activations = 3 * micro_batches * activation_bytes(config, description, ranks) / device.bandwidth
+    activations = MOVED * micro_batches * activation_bytes(config, description, ranks) / device.bandwidth
     touched = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
     through = device.link if ranks <= PER_MACHINE else device.network
     exchange = 2 * (ranks - 1) / ranks * memory["gradients"] / through

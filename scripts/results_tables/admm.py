@@ -1,7 +1,10 @@
-"""The tables of results/admm: the singular-value threshold, its solvers, and how evenly ranks share the blocks."""
+"""The tables of results/admm: the singular-value threshold, its solvers, host reads, how evenly ranks share blocks."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import get_args
 
 from salaad.common.files import read_json
@@ -10,6 +13,8 @@ from salaad.config.command_line import read_command_line
 from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
+from salaad.spectral.products import operations
+from scripts.count_reads import table as count_table
 from scripts.results_tables import RESULTS
 
 ADMM = RESULTS / "admm"
@@ -22,6 +27,8 @@ def sections() -> dict[str, str]:
         "solvers": solver_table(),
         "tried": (ADMM / "tried.md").read_text().strip(),
         "trajectory": trajectory_table(),
+        "reads": reads_table(),
+        "stacked": stacked_table(),
         "balance": balance_table(),
     }
 
@@ -73,16 +80,58 @@ def trajectory_table() -> str:
     return markdown_table(header, rows)
 
 
+def reads_table() -> str:
+    """What scripts/count_reads.py counted."""
+    result = read_json(ADMM / "reads.json")
+    return f"{count_table(result['rows'])}\n\n{result['versions']}, commit {result['commit']}."
+
+
+def stacked_table() -> str:
+    """The solvers of stacks, as scripts/bench_admm.py recorded them with one matrix in each."""
+    result = read_json(ADMM / "stacked-60m.json")
+    cells = {(*row["shape"], row["phase"], row["rung"]): row for row in result["rows"]}
+    rows = []
+    for n, m, phase in dict.fromkeys((*row["shape"], row["phase"]) for row in result["rows"]):
+        alone, gram, products = (cells[n, m, phase, rung] for rung in ("gram", "gram, stacked", "products, stacked"))
+        rows.append(
+            (
+                f"{n}×{m}",
+                f"{phase}, {gram['rank_ratio']:.2f}",
+                f"{gram['error']:.0e}",
+                f"{products['error']:.0e}",
+                f"{products['bound']:.0e}",
+                f"{products['rank_error']:.1%}, {products['density_error']:.1%}",
+                f"{gram['seconds'] / alone['seconds']:.1f}×",
+                f"{products['seconds'] / alone['seconds']:.1f}×",
+            )
+        )
+    header = ("shape", "phase, rank ratio", "error in L by eigenvectors", "by products", "the bound of this")
+    header += ("in Γ, in Υ by products", "time over one block alone: eigenvectors", "products")
+    _, calls = operations(n, m, n)
+    told = f"Products alone are {calls} calls. {result['machine']}, commit {result['commit']}."
+    return f"{markdown_table(header, rows)}\n\n{told}"
+
+
 def balance_table() -> str:
-    """The most loaded rank's modelled cost over the mean, embedding and head among the blocks, dealt in both ways."""
+    """The most loaded rank's modelled cost over the mean, by blocks and by the way they are dealt."""
     rows, counts = [], (1, 2, 4, 8, 16, 32, 64)
-    for name in SCALES:
+    for name, lm_head in product(SCALES, (False, True)):
         config, _ = read_command_line(["--config", f"{name}.yaml"])
         model = outline(describe_model(config.model, config.data.sequence_length))
-        blocks = find_blocks(model, replace(config.salaad, embedding=True, lm_head=True))
-        costs = {block: ownership.update_cost(*X.shape) for block, X in blocks.items()}
-        for how in get_args(ownership.Dealing):
-            owners = {ranks: ownership.assign_owners(costs, ranks, how) for ranks in counts}
-            ratios = [ownership.imbalance(costs, mine, ranks) for ranks, mine in owners.items()]
-            rows.append((name, len(blocks), how, *(f"{ratio:.2f}" for ratio in ratios)))
+        costs = ownership.costs_of(find_blocks(model, replace(config.salaad, embedding=True, lm_head=lm_head)))
+        blocks = f"{len(costs)}, {'embedding and head' if lm_head else 'embedding'}"
+        for how, deal in DEALINGS.items():
+            ratios = [ownership.imbalance(costs, deal(costs, ranks), ranks) for ranks in counts]
+            rows.append((name, blocks, how, *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown_table(("model", "blocks", "dealt", "1 rank", *(f"{ranks} ranks" for ranks in counts[1:])), rows)
+
+
+def one_way(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
+    """Block → owner as it was once: the dearest first, and after the last rank the first one again."""
+    return {name: i % ranks for i, name in enumerate(ownership.dearest_first(costs))}
+
+
+DEALINGS = {
+    "once: round-robin, one way": one_way,
+    **{how: partial(ownership.assign_owners, how=how) for how in get_args(ownership.Dealing)},
+}

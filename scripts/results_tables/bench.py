@@ -2,7 +2,7 @@
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
-from scripts import bench_startup, bench_storage, bench_training
+from scripts import bench_against, bench_startup, bench_storage, bench_training
 from scripts.results_tables import RESULTS
 from scripts.torture import table as drill_table
 
@@ -15,6 +15,7 @@ def sections() -> dict[str, str]:
         "compression": compression_table(),
         "storage": storage_table(),
         "startup": startup_table(),
+        "before-after": before_after_table(),
         "drills": reliability_table(),
     }
 
@@ -87,6 +88,19 @@ def startup_table() -> str:
     result = read_json(RESULTS / "bench" / "startup.json")
     told = f"Before: commit {result['other']}; now: commit {result['commit']}. {result['machine']}."
     return f"{bench_startup.table(result['rows'])}\n\n{told}"
+
+
+def before_after_table() -> str:
+    """What scripts/bench_against.py recorded, if anything."""
+    parts = []
+    for path in sorted((RESULTS / "bench").glob("before_after*.json")):
+        result = read_json(path)
+        before, now = result["other"], result["here"]
+        named = zip(("Before", "now"), (before, now), strict=True)
+        commits = "; ".join(f"{when}: commit {one['commit']}, {one['versions']}" for when, one in named)
+        told = f"{commits}. {result['rounds']} processes of each, {now['machine']}."
+        parts.append(f"{bench_against.table(result['rows'])}\n\n{told}")
+    return "\n\n".join(parts)
 
 
 def reliability_table() -> str:

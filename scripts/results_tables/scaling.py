@@ -1,13 +1,26 @@
 """The tables of results/scaling: predicted hours of the paper's trainings on one GPU to 128, which nobody measured."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 
 from salaad.common.formats import markdown_table
 from salaad.common.gpus import GPUS
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model, outline
 from salaad.spectral.cost import COLUMN_KERNELS
-from salaad.training.prediction import COUNTS, REACHED, predict, prediction_table
+from salaad.training.prediction import (
+    BACKWARD,
+    COUNTS,
+    KERNELS,
+    LAUNCH,
+    MOVED,
+    PER_MACHINE,
+    REACHED,
+    RECOMPUTED,
+    predict,
+    prediction_table,
+)
 from salaad.training.saving import RATE, plan_saving
 from scripts.reproduction.grid import PAPERS
 
@@ -69,10 +82,31 @@ def assumptions() -> str:
         for name, device in GPUS.items()
     ]
     header = ("GPU", "fp32, T/s", "tf32, T/s", "bf16, T/s", "memory, TB/s", "GB", "link, GB/s", "network, GB/s")
+    return f"{markdown_table(header, rows)}\n\n" + "\n".join(f"- {assumed}" for assumed in _assumed())
+
+
+def _assumed() -> Iterator[str]:
+    """What a prediction takes for granted of all devices, by part of a step."""
     rates = GPUS["h100"].rates
-    told = (
-        f"Products reach {REACHED:.0%} of the peak. In the ADMM a call takes {rates.launch * 1e6:g} µs at least, and "
-        f"an eigensolver reaches {rates.eigenvectors:.0%} of the peak of fp32 and waits for {COLUMN_KERNELS} calls at "
-        "every column; so the thresholds are computed by products alone (`salaad/spectral/cost.py`)."
+    yield (
+        f"**Products** reach {REACHED:.0%} of the peak, and take {KERNELS} kernels a layer and micro-batch, forward "
+        f"and backward, of {LAUNCH * 1e6:g} µs at least. Where activations are recomputed, there are "
+        f"{_share(RECOMPUTED)} of the operations."
     )
-    return f"{markdown_table(header, rows)}\n\n{told}"
+    yield f"**Activations** are moved through the memory {MOVED} times, forward and backward together."
+    yield (
+        f"**Exchange**: {PER_MACHINE} GPUs are in a machine; with more the network counts in place of the link. "
+        f"Gradients are exchanged beside the backward pass, {_share(BACKWARD)} of the time of products and "
+        "activations; only what is longer than that counts."
+    )
+    yield (
+        f"**ADMM**: a call takes {rates.launch * 1e6:g} µs at least; products reach {rates.products:.0%} of the peak "
+        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column; "
+        "so the thresholds are computed by products alone (`salaad/spectral/cost.py`)."
+    )
+    yield f"**Saving**: a disk that all processes share takes {RATE / 1e9:g} GB/s."
+
+
+def _share(value: float) -> str:
+    """A simple fraction such as 2/3."""
+    return str(Fraction(value).limit_denominator(10))

@@ -102,6 +102,12 @@ def test_every_link_and_every_path_a_page_names_exists(page):
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_a_page_names_is_there(page):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+
+
 @cache
 def generated() -> dict[str, str]:
     return all_sections()

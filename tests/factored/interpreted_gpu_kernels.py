@@ -8,7 +8,7 @@ from salaad.factored import gpu_products
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.layers import SlrActivated, SlrEmbedding, SlrLinear
 from salaad.factored.slr import Slr
-from tests.helpers.host_reads import HostReads
+from scripts.host_reads import HostReads
 from tests.helpers.slr_weights import dense, distance, parts
 from tests.helpers.tiny_llama import llama
 

@@ -5,7 +5,7 @@ import torch
 
 from salaad.factored import operators
 from salaad.factored.layers import SlrEmbedding, SlrLinear
-from tests.helpers.host_reads import HostReads
+from scripts.host_reads import HostReads
 from tests.helpers.slr_weights import dense, gaussian, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -11,7 +11,7 @@ from salaad.spectral import cost
 from salaad.spectral.products import product_stack, width_of
 from salaad.spectral.results import TOLERANCE, StackResult
 from salaad.spectral.stacks import gram_stack
-from tests.helpers.host_reads import HostReads
+from scripts.host_reads import HostReads
 
 SHAPES = ((40, 40), (40, 90))
 

@@ -22,8 +22,8 @@ from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters
+from scripts.host_reads import HostReads
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments
-from tests.helpers.host_reads import HostReads
 from tests.helpers.tiny_llama import IDS, config_of, llama
 from tests.helpers.training import last_checkpoint, lines, moments, run_training
 

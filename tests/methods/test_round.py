@@ -15,7 +15,7 @@ from salaad.methods.salaad import round as admm_round
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import KEPT
 from salaad.spectral.cost import RATES
-from tests.helpers.host_reads import HostReads
+from scripts.host_reads import HostReads
 from tests.helpers.ranks import run_ranks
 
 SETTINGS = {"roles": ("re:.",), "every": 1, "rho": 0.05, "delta_alpha": 0.05, "delta_beta": 0.005}

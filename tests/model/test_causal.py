@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from salaad.model.causal import CAUSAL, is_plainly_causal
 from salaad.model.loss import SummedLoss
-from tests.helpers.host_reads import HostReads
+from scripts.host_reads import HostReads
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = {**SIZES, "intermediate_size": 48, "max_position_embeddings": 64}

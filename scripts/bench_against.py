@@ -1,0 +1,109 @@
+"""Training and inference on the CPU, here and in another checkout of the project, side by side in one run.
+
+    git worktree add --detach ../before COMMIT
+    python scripts/bench_against.py --other ../before
+
+Each measurement is a process of its own, which runs `bench_training.py` or `bench_inference.py` of its checkout at the
+size of `nano`; what this script does not know goes to train.py's options of both. The two checkouts take turns and go
+first in turn, so that a machine whose speed drifts slows both. Every ratio is of two neighbouring processes; their
+median is reported, with the least and the largest. What only one of them times is left out. Each checkout is timed by
+its own script: where these have changed, they have to mean the same by a step and by a token.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from salaad.common.errors import UserError, run_command
+from salaad.common.files import json_file, read_json, write_json
+from salaad.common.formats import markdown_table
+from salaad.common.validation import at_least
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("bench_training", "bench_inference")
+Times = dict[str, float]  # what is timed → milliseconds
+
+
+def measure(script: str, checkout: Path, words: Sequence[str]) -> tuple[Times, dict[str, str]]:
+    """One process of a script in a checkout: its times, and the commit, machine and versions it names.
+
+    Raises:
+        UserError: it failed.
+    """
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "found.json"
+        command = [sys.executable, f"scripts/{script}.py", *words, "--output", str(output)]
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        if done.returncode or not output.exists():
+            [*_, said] = ["nothing", *done.stderr.strip().splitlines()]
+            raise UserError(f"{script}.py of {checkout} ended with code {done.returncode} and said {said}; mend that")
+        found = read_json(output)
+    return times_of(found), {name: found[name] for name in ("commit", "machine", "versions")}
+
+
+def times_of(found: Mapping[str, Any]) -> Times:
+    """The times in what a script wrote: of a step of each method, or of a token of each model."""
+    if "methods" in found:
+        return {f"a step, {name}": 1e3 * row["seconds_per_step"] for name, row in found["methods"].items()}
+    return {
+        f"a token, {row['work']}, {model}, batch {row['batch']}": 1e3 / row[model]
+        for row in found["rows"]
+        for model in ("dense", "factored")
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for all that is timed; a ratio above 1 means slower now."""
+    lines = []
+    for row in rows:
+        ratios = [now / before for before, now in zip(row["other"], row["here"], strict=True)]
+        usual = (f"{statistics.median(row[label]):,.3g} ms" for label in ("other", "here"))
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append((row["what"], *usual, f"{statistics.median(ratios):.3f}", spread))
+    return markdown_table(("what", "before", "now", "now over before", "least to most"), lines)
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--other", type=Path, required=True, help="another checkout of this project")
+    parser.add_argument("--rounds", type=int, default=4, help="processes of each checkout and script; an even number")
+    parser.add_argument("--steps", type=int, default=60, help="counted steps of full_rank and of salaad in a process")
+    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU")
+    output = ROOT / "results" / "bench" / "before_after.json"
+    parser.add_argument("--output", type=json_file, default=output, help="JSON file to write")
+    options, rest = parser.parse_known_args()
+    at_least(options, 1, "rounds", "steps", "threads")
+    if missing := [script for script in SCRIPTS if not (options.other / "scripts" / f"{script}.py").is_file()]:
+        raise UserError(f"--other {options.other} has no scripts/{missing[0]}.py; give a checkout of this project")
+    checkouts = {"other": options.other.absolute(), "here": ROOT}
+    config = ["--threads", str(options.threads), "--config", str(ROOT / "configs" / "nano.yaml"), *rest]
+    words = {"bench_training": ["--methods", "salaad", "--steps", str(options.steps), *config]}
+    words["bench_inference"] = config
+    found: dict[str, dict[str, list[float]]] = {}
+    about: dict[str, dict[str, str]] = {}
+    turns = [(script, i) for i in range(options.rounds) for script in SCRIPTS]
+    for script, i in tqdm(turns, desc="rounds", disable=None):
+        for label in ("here", "other") if i % 2 else ("other", "here"):
+            times, about[label] = measure(script, checkouts[label], words[script])
+            for what, time in times.items():
+                found.setdefault(what, {name: [] for name in checkouts})[label].append(time)
+    rows = [{"what": what, **both} for what, both in found.items() if len(both["here"]) == len(both["other"])]
+    print(table(rows))
+    settings = {"options": rest, "rounds": options.rounds, "steps": options.steps}
+    write_json({**settings, **about, "rows": rows}, options.output)
+
+
+if __name__ == "__main__":
+    run_command(main)
