@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from torch.overrides import TorchFunctionMode
+from pytest import MonkeyPatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -21,13 +21,15 @@ class HostReads(TorchDispatchMode):
         decompositions: calls of a vendor's eigensolver or SVD, which wait inside for their error code.
         uploads: tensors made of numbers of the host, which would be copied to the device.
         operators: all operations, by name.
+        read: the tensors of which a single value was read.
     """
 
     def __init__(self):
         super().__init__()
         self.count = self.decompositions = self.uploads = 0
         self.operators = Counter()
-        self._copies = _Copies(self)
+        self.read = []
+        self._patch = MonkeyPatch()
 
     @property
     def total(self) -> int:
@@ -35,12 +37,14 @@ class HostReads(TorchDispatchMode):
         return self.operators.total()
 
     def __enter__(self):
-        self._copies.__enter__()
+        # A mode of torch's functions would see nothing of the hooks of gradients: `backward` is such a function itself.
+        for name in ("tolist", "numpy", "cpu", "to"):
+            self._patch.setattr(torch.Tensor, name, self._counting(name))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._copies.__exit__(*error)
+        self._patch.undo()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         packet, kwargs = func.overloadpacket, kwargs or {}
@@ -49,21 +53,20 @@ class HostReads(TorchDispatchMode):
         self.count += packet in WAITING or any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
         self.count += packet is aten.repeat_interleave and kwargs.get("output_size") is None
         self.decompositions += packet in CHECKED
+        if packet is aten._local_scalar_dense:
+            self.read.append(args[0])
         self.uploads += packet is aten.lift_fresh
         return func(*args, **kwargs)
 
+    def _counting(self, name):
+        """A method of tensors that takes a whole one to the host, which on the CPU is no operation."""
+        method = getattr(torch.Tensor, name)
 
-class _Copies(TorchFunctionMode):
-    """Counts what takes a whole tensor to the host, which on the CPU is no operation."""
+        def counted(tensor, *args, **kwargs):
+            before = self.count
+            result = method(tensor, *args, **kwargs)
+            to_host = name != "to" or any(isinstance(value, str) and value == "cpu" for value in args)
+            self.count = before + 1 if to_host else self.count
+            return result
 
-    def __init__(self, reads: HostReads):
-        super().__init__()
-        self.reads = reads
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, before = getattr(func, "__name__", ""), self.reads.count
-        result = func(*args, **(kwargs or {}))
-        away = name == "to" and any(isinstance(value, str) and value == "cpu" for value in args[1:])
-        if name in ("tolist", "numpy", "cpu") or away:
-            self.reads.count = before + 1
-        return result
+        return counted

@@ -1,8 +1,9 @@
 """The collective operations between ranks; the only module that uses torch.distributed.
 
 At world size 1, every operation is the identity. What moves numbers between devices goes over the group that the
-launcher made, which gives up after minutes. What waits for somebody's disk or network (`barrier`, `gather` and what is
-made of them) goes over one of its own that waits for hours, and says for whom.
+launcher made, which gives up when a rank's text must have come (`training.launch.patience`). What waits for somebody's
+disk or network (`barrier`, `gather` and what is made of them) goes over one of its own that waits for hours, and says
+for whom.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Retries: a file that cannot be read for a while is tried again, from the record after the last one read.
 
 Networks, mounts and the hub may fail for minutes and recover, so waiting helps; damaged files and refused requests do
-not recover. Before these retries, huggingface_hub itself tries a request up to six times with a timeout of 10 s each.
+not recover. Before these retries, huggingface_hub itself tries a request up to six times with a timeout of 10 s each
+and pauses of 1, 2, 4, 8 and 8 s.
 """
 
 import sys
@@ -17,6 +18,7 @@ from salaad.common.errors import UserError
 
 FIRST_PAUSE = 1.0  # seconds before the first retry; every further pause is twice as long
 LONGEST_PAUSE = 30.0
+HUB_REQUEST = 6 * 10 + 1 + 2 + 4 + 8 + 8  # seconds until huggingface_hub gives up a request
 DAMAGE = (EOFError, zlib.error, LZMAError, pyarrow.ArrowInvalid)
 
 
@@ -60,7 +62,7 @@ def read_with_retries(
                 raise
             if tries == retries or not _may_pass(error, remote):
                 raise UnreadableFile(_sentence(file, error, remote, tries)) from error
-            pause = min(FIRST_PAUSE * 2**tries, LONGEST_PAUSE)
+            pause = _pause(tries)
             tries += 1
             # The standard error is the only way in which a worker can report this at once.
             print(
@@ -69,6 +71,18 @@ def read_with_retries(
                 flush=True,
             )
             time.sleep(pause)
+
+
+def longest_wait(retries: int) -> float:
+    """Seconds after which a file on the hub that never answers is given up, in so many retries."""
+    growing = range(min(retries, 10))  # every later pause is the longest
+    pauses = sum(map(_pause, growing)) + (retries - len(growing)) * LONGEST_PAUSE
+    return (retries + 1) * HUB_REQUEST + pauses
+
+
+def _pause(tries: int) -> float:
+    """Seconds before the next retry, after so many."""
+    return min(FIRST_PAUSE * 2.0 ** min(tries, 10), LONGEST_PAUSE)
 
 
 def _may_pass(error: Exception, remote: bool) -> bool:

@@ -102,7 +102,11 @@ def restarted(factor: Callable[[int], float], every: int, rewarmup: int) -> Call
 def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One step of the optimizer, unless `broken` (float32, no dimensions, on the device) is 1.
 
-    A fused optimizer decides that on the device. For any other the host waits.
+    A fused optimizer decides that on the device. For any other the host waits, once a step: for those that torch has no
+    fused form of, and for the bfloat16 weights with float32 gradients that `build_optimizer` gives float32 moments, as
+    torch's fused Adam wants one dtype. Without the wait such a step would have to be taken back on the device, with a
+    copy of weights and moments made and read again in every step. That is several passes over the most memory of all;
+    the wait costs the device the time until the first kernel of the optimizer arrives.
     """
     if all(group.get("fused") for group in optimizer.param_groups):
         # As torch's own scaler of mixed precision tells it of an overflow.

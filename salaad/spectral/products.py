@@ -14,6 +14,9 @@ what the sign of h became, B is wrong by |h|(1 − |s|)/2 ≤ |h|(1 − s²)/2, 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖H(I − sign²)‖_F/4τ + τ‖I − B^(1/2)B^(−1/2)‖_F + rounding.
 
 The factor of the second term is twice what is needed to first order; that of the first is raised by `_SECOND_ORDER`.
+Relative to ‖Z‖_F all of them grow with σ₁/τ. From 84 on the bound is too large by rounding alone; for singular values
+that fall exponentially or as 1/i, and for noise beside a large one, it is so from 60 to 80 on. `MOST_SPREAD` leaves
+room for worse spectra; only one that lies within some percent of τ as a whole fails there too.
 
 The effective rank needs the singular values of L only as sums over those above a cut t. The projection P = (I + sign)/2
 on what is kept has few dimensions. A random n×q matrix, projected by P and made orthonormal by the same iteration,
@@ -30,6 +33,7 @@ from torch import Tensor
 from salaad.spectral.results import ROUNDING, TOLERANCE, StackResult
 
 MOST_ENERGY = 0.9995  # γ up to which the rounding of M is small beside what the effective rank may leave out
+MOST_SPREAD = 25  # σ₁/τ up to which products are worth a try
 _FINEST = 1e-5  # eigenvalue of H, over the largest, whose sign is found
 _SMALLEST_ROOT = 0.02  # τ over the largest singular value for which the roots of B are found
 _SMALLEST_PROJECTED = 0.01  # singular value, over the Frobenius norm, of a projected random matrix

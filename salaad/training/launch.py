@@ -2,9 +2,10 @@
 
 import os
 import warnings
+from datetime import timedelta
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +14,8 @@ from transformers.utils import logging
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError, leave
 from salaad.common.launcher import follow_launcher
-from salaad.config.run import RunConfig
+from salaad.config.run import DataConfig, RunConfig
+from salaad.data.retries import longest_wait
 from salaad.methods.optimizer import projection_weights
 from salaad.model.loss import SummedLoss
 
@@ -32,7 +34,10 @@ def start_accelerator(config: RunConfig) -> Accelerator:
         # Said outright, because several processes on a machine without a GPU would otherwise each run alone.
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=patience(config.data)),
+        ],
     )
     ranks = accelerator.num_processes
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -44,6 +49,17 @@ def start_accelerator(config: RunConfig) -> Accelerator:
             f"train.batch {config.train.batch} cannot be shared by {ranks} processes; give a multiple of {ranks}"
         )
     return accelerator
+
+
+def patience(data: DataConfig) -> timedelta:
+    """How long a sum over the ranks may take, in a step or an evaluation: one of them may be waiting for its text.
+
+    The retries of the hub alone take longer than the 10 minutes that GPUs are given otherwise. A rank reads more than
+    one file, so that it gets twice the longest wait for one; but no longer than anybody's disk.
+    """
+    own = InitProcessGroupKwargs(backend="nccl" if torch.cuda.is_available() else "gloo").timeout
+    text = 2 * longest_wait(data.retries) * (1 + data.max_lost_files)
+    return max(own, timedelta(seconds=min(text, distributed.PATIENCE)))
 
 
 def require_devices() -> None:

@@ -1,12 +1,18 @@
-"""A forward of a factored layer makes the host wait for nothing; an embedding pads the entries of its rows for that."""
+"""A forward of a factored layer or model makes the host wait for nothing; an embedding pads its rows' entries for that.
+
+As off the CPU: there no compiled products of the CPU are used, which take tensors as arrays of the host.
+"""
 
 import pytest
 import torch
 
 from salaad.factored import operators
+from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.layers import SlrEmbedding, SlrLinear
+from salaad.model.loss import SummedLoss
 from scripts.host_reads import HostReads
 from tests.helpers.slr_weights import dense, gaussian, parts
+from tests.helpers.tiny_llama import IDS, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -31,3 +37,47 @@ def test_an_embedding_off_the_cpu_reads_nothing(nnz):
         found = operators.plain_rows(ids, *layer._tensors)
     assert (reads.count, reads.uploads) == (0, 0)
     torch.testing.assert_close(found.double(), dense(slr)[ids], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def off_the_cpu(monkeypatch):
+    """Products in torch, and the embedding's without a shape that depends on numbers."""
+    monkeypatch.setattr(operators, "compiled_products", lambda *_: None)
+    monkeypatch.setattr(operators, "rows_in_torch", operators.plain_rows)
+
+
+def factored_llama():
+    """Every projection, the embedding and the head as U·V + S; one projection of rank 0, one without entries."""
+    model = llama().eval()
+    names = [name for name, p in model.named_modules() if getattr(p, "weight", None) is not None and p.weight.ndim == 2]
+    blocks = {name: parts(*model.get_submodule(name).weight.shape, 3, 20, seed=k) for k, name in enumerate(names)}
+    for name, rank, nnz in ((names[2], 0, 20), (names[3], 3, 0)):
+        blocks[name] = parts(*model.get_submodule(name).weight.shape, rank, nnz)
+    model = factor(model, blocks)
+    assert len(slr_modules(model)) == len(names) == 16
+    return model
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, cache: model(input_ids=IDS),
+        lambda model, cache: model(input_ids=IDS[:, :1], past_key_values=cache),
+        lambda model, cache: SummedLoss(model)(IDS, IDS),
+    ],
+    ids=["a text", "the next token", "the loss"],
+)
+def test_a_whole_model_given_no_mask_reads_nothing(off_the_cpu, forward):
+    model = factored_llama()
+    with torch.no_grad():
+        cache = model(input_ids=IDS).past_key_values  # and makes the sparse tensors
+        with HostReads() as reads:
+            forward(model, cache)
+    assert reads.count == 0
+
+
+def test_training_a_whole_model_reads_nothing(off_the_cpu):
+    model = factored_llama()
+    with HostReads() as reads:
+        SummedLoss(model)(IDS, IDS).backward()
+    assert reads.count == 0 and all(p.grad is not None for p in model.parameters() if p.numel())

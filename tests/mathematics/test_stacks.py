@@ -8,7 +8,7 @@ from torch import Tensor
 
 from salaad.prox import effective_rank
 from salaad.spectral import cost
-from salaad.spectral.products import product_stack, width_of
+from salaad.spectral.products import MOST_SPREAD, product_stack, width_of
 from salaad.spectral.results import TOLERANCE, StackResult
 from salaad.spectral.stacks import gram_stack
 from scripts.host_reads import HostReads
@@ -72,6 +72,30 @@ def test_a_singular_value_at_the_threshold_makes_no_error():
     tau = float(torch.linalg.svdvals(Z[0].double())[20])
     found = by("products", Z, tau, 40)
     assert found.holds.all() and (errors(found, Z, tau) <= found.bound).all()
+
+
+SPECTRA = {
+    "exponential": lambda n: torch.linspace(0, -6, n).double().exp(),
+    "hyperbola": lambda n: 1 / torch.arange(1, n + 1).double(),
+    "noise": lambda n: torch.cat([torch.ones(1).double(), torch.linalg.svdvals(noise(n))[1:] / (20 * n**0.5)]),
+}
+
+
+def noise(n: int) -> Tensor:
+    """Its singular values go up to 2√n."""
+    return torch.randn(n, n, generator=torch.Generator().manual_seed(n)).double()
+
+
+@pytest.mark.parametrize("n", [64, 300])
+@pytest.mark.parametrize("kind", list(SPECTRA))
+def test_products_hold_up_to_a_known_spread_and_not_at_four_times_that(kind, n):
+    U, V = (torch.linalg.qr(noise(size))[0][:, :n] for size in (n, 2 * n))
+    sigma = SPECTRA[kind](n)
+    Z = ((U * sigma) @ V.mT).float()[None]
+    for spread in (MOST_SPREAD / 5, MOST_SPREAD / 2, MOST_SPREAD):  # in noise τ then lies above it, and in the middle
+        found = by("products", Z, 1 / spread, width_of(int((sigma > 1 / spread).sum()), n))
+        assert found.holds.all() and found.bound < 0.7 * TOLERANCE
+    assert not by("products", Z, 1 / (4 * MOST_SPREAD), n).holds.any()
 
 
 @pytest.mark.parametrize("solver", ["gram", "products"])

@@ -1,6 +1,8 @@
 """ADMM updates beside the next step's forward pass: the same numbers, and nothing is read too soon."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,3 +76,27 @@ def test_closing_ends_the_update_before_the_weights_go_their_own_way():
             for parameter in each.model.parameters():
                 parameter.zero_()
     assert_equal(numbers(plain), numbers(beside))
+
+
+def test_rounds_of_a_device_share_a_stream_whose_memory_is_kept_once(monkeypatch):
+    """torch hands out 32 streams in turn, and its allocator never gives one stream the memory of another."""
+    made: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(device)
+
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.__new__(Stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [])
+    # No more of a block and its weight on a GPU is looked at before there is a stack.
+    block = SimpleNamespace(state=SimpleNamespace(), update=lambda X: torch.zeros(8))
+    for index in (0, 1, 0, 1, 0):
+        weight = SimpleNamespace(device=torch.device("cuda", index))
+        admm_round.Round([(block, weight)], beside=True).end()
+    admm_round._stream_of.cache_clear()
+    assert made == [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -1,6 +1,7 @@
 """Owners of blocks, and two processes that must arrive at what one process computes."""
 
 import copy
+import time
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,32 @@ def test_a_rank_makes_all_its_blocks_before_it_waits_for_anothers(tmp_path):
     for done in run_ranks(deploy_and_note, 2, tmp_path):
         made = [what for what in done if what.startswith("made")]
         assert made and done[: len(made)] == made and done[len(made) :] == ["exchanged"] * len(BLOCKS)
+
+
+SLOW, LAYERS = 0.5, 8  # seconds for a block, and how many there are
+
+
+def deploy_slowly() -> float:
+    """Seconds in which L + S takes the place of X, where each block takes half a second to make."""
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(LAYERS)))
+    salaad = Salaad(model, CONFIG)
+    for surrogate in salaad.surrogates.values():
+
+        def made(deployed=surrogate.deployed):
+            time.sleep(SLOW)
+            return deployed()
+
+        surrogate.deployed = made
+    distributed.barrier()
+    begun = time.monotonic()
+    with salaad.deployed():
+        return time.monotonic() - begun
+
+
+def test_two_ranks_make_their_blocks_at_the_same_time(tmp_path):
+    # Half of all blocks each, 2 s; one rank after the other it would be 4.
+    for seconds in run_ranks(deploy_slowly, 2, tmp_path):
+        assert LAYERS / 2 * SLOW <= seconds < 0.75 * LAYERS * SLOW
 
 
 def averaged_together(limit: int) -> tuple[int, list[Tensor]]:

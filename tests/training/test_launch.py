@@ -1,22 +1,29 @@
 """The launch configurations as accelerate itself reads them, processes meant for GPUs, and the gradients' buckets."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from huggingface_hub.constants import DEFAULT_REQUEST_TIMEOUT
+from huggingface_hub.utils import http_backoff
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
+from salaad.config.run import DataConfig
+from salaad.data.retries import UnreadableFile, longest_wait, read_with_retries
 from salaad.model.build import describe_model, outline
-from salaad.training.launch import compiled_bucket, require_devices
+from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
 from tests.helpers.ranks import run_ranks
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
@@ -87,6 +94,85 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
     )
     assert done.returncode != 0 and "2 processes were launched on this machine" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# ---- how long ranks wait for each other
+
+
+def seconds_until_given_up(retries: int, monkeypatch) -> float:
+    """What a read of a file takes on the hub, when every request of the hub's own client runs into its timeout."""
+    passed = [0.0]
+    no_answer = inspect.signature(http_backoff).parameters["retry_on_exceptions"].default[0]
+
+    def sleep(seconds: float) -> None:
+        passed[0] += seconds
+
+    def request(**_):
+        passed[0] += DEFAULT_REQUEST_TIMEOUT
+        raise no_answer("no answer")
+
+    def records_from(index: int):
+        http_backoff("GET", "https://huggingface.co/nothing")
+        yield index, "", None
+
+    client = SimpleNamespace(request=request)
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", lambda: client)
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(UnreadableFile):
+        list(read_with_retries("hf://x", records_from, start=0, stride=1, retries=retries, remote=True))
+    return passed[0]
+
+
+@pytest.mark.parametrize("retries", [0, 6, 20])
+def test_the_longest_wait_for_text_is_known(retries, monkeypatch):
+    assert longest_wait(retries) == seconds_until_given_up(retries, monkeypatch)
+
+
+def process_group_of(words: list[str], monkeypatch) -> dict:
+    """What accelerate hands to torch when a process of two begins a run with these options."""
+    given = {}
+
+    class Enough(Exception):
+        pass
+
+    def init_process_group(**keywords):
+        given.update(keywords)
+        raise Enough
+
+    environment = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "OMP_NUM_THREADS": 1}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "ACCELERATE_USE_CPU": True}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("salaad.training.launch.follow_launcher", lambda: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config, _ = read_command_line(["--config", "nano", *words])
+    try:
+        with pytest.raises(Enough):
+            start_accelerator(config)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ([], 1800),  # of torch on the CPU
+        (["--data.retries=20"], 2 * (21 * 83 + 31 + 15 * 30)),
+        (["--data.max_lost_files=2"], 3 * 2 * (7 * 83 + 61)),
+        (["--data.retries=1000000000"], 6 * 3600),
+    ],
+)
+def test_accelerate_is_given_the_time_that_text_may_take(words, seconds, monkeypatch):
+    assert process_group_of(words, monkeypatch)["timeout"].total_seconds() == seconds
+
+
+def test_on_gpus_ranks_wait_longer_than_the_hub_retries(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    waited = patience(DataConfig()).total_seconds()
+    assert waited > 1.9 * seconds_until_given_up(DataConfig().retries, monkeypatch) > 1.9 * 600
+    assert patience(DataConfig(retries=0)).total_seconds() == 600  # of torch on GPUs
 
 
 # ---- buckets of gradients beside a compiled backward

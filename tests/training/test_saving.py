@@ -1,14 +1,25 @@
-"""What --dry-run says of a checkpoint: against counts by hand, and against the files of a run."""
+"""What --dry-run says of a checkpoint: against counts by hand, and against the time of a save on a slow disk."""
 
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from salaad.common import distributed
+from salaad.common.hashed_files import HashedFile
 from salaad.config.command_line import read_command_line
 from salaad.methods.registry import method_of
-from salaad.model.build import describe_model, outline
+from salaad.model.build import describe_model, model_source, outline
+from salaad.model.loss import SummedLoss
+from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.training.plan import plan_table
 from salaad.training.saving import plan_saving
+from salaad.training.state import TrainingParts
+from tests.helpers.ranks import run_ranks
 
 PARAMETERS, BLOCKS, LARGEST = 1_339_082_752, 1_207_910_400, 32_000 * 2048  # of 1b; the largest is the embedding
 
@@ -58,3 +69,54 @@ def test_the_plan_says_how_long_a_save_takes_and_a_launcher_waits():
     assert "28.15 GB (weights 5.36, optimizer state 10.71, L, S and dual 12.08), 6.87 by the fullest process" in text
     assert "6.9 where a process writes 1 GB/s, 28.1 where all together do" in text
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in text
+
+
+# ---- on a slow disk
+
+SMALL = ["--config=nano", "--model.hidden_size=64", "--model.intermediate_size=128", "--model.num_attention_heads=2"]
+SMALL += ["--model.num_hidden_layers=2", "--model.vocab_size=512", "--salaad.embedding=false", "--salaad.roles=[v,o]"]
+ALONE = 8.0  # seconds in which the slow disk would take what the first of two ranks wrote if it wrote all moments
+
+
+def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
+    """Of one checkpoint, each rank with a disk of its own that takes so many bytes a second."""
+    config, _ = read_command_line(SMALL)
+    model = model_source(config.model, config.data.sequence_length).build(config.seed, None, None)
+    method = method_of(config)(model, config)
+    optimizer, schedule = method.build_optimizer()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    SummedLoss(model)(ids, ids).backward()
+    optimizer.step()
+
+    write, save_pretrained = HashedFile.write, model.save_pretrained
+
+    def write_slowly(self: HashedFile, data: bytes | memoryview) -> int:
+        time.sleep(len(data) / rate)
+        return write(self, data)
+
+    def save_slowly(path: Path) -> None:
+        time.sleep(sum(p.nbytes for p in model.parameters()) / rate)
+        save_pretrained(path)
+
+    parts = TrainingParts(None, model, AutoTokenizer.from_pretrained(tokenizer), method, optimizer, schedule)
+    recorder = SimpleNamespace(secure=lambda: None)
+
+    def seconds_of(step: int) -> float:
+        distributed.barrier()
+        begun = time.monotonic()
+        Checkpoints(folder).save(step, lambda partial: parts.write(partial, RunState(), recorder))
+        return time.monotonic() - begun
+
+    seconds_of(1)  # imports what is imported late
+    HashedFile.write, model.save_pretrained = write_slowly, save_slowly
+    return seconds_of(2)
+
+
+def test_a_save_takes_as_long_as_the_fullest_of_two_ranks_writes(tmp_path, tiny_tokenizer_dir):
+    config, _ = read_command_line(SMALL)
+    plan = plan_saving(config, outline(describe_model(config.model, config.data.sequence_length)), 2)
+    rate = plan.alone / ALONE
+    assert plan.most / rate < 0.6 * ALONE
+    for seconds in run_ranks(seconds_of_a_save, 2, tmp_path, tmp_path / "checkpoints", tiny_tokenizer_dir, rate):
+        # The plan counts singular vectors too, which these blocks do not have yet.
+        assert 0.9 * plan.most / rate < seconds < 0.5 * (plan.most / rate + ALONE)

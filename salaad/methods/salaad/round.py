@@ -2,9 +2,10 @@
 
 Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
 together by a solver that looks at none: `gram` or `products`, whichever is predicted to be the cheaper. Each leaves
-behind whether its result holds, with the three numbers by which the host plans the next update, and one read brings
+behind whether its result holds, with the four numbers by which the host plans the next update, and one read brings
 those of all blocks. A block whose result does not hold is still as it was, and is updated alone, as every block is on a
-CPU, by the solvers that decide by what they find.
+CPU, by the solvers that decide by what they find. That makes the host wait many times. So `gram` takes the update that
+follows one in which products have failed, and every one after it until τ_L is large enough beside the singular values.
 
 A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
 own last rank.
@@ -17,6 +18,7 @@ the blocks may be touched in between: then the results are those of a round at o
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from torch import Tensor
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import State, advance, statistics
 from salaad.spectral.cost import Rates, Solver, cheapest, rates_of
-from salaad.spectral.products import MOST_ENERGY, product_stack, width_of
+from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack, width_of
 from salaad.spectral.results import StackResult
 from salaad.spectral.stacks import gram_stack
 
@@ -50,11 +52,14 @@ class Attempt:
     """What became of a stack of b blocks.
 
     Args:
+        solver: which was tried.
         rows: b×8, as `Surrogate.update` returns them.
         sigma: b×n singular values of L, if the solver found them.
-        verdict: b×4: whether the result holds, effective rank, singular values above τ_L, whether the next τ_L > 0.
+        verdict: b×5: whether the result holds, effective rank, singular values above τ_L, whether the next τ_L > 0, and
+            whether it is too small for products.
     """
 
+    solver: Solver
     rows: Tensor
     sigma: Tensor | None
     verdict: Tensor
@@ -76,7 +81,7 @@ class Round:
     def __init__(self, blocks: Sequence[Block], beside: bool = False) -> None:
         self._blocks = blocks
         self._device = blocks[0][1].device
-        self._stream = torch.cuda.Stream(self._device) if beside and self._device.type == "cuda" else None
+        self._stream = _stream_of(self._device) if beside and self._device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still move the weights
             for surrogate, _ in blocks:
@@ -91,7 +96,11 @@ class Round:
         """Wait for the results; returns of each block what `Surrogate.update` returns, in the same order."""
         with self._beside():  # where the host waits for this stream alone
             rows = self._held()
-            rows = [self._blocks[i][0].update(self._blocks[i][1]) if row is None else row for i, row in enumerate(rows)]
+            tried = {i: found.solver for members, found in self._attempts for i in members}
+            for i, (surrogate, X) in enumerate(self._blocks):
+                if rows[i] is None:
+                    rows[i] = surrogate.update(X)
+                    surrogate.unfit = tried.get(i) == "products"
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return rows
@@ -105,15 +114,27 @@ class Round:
         verdicts = iter(torch.cat([tried.verdict for _, tried in self._attempts]).tolist())
         for members, tried in self._attempts:
             for place, i in enumerate(members):
-                holds, rank, width, thresholded = next(verdicts)
+                holds, rank, width, thresholded, unfit = next(verdicts)
                 if holds:
+                    surrogate = self._blocks[i][0]
                     sigma = None if tried.sigma is None else tried.sigma[place].clone()
-                    self._blocks[i][0].know(int(rank), int(width), bool(thresholded), sigma)
+                    surrogate.know(int(rank), int(width), bool(thresholded), sigma)
+                    surrogate.unfit = bool(unfit)
                     rows[i] = tried.rows[place]
         return rows
 
     def _beside(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all rounds on a device: its allocator keeps the memory of every stream apart, and never shares it.
+
+    torch hands out 32 streams in turn. With a new one for each round, the temporaries of an update, ten times a stack,
+    would in time be kept 32 times.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
@@ -133,7 +154,7 @@ def _kind(surrogate: Surrogate, rates: Rates) -> Kind:
     n, m = sorted(surrogate.T.shape)
     method, q = surrogate.config.method, width_of(surrogate.width, n)
     solver: Solver = "gram" if rates.waits else "ladder"
-    if surrogate.thresholded and surrogate.config.gamma <= MOST_ENERGY:
+    if surrogate.thresholded and not surrogate.unfit and surrogate.config.gamma <= MOST_ENERGY:
         if method == "products":
             solver = "products"
         elif method == "auto":
@@ -164,14 +185,17 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
         after, found, figures = advance(before, X, solve, kind.thresholded, config)
     except torch.linalg.LinAlgError:
         nothing = X.new_zeros(len(blocks), 8)
-        return Attempt(nothing, None, nothing[:, :4])
+        return Attempt(kind.solver, nothing, None, nothing[:, :5])
     assert isinstance(found, StackResult)
     holds &= figures.total.isfinite()
     for place, (surrogate, _) in enumerate(blocks):
         surrogate.take(_chosen(place, holds, before, after, surrogate.T.shape))
     rows = statistics(after, figures, kind.rho, found.bound, found.solver)
-    verdict = torch.stack([holds, figures.rank, found.kept, after.tau_L > 0], 1)
-    return Attempt(rows, found.sigma, verdict)
+    unfit = torch.zeros_like(holds)  # after products that held; if they do so no more, they will say so
+    if found.sigma is not None:
+        unfit = found.sigma[:, 0] + before.tau_L > MOST_SPREAD * after.tau_L
+    verdict = torch.stack([holds, figures.rank, found.kept, after.tau_L > 0, unfit], 1)
+    return Attempt(kind.solver, rows, found.sigma, verdict)
 
 
 def _lying(M: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
     """The tensors of a block of n×m, whose shapes are compared before any of them is read."""
     matrix, short = (n, m), min(n, m)
     most = {"target": matrix, "low_rank": matrix, "residual": matrix, "thresholds": (3,)}
-    most |= {"sigma": (short,), "ranks": (2,), "basis": (short, short)}
+    most |= {"sigma": (short,), "ranks": (2,), "unfit": (1,), "basis": (short, short)}
     try:
         with safe_open(path, framework="pt") as shard:
             stored = set(shard.keys())

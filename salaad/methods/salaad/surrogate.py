@@ -32,8 +32,9 @@ class Surrogate:
         width: singular values of the last L's argument that were above τ_L.
         thresholded: whether τ_L > 0.
         kept: the last update changed nothing, as no solver converged or the result was not finite.
+        unfit: the next update is not for products (`round`): they failed in the last, or τ_L is too small for them.
 
-    The first three are what the host knows of the device's numbers: it reads them once an update.
+    The first three and the last are what the host knows of the device's numbers: it reads them once an update.
     """
 
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
@@ -109,7 +110,7 @@ class Surrogate:
     ) -> None:
         """Take over what the host has read of the state, with the singular values of L if they were found."""
         self.rank, self.width, self.thresholded = rank, width, thresholded
-        self.sigma, self.basis, self.kept = sigma, basis, False
+        self.sigma, self.basis, self.kept, self.unfit = sigma, basis, False, False
 
     @torch.no_grad()
     def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0, seed: int = 0) -> None:
@@ -187,6 +188,8 @@ class Surrogate:
             state["sigma"] = self.sigma
         else:  # from a solver that finds no singular values
             state["ranks"] = self.T.new_tensor([self.rank, self.width])
+        if self.unfit:
+            state["unfit"] = self.T.new_ones(1)
         return state if self.basis is None else state | {"basis": self.basis}
 
     def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
@@ -209,6 +212,7 @@ class Surrogate:
         else:
             rank, width = map(int, state["ranks"].tolist())
             self.know(rank, width, bool(self.tau_L > 0))
+        self.unfit = "unfit" in state
 
 
 def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:

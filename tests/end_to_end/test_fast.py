@@ -1,0 +1,62 @@
+"""fast.yaml laid over another file: bfloat16 products, a compiled model and the ADMM beside the forward, together."""
+
+import os
+import signal
+from dataclasses import replace
+
+import torch
+import yaml
+
+import train
+from salaad.methods.salaad import round as admm_round
+from salaad.methods.salaad.method import SalaadMethod
+from salaad.methods.salaad.storage import read_surrogates
+from salaad.spectral.cost import RATES
+from tests.helpers.training import assert_same_records, last_checkpoint, lines, moments, run_training, weights
+
+RATES_OF_A_GPU = replace(RATES["h100"], eigenvectors=1e-7)  # so slow at eigenvectors that products are taken here too
+
+
+EVALUATE = train.evaluate
+
+
+def evaluate_without_compiling(*given):
+    """Without gradients the model would be compiled once more, for another quarter of the time of this test."""
+    with torch.compiler.set_stance("force_eager"):
+        return EVALUATE(*given)
+
+
+def test_a_fast_run_trains_and_goes_on_to_the_bit(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES_OF_A_GPU)
+    monkeypatch.setattr(train, "evaluate", evaluate_without_compiling)
+    torch._dynamo.reset()  # after some more models of other tests it would compile no more
+    # One layer, since to compile it is what takes the time.
+    arguments = ["--config=nano.yaml", "--config=fast.yaml", *toy(model__num_hidden_layers=1, train__batch=2)]
+    run_training(arguments, tmp_path / "whole")
+
+    after_step, pending = SalaadMethod.after_step, {6, 10}  # the first with an update under way
+
+    def interrupted(self, *given):
+        after_step(self, *given)
+        if self.salaad.steps in pending:
+            pending.discard(self.salaad.steps)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SalaadMethod, "after_step", interrupted)
+    for _ in range(3):
+        run_training(arguments, tmp_path / "parts")
+    assert not pending
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # something was compiled
+
+    config = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())
+    assert (config["train"]["precision"], config["train"]["compile"]) == ("bf16-mixed", True)
+    assert config["salaad"]["overlap"]
+    losses = [row["loss"] for row in lines(tmp_path / "whole")]
+    assert losses[-1] < losses[0] - 0.2
+    assert {row["method"] for row in lines(tmp_path / "whole", "blocks.jsonl")} == {"gram", "products"}
+
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "parts")
+    kept = [(moments(folder), read_surrogates(folder / "surrogate")) for folder in (whole, parts)]
+    for first, second in ((weights(tmp_path / "whole"), weights(tmp_path / "parts")), *zip(*kept, strict=True)):
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
