@@ -62,15 +62,20 @@ def cases() -> Iterator[Case]:
 def product_cases(dtype: str, pointer: str, number: tl.dtype) -> Iterator[Case]:
     """The products for one row of x and for eight; also with V anywhere, and with columns of 32 bits."""
     table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
-    for B, aligned, index, what in (
-        (1, True, tl.int16, "B=1"),
-        (8, True, tl.int16, "B=8"),
-        (8, False, tl.int32, "B=8, not aligned, 32 bits"),
+    one = {"NUMBER": number, "B": 1, "rows": 1}  # Triton knows an argument that is 1
+    eight = {"NUMBER": number, "B": 8}
+    for how, K, aligned, what in (
+        (one, 1024, True, "B=1"),
+        (one, 1024, False, "B=1, not aligned"),
+        (eight, 256, True, "B=8"),
     ):
-        how = {"NUMBER": number, "B": B, **({"rows": 1} if B == 1 else {})}  # Triton knows an argument that is 1
-        V, U = {**how, "ALIGNED": aligned, "K": max(256, 1024 // B)}, {**how, "INDEX": index, "K": max(128, 512 // B)}
-        yield Case(products.multiply_by_V, dtype, table, V, 4, what.removesuffix(", 32 bits"))
-        yield Case(products.multiply_by_U_and_S, dtype, table, U, 1, what.replace(" not aligned,", ""))
+        yield Case(products.multiply_by_V, dtype, table, {**how, "ALIGNED": aligned, "K": K}, 4, what)
+    for how, K, index, what in (
+        (one, 512, tl.int16, "B=1"),
+        (eight, 128, tl.int16, "B=8"),
+        (eight, 128, tl.int32, "B=8, 32 bits"),
+    ):
+        yield Case(products.multiply_by_U_and_S, dtype, table, {**how, "INDEX": index, "K": K}, 1, what)
     for columns, bits in (("*i16", ""), ("*i32", ", 32 bits")):
         S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": columns, "values": pointer}
         yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, f"chosen{bits}")
