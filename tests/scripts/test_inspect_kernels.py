@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,16 @@ def test_what_is_recorded_is_what_is_compiled_now(found):
     recorded = json.loads((ROOT / "results" / "kernels" / "kernels.json").read_text())
     assert recorded["triton"] == found["triton"], "run python scripts/inspect_kernels.py"
     assert recorded["resources"] == found["resources"], "run python scripts/inspect_kernels.py"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_V_is_read_16_bytes_at_once_where_it_is_aligned_and_number_by_number_elsewhere(dtype):
+    from scripts.kernels import resources
+
+    read = {}
+    for case in resources.cases():
+        if (case.kernel.__name__, case.dtype) == ("multiply_by_V", dtype) and case.what != "B=8":
+            ptx = resources.compile_for(case, 90).asm["ptx"]
+            read[case.what] = len(re.findall(r"ld\.global\.b(?:16|32)\b", ptx))
+    assert read == {"B=1": 0, "B=1, not aligned": 8}  # of the 1024 numbers of a program, by each of its 128 threads
