@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel, logging
 
+from salaad.common import native
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
@@ -34,7 +35,7 @@ from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
-from salaad.factored import cpu_kernels
+from salaad.factored import cpu_kernels, gpu_products
 from salaad.factored.fixed_size import factor, resident_bytes, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import describe_model, load_model
@@ -156,6 +157,13 @@ def density(model: PreTrainedModel) -> float:
     return sum(module.nnz for module in stored) / sum(prod(module.shape) for module in stored)
 
 
+def products(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes the products of the factored model."""
+    if native.uses_triton(device) and dtype in gpu_products.DTYPES:
+        return "Triton's"
+    return "compiled" if device.type == "cpu" and dtype == torch.float32 and cpu_kernels.library() else "torch's"
+
+
 def memory(models: dict[str, PreTrainedModel], threads: int, length: int, device: str) -> dict[str, dict[str, int]]:
     """Parameters, bytes of the loaded weights, and peak of a process that opens the model; takes the models away."""
     found = {label: {"parameters": count_parameters(m), "weights": resident_bytes(m)} for label, m in models.items()}
@@ -191,7 +199,7 @@ def main() -> None:
         "model": models["dense"].config.to_diff_dict(),
         **{key: str(value) for key, value in vars(options).items() if key not in ("output", "density")},
         "density": density(models["factored"]),
-        "products": "compiled" if cpu_kernels.library() and dtype == torch.float32 else "torch's",
+        "products": products(torch.device(options.device), dtype),
         **provenance(),
     }
     sizes = memory(models, options.threads, options.length, options.device)

@@ -6,11 +6,13 @@
 
 What this script does not know goes to train.py's options. All models take the same batches of the configured text.
 Rounds of ten steps alternate, so that a machine whose speed drifts slows all alike; a method's periodic work (an ADMM
-update, a merge, a subspace, an exact step) comes at the end of each round, whatever its own period. A step then costs
+update, a merge, a subspace, an exact step) comes amid each round, whatever its own period. A step then costs
 
-    the mean of the steps in the middle of a round + the periodic work over its own period
+    the mean of the steps without periodic work + the periodic work over its own period
 
-and is compared with the full-rank round just before. Memory is that of tensors, counted as they come and go in a step.
+and is compared with the full-rank round just before. On a GPU the host waits only between two rounds: it runs ahead as
+in a training, and work beside a step, as of `salaad.overlap`, counts by how much it delays that step and the next.
+Memory is that of tensors, counted as they come and go in a step.
 """
 
 import argparse
@@ -44,9 +46,11 @@ from salaad.model.build import model_source, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
-from scripts.devices import now
+from scripts.devices import Marks, now
 
 ROUND, PEAK_SIZE = 10, 8192
+# Places in a round of the two steps that periodic work can come in: the last of a period, and the next one.
+PERIODIC = (ROUND // 2 - 1, ROUND // 2)
 
 
 class LiveTensors(TorchDispatchMode):
@@ -100,12 +104,13 @@ class Contender:
         if config.train.compile:
             self.model.base_model.compile()
         self.loss = SummedLoss(self.model)
+        self._marks = Marks(device)
         self.seconds: list[float] = []
-        self.updates: list[float] = []  # of them the seconds from the clipped gradient on, where periodic work is done
+        self.updates: list[float] = []  # of them the seconds in which periodic work can be
 
     def step(self, batch: dict[str, torch.Tensor]) -> None:
         """One training step, as train.py takes it."""
-        start = now(self.device)
+        self._marks.set()
         rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
         tokens = (labels[:, 1:] != IGNORED).sum()
         size = self.config.train.micro_batch
@@ -116,17 +121,24 @@ class Contender:
                         (self.loss(micro, targets) / tokens).backward()
         self.method.after_backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or float("inf"))
-        middle = now(self.device)
+        self._marks.set()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         self.method.after_step(self.optimizer, self.steps, self.taken)
-        end = now(self.device)
-        self.seconds.append(end - start)
-        self.updates.append(end - middle)
+        self._marks.set()
+
+    def count_times(self) -> None:
+        """Count the steps since the last call; waits for a GPU."""
+        between = self._marks.take()  # from a step's start to its clipped gradient, to its end, to the next one's start
+        seconds = [before + after for before, after in zip(between[::3], between[1::3], strict=True)]
+        self.seconds += seconds
+        # On a CPU periodic work is done in the second part; beside a GPU's next step it may delay any of it.
+        self.updates += seconds if self.device.type == "cuda" else between[1::3]
 
     def forget_times(self) -> None:
         """What comes next is counted."""
+        self._marks.take()
         self.seconds, self.updates = [], []
 
     def memory(self, batch: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -179,32 +191,30 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
         for _ in range(ROUND - 1):
             contender.step(next(stream))
         memory[method] = contender.memory(next(stream))
-    # Thresholds of the ADMM have to leave zero before an update costs what it will cost for the rest of the run.
-    for _ in range(2 * ROUND):
+    # Thresholds of the ADMM have to leave zero before an update costs what it will cost for the rest of the run; half a
+    # round more puts it in the middle of those that are counted.
+    for _ in range(2 * ROUND + ROUND // 2):
         batch = next(stream)
         for contender in contenders.values():
             contender.step(batch)
     for contender in contenders.values():
         contender.forget_times()
     for _ in range(max(1, steps // ROUND)):
-        batches = [next(stream) for _ in range(ROUND)]
+        batches = [{key: rows.to(device) for key, rows in next(stream).items()} for _ in range(ROUND)]
         for contender in contenders.values():
             for batch in batches:
                 contender.step(batch)
+            contender.count_times()
     found = {}
     positions = config.train.batch * config.data.sequence_length
     peak = matmul_peak(device, config.train.precision)
-    vanilla = rounds_of(contenders["full_rank"].seconds)
+    vanilla = [mean_of_others(seconds) for seconds in rounds_of(contenders["full_rank"].seconds)]
     for method, contender in contenders.items():
-        rounds, updates = rounds_of(contender.seconds), rounds_of(contender.updates)
-        ordinary = [statistics.mean(seconds[1:-1]) for seconds in rounds]
-        # The work comes in the last step of a round, or in the first one of the next.
-        both = (seconds[0] + seconds[-1] - 2 * statistics.mean(seconds[1:-1]) for seconds in updates)
-        periodic = max(0.0, statistics.median(both)) if contender.period else 0.0
+        ordinary = [mean_of_others(seconds) for seconds in rounds_of(contender.seconds)]
+        work = [sum(seconds[i] - mean_of_others(seconds) for i in PERIODIC) for seconds in rounds_of(contender.updates)]
+        periodic = max(0.0, statistics.median(work)) if contender.period else 0.0
         shared = periodic / contender.period if contender.period else 0.0
-        ratios = (
-            (usual + shared) / statistics.mean(other[1:-1]) for usual, other in zip(ordinary, vanilla, strict=True)
-        )
+        ratios = [(usual + shared) / other for usual, other in zip(ordinary, vanilla, strict=True)]
         per_step = statistics.median(ordinary) + shared
         flops = training_flops(contender.model, config.data.sequence_length) * positions
         found[method] = {
@@ -223,6 +233,11 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
 def rounds_of(seconds: list[float]) -> list[list[float]]:
     """Those of each round."""
     return [seconds[i : i + ROUND] for i in range(0, len(seconds), ROUND)]
+
+
+def mean_of_others(seconds: list[float]) -> float:
+    """The mean over the steps of a round in which no periodic work comes."""
+    return statistics.mean(seconds[i] for i in range(ROUND) if i not in PERIODIC)
 
 
 def table(result: dict) -> str:

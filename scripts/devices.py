@@ -1,6 +1,7 @@
-"""The device of a benchmark: that it is there, and the time on it."""
+"""The device of a benchmark: that it is there, the time on it, and the times between points of what it computes."""
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -20,3 +21,35 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class Marks:
+    """Points in what a device computes, and the seconds between them.
+
+    On a GPU they are events in its stream, so the host does not wait at them, and runs ahead as it does in a training.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._points: list = []
+
+    def set(self) -> None:
+        """Put a mark behind all that was asked of the device so far."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._points.append(event)
+        else:
+            self._points.append(time.perf_counter())
+
+    def take(self) -> list[float]:
+        """The seconds between one mark and the next, and forget them; waits for a GPU."""
+        points, self._points = self._points, []
+        if not self._cuda:
+            return [after - before for before, after in pairwise(points)]
+        if points:
+            points[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(points)]

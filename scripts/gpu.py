@@ -5,33 +5,40 @@
     bash scripts/gpu.sh --device cpu --tiny --output runs/gpu   the same path with the smallest shapes, in minutes
 
 Every stage is a command of its own that writes one JSON file. What is there is kept: the same command goes on after an
-interruption. A stage that fails is told in the table, and the others go on. Send in the folder.
+interruption, and a file that is deleted is made again. A stage that fails is told in the table, and the others go on;
+one that is not done when the hours are over is stopped. Send in the folder.
 """
 
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.files import read_json
-from salaad.common.formats import markdown_table, megabytes
+from salaad.common.files import read_json, write_json
 from scripts.devices import require_device
+from scripts.on_device.check import FAILED, Check
+from scripts.on_device.page import page
 from scripts.trainings import ROOT
 
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "bf16")
 SIZES = {"60m": 32, "130m": 32, "350m": 16, "1b": 8}  # rows of 256 tokens in a step of the benchmark
 TINY = ("--model.hidden_size=32", "--model.intermediate_size=48", "--model.vocab_size=4096", "--train.batch=2")
 TEXT = ("--data.source=python-docs", "--data.packing=true", "--data.workers=0")
+WIKIPEDIA = "runs/wikipedia"
+PATIENCE = 60.0  # seconds that a stage has to end in once its time is over; a training saves in them
+DONE = "done"
 
 
 class Stage(NamedTuple):
@@ -41,19 +48,21 @@ class Stage(NamedTuple):
         name: of its JSON file and in the table.
         words: behind `python`; `--output FILE` is added unless `result` is given.
         minutes: that it takes at the most, as far as can be told; it is left out if less is left.
-        result: the file it writes, if it has a place of its own.
+        result: the file it writes, if it has a place of its own; it is copied.
+        before: another command, behind `python`, that has to end well before.
     """
 
     name: str
     words: tuple[str, ...]
     minutes: float
     result: Path | None = None
+    before: tuple[str, ...] = ()
 
 
 def stages(device: str, tiny: bool) -> Iterator[Stage]:
     """All of them, those first that others rely on."""
-    small = ("--device", device, *(("--tiny",) if tiny else ()))
-    yield Stage("checks", ("scripts/gpu_checks.py", *small), 15)
+    small, on = ("--tiny",) if tiny else (), ("--device", device)
+    yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 15)
     for size, batch in ({"nano": 2} if tiny else SIZES).items():
         for precision in PRECISIONS[:1] if tiny else PRECISIONS:
             words = ("scripts/bench_training.py", "--methods=salaad", f"--config={size}", *TEXT)
@@ -61,75 +70,79 @@ def stages(device: str, tiny: bool) -> Iterator[Stage]:
             words += (f"--train.precision={precision}", f"--steps={10 if tiny else 50}", "--salaad.every=10")
             yield Stage(f"training-{size}-{precision}", words, 10)
     for size in ("nano",) if tiny else SIZES:
-        words = ("scripts/bench_admm.py", f"--config={size}", "--device", device, *(TINY if tiny else ()))
+        words = ("scripts/bench_admm.py", f"--config={size}", *on, *(TINY if tiny else ()))
         yield Stage(f"admm-{size}", (*words, "--rounds=1") if tiny else words, 10)
     for size in ("nano",) if tiny else ("350m", "1b"):
         for dtype in ("float32",) if tiny else ("float32", "bfloat16"):
-            words = ("scripts/bench_inference.py", f"--config={size}", f"--dtype={dtype}", "--device", device)
+            words = ("scripts/bench_inference.py", f"--config={size}", f"--dtype={dtype}", *on)
             words += (*TINY, "--salaad.embedding=true", "--rounds=1", "--tokens=2") if tiny else ()
             yield Stage(f"inference-{size}-{dtype}", words, 10)
     for size in ("nano",) if tiny else ("350m", "1b"):
-        yield Stage(f"compression-{size}", ("scripts/bench_compression.py", f"--config={size}"), 10)
+        words = ("scripts/bench_compression.py", f"--config={size}", *on, *(TINY if tiny else ()))
+        yield Stage(f"compression-{size}", words, 10)
     if not tiny:
+        words = ("scripts/reproduce.py", "--scale=60m-wikipedia", "table1")
         result = ROOT / "results" / "60m-wikipedia" / "reproduce" / "table1.json"
-        yield Stage("60m-wikipedia", ("scripts/reproduce.py", "--scale=60m-wikipedia", "table1"), 360, result)
+        # The folder gets its name when all of it is there.
+        text = () if (ROOT / WIKIPEDIA).is_dir() else ("scripts/fetch_text.py", "--output", WIKIPEDIA)
+        yield Stage("60m-wikipedia", words, 360, result, text)
 
 
-def fetch_wikipedia() -> None:
-    """The text of the training, unless it is there."""
-    if not (ROOT / "runs" / "wikipedia").is_dir():
-        subprocess.run([sys.executable, "scripts/fetch_text.py", "--output", "runs/wikipedia"], cwd=ROOT, check=True)
+def outcome(stage: Stage, folder: Path) -> str | None:
+    """How a stage ended whose result is there; None where there is none. A result of its own place is copied."""
+    path = folder / f"{stage.name}.json"
+    if not path.exists() and stage.result and stage.result.exists():
+        write_json(read_json(stage.result), path)
+    if not path.exists():
+        return None
+    if stage.name != "checks":
+        return DONE
+    checks = [Check.from_row(row) for row in read_json(path)["checks"]]
+    failed = [check.name for check in checks if check.outcome == FAILED]
+    return f"{FAILED}: {len(failed)} of {len(checks)} checks ({', '.join(failed)})"[:300] if failed else DONE
 
 
-def done(stage: Stage, folder: Path) -> bool:
-    """Whether its result is there."""
-    return (stage.result or folder / f"{stage.name}.json").exists()
-
-
-def perform(stage: Stage, folder: Path, hidden: bool) -> str:
-    """Run a stage, its words in NAME.log; how it ended."""
-    if stage.name == "60m-wikipedia":
-        fetch_wikipedia()
+def perform(stage: Stage, folder: Path, hidden: bool, seconds: float) -> str:
+    """Run a stage for so many seconds at the most, its words in NAME.log; how it ended."""
     words = stage.words if stage.result else (*stage.words, "--output", str(folder / f"{stage.name}.json"))
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
-    with (folder / f"{stage.name}.log").open("w") as log:
-        code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
-    if not code:
-        return "done"
-    lines = (folder / f"{stage.name}.log").read_text().strip().splitlines()
-    return f"exit code {code}: {lines[-1] if lines else 'nothing said'}"[:200]
+    end, path = time.monotonic() + seconds, folder / f"{stage.name}.log"
+    with path.open("w") as log:
+        for command in filter(None, (stage.before, words)):
+            code = exit_code(command, environment, log, end - time.monotonic())
+            if code is None:
+                return f"out of time: stopped after {seconds / 60:.0f} minutes; give more --hours, and it goes on"
+            if code:
+                lines = path.read_text().strip().splitlines()
+                last = lines[-1] if lines else "nothing said"
+                return outcome(stage, folder) or f"{FAILED}: {command[0]}, exit code {code}: {last}"[:300]
+    return outcome(stage, folder) or f"{FAILED}: {words[0]} wrote no result"
 
 
-def page(folder: Path, told: dict[str, str]) -> str:
-    """What was found, as Markdown."""
-    results = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
-    about = next(({key: found[key] for key in ("machine", "versions", "commit")} for found in results.values()), {})
-    parts = [f"# {folder.name}", *(f"{key}: {value}" for key, value in about.items())]
-    parts += [markdown_table(("stage", "outcome"), list(told.items()))]
-    if "checks" in results:
-        rows = [
-            (row["name"], f"{row['limit']:.0e}", row["problem"] or f"{row['error']:.1e}")
-            for row in results["checks"]["checks"]
-        ]
-        parts += ["## Checks", markdown_table(("check", "limit", "error"), rows)]
-    trainings = {name.removeprefix("training-"): found for name, found in results.items() if "methods" in found}
-    if trainings:
-        header = ("training", "tokens/s", "SALAAD over full-rank", "ADMM update", "utilisation", "peak")
-        parts += ["## Training", markdown_table(header, [training_row(*item) for item in trainings.items()])]
-    return "\n\n".join(parts) + "\n"
+def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int | None:
+    """Run a command of Python; None if it was stopped, with all that it had started, as its time was over."""
+    command = [sys.executable, *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.returncode is None:
+            stop(process)
 
 
-def training_row(name: str, found: dict) -> tuple[str, ...]:
-    """Full-rank training and SALAAD in one benchmark."""
-    full, salaad = found["methods"]["full_rank"], found["methods"]["salaad"]
-    return (
-        name,
-        f"{full['tokens_per_second']:,.0f}",
-        f"{salaad['over_full_rank']:.3f}",
-        f"{salaad['periodic_seconds'] * 1e3:,.1f} ms",
-        f"{full['utilisation']:.0%}",
-        megabytes(salaad["peak_bytes"]),
-    )
+def stop(process: subprocess.Popen) -> None:
+    """End a process and what it started, which are a group; what does not end by itself in a minute is killed."""
+    end = time.monotonic() + PATIENCE
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < end:
+            process.poll()
+            os.killpg(process.pid, 0)  # as long as there is one of them
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def default_folder(device: str) -> Path:
@@ -151,26 +164,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder to leave; results/gpu/NAME unless given")
     options = parser.parse_args()
     require_device(options.device)
-    if options.hours <= 0:
+    if not 0 < options.hours < float("inf"):
         raise UserError(f"--hours is {options.hours:g}; give a number above 0")
-    folder = options.output or default_folder(options.device)
+    folder = (options.output or default_folder(options.device)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    end, told = time.monotonic() + 3600 * options.hours, {}
+    end, outcomes = time.monotonic() + 3600 * options.hours, {}
     for stage in stages(options.device, options.tiny):
-        left = (end - time.monotonic()) / 60
-        if done(stage, folder.absolute()):
-            told[stage.name] = "done"
-        elif left < stage.minutes:
-            told[stage.name] = f"left out: takes up to {stage.minutes:.0f} minutes; give --hours"
-        else:
-            print(f"{stage.name}, {left:.0f} minutes left", flush=True)
-            told[stage.name] = perform(stage, folder.absolute(), hidden=options.device == "cpu")
-            print(f"{stage.name}: {told[stage.name]}", flush=True)
-        (folder / "README.md").write_text(page(folder, told))
-    print(f"\n{page(folder, told)}\nSend in {folder}")
-    failed = [name for name, outcome in told.items() if outcome.startswith("exit")]
+        left, told = end - time.monotonic(), outcome(stage, folder)
+        if told is None and left < 60 * stage.minutes:
+            told = f"left out: takes up to {stage.minutes:.0f} minutes; give more --hours"
+        elif told is None:
+            print(f"{stage.name}, {left / 60:.0f} minutes left", flush=True)
+            told = perform(stage, folder, hidden=options.device == "cpu", seconds=left)
+            print(f"{stage.name}: {told}", flush=True)
+        outcomes[stage.name] = told
+        (folder / "README.md").write_text(page(folder, outcomes))
+    print(f"\n{page(folder, outcomes)}\nSend in {folder}")
+    failed = {name: told for name, told in outcomes.items() if told.startswith(FAILED)}
     if failed:
-        raise UserError(f"{len(failed)} stages failed ({', '.join(failed)}); their logs lie in {folder}")
+        told = "; ".join(f"{name} {told}" for name, told in failed.items())
+        raise UserError(
+            f"{len(failed)} of {len(outcomes)} stages failed: {told}; the logs lie in {folder}, and a stage whose JSON "
+            "file is deleted is performed again"
+        )
 
 
 if __name__ == "__main__":

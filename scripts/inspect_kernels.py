@@ -55,11 +55,13 @@ def measured_resources() -> list[dict]:
 
 
 def error_table(rows: list[dict]) -> str:
-    """A line a kernel and case, a column a dtype."""
-    found = {(row["kernel"], row["case"], row["dtype"]): row["error"] for row in rows}
-    pairs = dict.fromkeys((row["kernel"], row["case"]) for row in rows)
-    lines = [(*pair, *(f"{found[*pair, dtype]:.1e}" for dtype in ("float32", "bfloat16"))) for pair in pairs]
-    return markdown_table(("kernel", "case", "float32", "bfloat16"), lines)
+    """A line a kernel and case, a column a dtype; a dash where the kernel does not take it."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        lines.setdefault((row["kernel"], row["case"]), {})[row["dtype"]] = f"{row['error']:.1e}"
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    table = [(*key, *(errors.get(dtype, "–") for dtype in dtypes)) for key, errors in lines.items()]
+    return markdown_table(("kernel", "case", *dtypes), table)
 
 
 def resource_table(rows: list[dict]) -> str:

@@ -75,10 +75,9 @@ def multiply_by_V(
     k, line, first = tl.program_id(0).to(tl.int64), layers + tl.program_id(1) * LINE, tl.program_id(2) * B
     rank = tl.load(line + RANK)
     if k < rank:
-        address = tl.load(line + V)
+        matrix = tl.load(line + V).to(tl.pointer_type(NUMBER))
         if ALIGNED:
-            address = tl.multiple_of(address, 16)
-        matrix = address.to(tl.pointer_type(NUMBER))
+            matrix = tl.multiple_of(matrix, 16)
         sums = tl.zeros((B, K), tl.float32)
         sums = _add_row(sums, matrix, k, m, x + first.to(tl.int64) * m, rows - first, B, K)
         b = first + tl.arange(0, B)

@@ -1,11 +1,11 @@
-"""How far every kernel, run by Triton's interpreter on the CPU, is from float64, over shapes that do not divide.
+"""How far every kernel is from float64 over shapes that do not divide: on a GPU, or by Triton's interpreter on the CPU.
 
-To be imported with `TRITON_INTERPRET=1`. The interpreter rounds bfloat16 towards zero, a GPU to nearest, so errors in
-bfloat16 are up to twice those of a GPU.
+To be imported with `TRITON_INTERPRET=1` where there is no GPU. The interpreter rounds bfloat16 towards zero, a GPU to
+nearest, so errors in bfloat16 are up to twice those of a GPU.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,65 +18,121 @@ from salaad.methods.salaad import gpu_kernels as admm
 from salaad.methods.salaad import passes
 from salaad.model import gpu_kernels as loss
 
-DTYPES = (torch.float32, torch.bfloat16)
-# n, m, rank, entries of S, rows of x. Nothing divides; the third has more columns, entries and rows than a program
-# reads at once, the fourth more terms.
+# Of float16 the ADMM knows nothing: it is a dtype of models that are deployed, not of those that are trained.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (torch.float32, torch.bfloat16)
+
+
+class Case(NamedTuple):
+    """A weight U·V + S (n×m) and what it is multiplied by.
+
+    Args:
+        n: rows.
+        m: columns.
+        rank: r of U·V.
+        nnz: entries of S.
+        rows: of x.
+        layers: that share a launch.
+        wide: the columns of S have 32 bits, as a row of more than 2¹⁵ needs.
+        shifted: V does not lie at a multiple of 16 bytes.
+    """
+
+    n: int
+    m: int
+    rank: int
+    nnz: int
+    rows: int
+    layers: int = 1
+    wide: bool = False
+    shifted: bool = False
+
+
+# Nothing divides; the third has more columns, entries and rows than a program reads at once, the fourth more terms.
 PRODUCTS = {
-    "one row": (13, 45, 6, 150, 1),
-    "three rows": (13, 45, 6, 150, 3),
-    "long rows": (5, 300, 5, 1200, 11),
-    "high rank": (3, 20, 131, 30, 5),
-    "empty S": (7, 20, 3, 0, 2),
-    "rank 0": (7, 20, 0, 30, 2),
-    "nothing": (5, 6, 0, 0, 2),
+    "one row": Case(13, 45, 6, 150, 1),
+    "three rows": Case(13, 45, 6, 150, 3),
+    "long rows": Case(5, 300, 5, 1200, 11),
+    "high rank": Case(3, 20, 131, 30, 5),
+    "empty S": Case(7, 20, 3, 0, 2),
+    "rank 0": Case(7, 20, 0, 30, 2),
+    "nothing": Case(5, 6, 0, 0, 2),
+    "two layers": Case(13, 45, 6, 150, 3, layers=2),
+    "32 bits": Case(13, 45, 6, 150, 3, wide=True),
+    "shifted": Case(13, 45, 6, 150, 3, shifted=True),
+}
+# Projections of the 1B model at the paper's rank ratio and density: too much for the interpreter.
+LARGE = {
+    "gate of 1B": Case(5461, 2048, 307, 559_206, 1),
+    "down of 1B": Case(2048, 5461, 307, 559_206, 8, layers=2),
 }
 
 
-def errors() -> Iterator[dict[str, Any]]:
-    """The largest error of every kernel and case, relative to the largest number of the exact result."""
+def errors(device: str | torch.device = "cpu", large: bool = False) -> Iterator[dict[str, Any]]:
+    """The largest error of every kernel and case, relative to the largest number of the exact result.
+
+    Args:
+        device: a GPU, or the CPU with an interpreting Triton.
+        large: shapes of a real model too.
+
+    Raises:
+        RuntimeError: the kernels are not used on this device.
+    """
     torch.manual_seed(0)
     for dtype in DTYPES:
-        for case, sizes in PRODUCTS.items():
-            yield from (_row(kernel, dtype, case, error) for kernel, error in product_errors(*sizes, dtype).items())
-        for kernel, error in {**admm_errors(dtype), "cross_entropy_kernel": loss_error(dtype)}.items():
+        for name, case in {**PRODUCTS, **(LARGE if large else {})}.items():
+            found = product_errors(case, dtype, device)
+            yield from (_row(kernel, dtype, name, error) for kernel, error in found.items())
+        for kernel, error in (admm_errors(dtype, device) if dtype in TRAINED else {}).items():
             yield _row(kernel, dtype, "", error)
+        yield _row("cross_entropy_kernel", dtype, "", loss_error(3, 4500, dtype, device))
+        if large:
+            yield _row("cross_entropy_kernel", dtype, "1B", loss_error(512, 32000, dtype, device))
 
 
-def product_errors(n: int, m: int, rank: int, nnz: int, rows: int, dtype: torch.dtype) -> dict[str, float]:
+@torch.no_grad()
+def product_errors(case: Case, dtype: torch.dtype, device: str | torch.device) -> dict[str, float]:
     """Of y = U(Vx) + Sx + b, of U·V + S, and of rows of it."""
-    slr = random_slr(n, m, rank, nnz, dtype)
-    exact = slr.to("cpu", torch.float64).dense()
-    with torch.no_grad():
-        products, x, b = products_of(slr), torch.randn(rows, m).to(dtype), torch.randn(n).to(dtype)
-        ids = torch.randint(n, (2, 3))
-        [y] = gpu_products.linear_of_several([products], x, [b])
-        return {
-            "multiply_by_U_and_S": distance(y, x.double() @ exact.mT + b.double()),
-            "add_rows_of_S": max(distance(products.dense(), exact), distance(products.rows(ids), exact[ids])),
-        }
+    n, m, rank, nnz, rows, *_ = case
+    weights = [random_slr(n + 2 * i, m, rank + i * (rank > 0), nnz, dtype) for i in range(case.layers)]
+    exact = [slr.to("cpu", torch.float64).dense() for slr in weights]
+    layers = [products_of(slr, device, case.wide, case.shifted) for slr in weights]
+    x, ids = torch.randn(rows, m).to(dtype), torch.randint(n, (2, 3))
+    biases = [torch.randn(layer.n).to(dtype) for layer in layers]
+    found = gpu_products.linear_of_several(layers, x.to(device), [b.to(device) for b in biases])
+    expected = [x.double() @ W.mT + b.double() for W, b in zip(exact, biases, strict=True)]
+    return {
+        "multiply_by_U_and_S": max(map(distance, found, expected)),
+        "add_rows_of_S": max(
+            distance(layers[0].dense(), exact[0]), distance(layers[0].rows(ids.to(device)), exact[0][ids])
+        ),
+    }
 
 
-def admm_errors(dtype: torch.dtype) -> dict[str, float]:
+def admm_errors(dtype: torch.dtype, device: str | torch.device) -> dict[str, float]:
     """Of T and the statistics of an update, and of the penalty, in float32 or with X and the gradient in `dtype`."""
     X, L, R = torch.randn(3, 37, 61).to(dtype), torch.randn(3, 37, 61), torch.randn(3, 37, 61)
     tau = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
     exact_tau = passes.Thresholds(*(each.double() for each in tau))
     exact = passes.divide_in_torch(X.double(), L.double(), R.double(), exact_tau, thresholded=True)
-    found = passes.Divided(*admm.divide(X, L, R, tau))
-    gradient = torch.randn(37, 61).to(dtype)
-    expected = gradient.double() + 0.01 * (X[0].double() - found.T[0].double())
-    admm.add_penalty(gradient, X[0], found.T[0], 0.01, seed=3)
+    there = passes.Thresholds(*(each.to(device) for each in tau))
+    found = passes.Divided(*admm.divide(X.to(device), L.to(device), R.to(device), there))
+    gradient, T = torch.randn(37, 61).to(dtype), found.T[0].cpu()
+    expected = gradient.double() + 0.01 * (X[0].double() - T.double())
+    gradient = gradient.to(device)
+    admm.add_penalty(gradient, X[0].to(device), found.T[0], 0.01, seed=3)
     error = max(distance(mine, theirs.double()) for mine, theirs in zip(found, exact, strict=True))
     return {"divide_kernel": error, "penalty_kernel": distance(gradient, expected)}
 
 
-def loss_error(dtype: torch.dtype) -> float:
+def loss_error(tokens: int, vocabulary: int, dtype: torch.dtype, device: str | torch.device) -> float:
     """Of the losses and the gradient of logits, one token ignored, more logits than are read at once."""
-    logits, targets = (5 * torch.randn(3, 4500)).to(dtype), torch.tensor([4, 4400, -100])
+    logits, targets = (5 * torch.randn(tokens, vocabulary)).to(dtype), torch.randint(vocabulary, (tokens,))
+    targets[-1] = -100
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
     expected.sum().backward()
-    losses = loss.cross_entropy_(logits, targets, -100, with_gradient=True)
+    logits = logits.to(device)
+    losses = loss.cross_entropy_(logits, targets.to(device), -100, with_gradient=True)
     return max(distance(losses, expected.detach()), distance(logits, exact.grad))
 
 
@@ -86,16 +142,24 @@ def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
     return Slr((n, m), U.to(dtype), V.to(dtype), torch.randperm(n * m)[:nnz].int(), values.to(dtype))
 
 
-def products_of(slr: Slr) -> gpu_products.Products:
-    """The products of the kernels with a matrix, its columns in 16 bits."""
-    layer = SlrLinear.from_slr(slr)
-    assert layer.columns.dtype == torch.int16
-    return gpu_products.products(slr.shape, *layer._tensors)
+def products_of(slr: Slr, device: str | torch.device, wide: bool, shifted: bool) -> gpu_products.Products:
+    """The products of the kernels with a matrix on a device, where `Case` says how it lies there.
+
+    Raises:
+        RuntimeError: the kernels are not used on this device.
+    """
+    U, V, starts, columns, values = SlrLinear.from_slr(slr).to(device)._tensors
+    if shifted:
+        V = torch.cat([V.new_empty(1), V.flatten()])[1:].view(V.shape)
+    found = gpu_products.products(slr.shape, U, V, starts, columns.int() if wide else columns, values)
+    if found is None or columns.dtype != torch.int16:
+        raise RuntimeError(f"torch's operations take the place of the kernels on {device}")
+    return found
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
     """Largest difference, relative to the largest number."""
-    return ((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
+    return ((found.cpu().double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
 
 
 def _row(kernel: str, dtype: torch.dtype, case: str, error: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from salaad.methods.salaad import gpu_kernels as admm
 from salaad.model import gpu_kernels as loss
 
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
-_TYPES = {"float32": ("*fp32", tl.float32), "bfloat16": ("*bf16", tl.bfloat16)}
+_TYPES = {"float32": ("*fp32", tl.float32), "bfloat16": ("*bf16", tl.bfloat16), "float16": ("*fp16", tl.float16)}
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,46 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel in float32 and bfloat16, the products for one row of x and for eight."""
+    """Every kernel in every dtype that it takes: of the ADMM only those that are trained in."""
     for dtype, (pointer, number) in _TYPES.items():
-        table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
-        for B in (1, 8):
-            how = {"NUMBER": number, "B": B, **({"rows": 1} if B == 1 else {})}  # Triton knows an argument that is 1
-            V, U = (
-                {**how, "ALIGNED": True, "K": max(256, 1024 // B)},
-                {**how, "INDEX": tl.int16, "K": max(128, 512 // B)},
-            )
-            yield Case(products.multiply_by_V, dtype, table, V, 4, f"B={B}")
-            yield Case(products.multiply_by_U_and_S, dtype, table, U, 1, f"B={B}")
-        S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": "*i16", "values": pointer}
-        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, "chosen")
-        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, "all")
-        block = dict.fromkeys(("L", "old_R", "R", "T", "thresholds", "partial"), "*fp32")
-        yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
-        gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
-        rounded = {"ROUNDED": dtype == "bfloat16", "BLOCK": 2048}
-        yield Case(admm.penalty_kernel, dtype, gradient, rounded, 8)
+        yield from product_cases(dtype, pointer, number)
+        if dtype != "float16":
+            yield from admm_cases(dtype, pointer)
         logits = {"logits": pointer, "targets": "*i64", "losses": "*fp32"}
         for gradient in (True, False):
             how = {"WITH_GRADIENT": gradient, "BLOCK": 4096}
             yield Case(loss.cross_entropy_kernel, dtype, logits, how, 8, "with gradient" if gradient else "")
+
+
+def product_cases(dtype: str, pointer: str, number: tl.dtype) -> Iterator[Case]:
+    """The products for one row of x and for eight; also with V anywhere, and with columns of 32 bits."""
+    table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
+    one = {"NUMBER": number, "B": 1, "rows": 1}  # Triton knows an argument that is 1
+    eight = {"NUMBER": number, "B": 8}
+    for how, K, aligned, what in (
+        (one, 1024, True, "B=1"),
+        (one, 1024, False, "B=1, not aligned"),
+        (eight, 256, True, "B=8"),
+    ):
+        yield Case(products.multiply_by_V, dtype, table, {**how, "ALIGNED": aligned, "K": K}, 4, what)
+    for how, K, index, what in (
+        (one, 512, tl.int16, "B=1"),
+        (eight, 128, tl.int16, "B=8"),
+        (eight, 128, tl.int32, "B=8, 32 bits"),
+    ):
+        yield Case(products.multiply_by_U_and_S, dtype, table, {**how, "INDEX": index, "K": K}, 1, what)
+    for columns, bits in (("*i16", ""), ("*i32", ", 32 bits")):
+        S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": columns, "values": pointer}
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, f"chosen{bits}")
+        yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, f"all{bits}")
+
+
+def admm_cases(dtype: str, pointer: str) -> Iterator[Case]:
+    """The elementwise part of an update, and the penalty."""
+    block = dict.fromkeys(("L", "old_R", "R", "T", "thresholds", "partial"), "*fp32")
+    yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
+    gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
+    yield Case(admm.penalty_kernel, dtype, gradient, {"ROUNDED": dtype == "bfloat16", "BLOCK": 2048}, 8)
 
 
 def resources(case: Case, architecture: int) -> dict[str, Any]:

@@ -1,18 +1,22 @@
 """The tables of results/bench and of results/reliability.md: what the benchmarks and the drills recorded."""
 
+from typing import Any
+
 from salaad.common.files import read_json
-from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.formats import megabytes
 from scripts import bench_against, bench_startup, bench_storage, bench_training
 from scripts.results_tables import RESULTS
+from scripts.results_tables.deployment import compression_table, inference_table
 from scripts.torture import table as drill_table
 
 
 def sections() -> dict[str, str]:
     """Every table of times, sizes and faults."""
+    about_inference = "Factored over dense; nano trained and cut, the others random."
     return {
         "training": training_table(),
-        "inference": inference_table(),
-        "compression": compression_table(),
+        "inference": f"{inference_table(recorded('inference'))}\n\n{about_inference}",
+        "compression": compression_table(recorded("compression")),
         "storage": storage_table(),
         "startup": startup_table(),
         "before-after": before_after_table(),
@@ -23,53 +27,17 @@ def sections() -> dict[str, str]:
 def training_table() -> str:
     """What scripts/bench_training.py recorded: every method beside full-rank, at every shape measured."""
     parts = []
-    for path in sorted((RESULTS / "bench").glob("methods-*.json")):
-        result = read_json(path)
+    for name, result in recorded("methods").items():
         batch, length = result["config"]["train"]["batch"], result["config"]["data"]["sequence_length"]
         told = f"{batch} × {length} tokens a step, {result['machine']}, commit {result['commit']}"
-        parts.append(f"**{path.stem.removeprefix('methods-')}**: {told}\n\n{bench_training.table(result)}")
+        parts.append(f"**{name}**: {told}\n\n{bench_training.table(result)}")
     return "\n\n".join(parts)
 
 
-def inference_table() -> str:
-    """What scripts/bench_inference.py recorded: factored speed over dense speed, and memory."""
-    rows = []
-    for path in sorted((RESULTS / "bench").glob("inference-*.json")):
-        result = read_json(path)
-        ratios = {
-            work: ", ".join(f"{row['ratio']:.2f}" for row in result["rows"] if row["work"] == work)
-            for work in ("prefill", "decode")
-        }
-        dense, factored = result["memory"]["dense"], result["memory"]["factored"]
-        rows.append(
-            (
-                path.stem.removeprefix("inference-"),
-                f"{millions(factored['parameters'])} of {millions(dense['parameters'])}",
-                f"{result['density']:.2f}",
-                result["dtype"],
-                result["machine"].removesuffix(", Linux"),
-                result.get("products", "torch's"),  # all there were before
-                result["batches"],
-                ratios["prefill"],
-                ratios["decode"],
-                f"{factored['weights'] / dense['weights']:.2f}",
-                f"{factored['peak'] / dense['peak']:.2f}",
-            )
-        )
-    header = ("shapes", "parameters", "density", "dtype", "machine", "products", "batches")
-    header += ("prefill ×", "decode ×", "weights ×", "peak ×")
-    told = "\n\nFactored over dense; nano trained and cut, the others random." if rows else ""
-    return markdown_table(header, rows) + told
-
-
-def compression_table() -> str:
-    """What scripts/bench_compression.py recorded."""
-    rows = []
-    for path in sorted((RESULTS / "bench").glob("compression-*.json")):
-        result = read_json(path)
-        times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]
-        rows.append((path.stem.removeprefix("compression-"), result["machine"], str(result["blocks"]), *times))
-    return markdown_table(("shapes", "machine", "blocks", "HPA", "energy", "refinement"), rows)
+def recorded(kind: str) -> dict[str, Any]:
+    """By what stands behind `kind` in their names the results of a benchmark."""
+    paths = sorted((RESULTS / "bench").glob(f"{kind}-*.json"))
+    return {path.stem.removeprefix(f"{kind}-"): read_json(path) for path in paths}
 
 
 def storage_table() -> str:

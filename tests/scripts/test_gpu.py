@@ -1,15 +1,23 @@
 """scripts/gpu.py: its whole path on the CPU with tiny shapes, going on where it stopped, and what fails in between."""
 
 import json
-import math
+import os
 import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from salaad.common.errors import UserError
-from scripts import gpu, gpu_checks
-from scripts.gpu_checks import Check
+from scripts import gpu
+from tests.helpers.interpreted import needs_triton
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE1 = ROOT / "results" / "micro" / "reproduce" / "table1.json"
 
 
 def call(monkeypatch, *words: str) -> None:
@@ -17,45 +25,192 @@ def call(monkeypatch, *words: str) -> None:
     gpu.main()
 
 
+@pytest.fixture
+def only(monkeypatch):
+    """Let there be these stages and no others; begins `gpu.py` with options."""
+
+    def of(*stages: gpu.Stage):
+        monkeypatch.setattr(gpu, "stages", lambda *_: iter(stages))
+        return lambda *words: call(monkeypatch, "--device=cpu", *words)
+
+    return of
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """Stage → how it ended, as the page says."""
+    [table] = re.findall(r"^\| stage .*\n.*\n((?:\|.*\n)+)", (folder / "README.md").read_text(), re.M)
+    return dict(re.findall(r"^\| (\S+) +\| +(.*?) \|$", table, re.M))
+
+
+def writes(path: Path | str, text: str = "{}") -> str:
+    """The words behind `python -c` that write a file."""
+    return f"from pathlib import Path; Path({str(path)!r}).write_text({text!r})"
+
+
+def checks_file(folder: Path, *rows: dict) -> None:
+    about = {"machine": "m", "versions": "v", "commit": "c"}
+    usual = {"name": "svt", "error": 1e-6, "limit": 1e-4, "problem": "", "left_out": ""}
+    (folder / "checks.json").write_text(json.dumps({**about, "checks": [usual | row for row in rows]}))
+
+
+@needs_triton
 def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "cpu"
     call(monkeypatch, "--device=cpu", "--tiny", f"--output={folder}")
     names = [stage.name for stage in gpu.stages("cpu", tiny=True)]
     found = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
-    checks = found["checks"]["checks"]
-    assert {"10 steps of salaad", "resumed training", "training"} < {check["name"] for check in checks}
-    assert all(check["error"] <= check["limit"] for check in checks)
+    checks = {check["name"]: check for check in found["checks"]["checks"]}
+    made = {name for name, check in checks.items() if not check["left_out"]}
+    assert set(checks) - made == {
+        "decoding in a CUDA graph",
+        "waits in a training step",
+        "waits in a round of the ADMM",
+    }
+    assert all(checks[name]["error"] <= checks[name]["limit"] for name in made)
+    assert {"10 steps of salaad", "10 steps of lora", "10 steps of relora", "resumed training", "training"} < made
+    assert {f"SVT by {rung}, 40×24" for rung in ("exact", "gram", "subspace", "regularised")} < made
+    kernels = {"divide_kernel", "penalty_kernel", "cross_entropy_kernel"}
+    assert {f"{kernel}, bfloat16" for kernel in kernels} | {"add_rows_of_S, float16, 32 bits"} < made
+    assert "kernels are used" in made
     page = (folder / "README.md").read_text()
-    assert all(f"| {name} " in page for name in names)
-    assert "SALAAD over full-rank" in page
+    assert outcomes(folder) == dict.fromkeys(names, "done")
+    assert re.findall(r"^## (\w+)$", page, re.M) == ["Checks", "Training", "ADMM", "Inference", "Compression"]
+    assert "SALAAD over full-rank" in page and page in capsys.readouterr().out
 
-    monkeypatch.setattr(gpu, "perform", lambda *_: pytest.fail("what is there is made again"))
+    monkeypatch.setattr(gpu, "perform", lambda *_, **__: pytest.fail("what is there is made again"))
     call(monkeypatch, "--device=cpu", "--tiny", f"--output={folder}")
 
 
-def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch):
-    some = [gpu.Stage("broken", ("no_such_script.py",), 1), gpu.Stage("whole", ("-c", "pass"), 1)]
-    some += [gpu.Stage("long", ("-c", "pass"), 1e6)]
-    monkeypatch.setattr(gpu, "stages", lambda *_: some)
-    with pytest.raises(UserError, match=r"1 stages failed \(broken\)"):
-        call(monkeypatch, "--device=cpu", f"--output={tmp_path}")
-    page = (tmp_path / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (\w+) +\| +(.*?) \|$", page, re.M))
-    assert rows["broken"].startswith("exit code 2") and rows["whole"] == "done" and "left out" in rows["long"]
+def test_a_stage_that_fails_is_told_and_the_others_go_on(tmp_path, only):
+    begin = only(
+        gpu.Stage("broken", ("no_such_script.py",), 1),
+        gpu.Stage("silent", ("-c", "pass"), 1),
+        gpu.Stage("whole", ("-c", writes(tmp_path / "whole.json")), 1),
+        gpu.Stage("long", ("-c", "pass"), 1e6),
+    )
+    with pytest.raises(UserError, match=r"2 of 4 stages failed: broken .*no_such_script.* silent .*wrote no result"):
+        begin(f"--output={tmp_path}")
+    found = outcomes(tmp_path)
+    assert "exit code 2" in found["broken"] and "can't open file" in found["broken"]
+    assert found["whole"] == "done" and "left out" in found["long"]
 
 
-def test_a_wrong_number_does_not_pass_and_a_broken_check_hides_no_other(monkeypatch):
-    def breaks(*_):
-        raise RuntimeError("no kernel for this device")
-        yield
+def test_checks_that_failed_are_marked_counted_and_told_at_every_start(tmp_path, only, monkeypatch):
+    rows = [
+        {"name": "whole"},
+        {"name": "lost", "error": None},
+        {"name": "wrong", "error": 0.2},
+        {"name": "broken", "error": None, "problem": "a | b"},
+        {"name": "absent", "error": None, "left_out": "it takes a GPU"},
+    ]
+    checks_file(tmp_path, *rows)
+    begin = only(gpu.Stage("checks", ("no_such_script.py",), 1))
+    monkeypatch.setattr(gpu, "perform", lambda *_, **__: pytest.fail("what is there is made again"))
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"FAILED: 3 of 5 checks \(lost, wrong, broken\).*deleted is performed again"
+        ):
+            begin(f"--output={tmp_path}")
+    assert outcomes(tmp_path) == {"checks": "FAILED: 3 of 5 checks (lost, wrong, broken)"}
+    table = (tmp_path / "README.md").read_text().partition("## Checks")[2]
+    lines = {cells[0]: cells[2:] for cells in (re.split(r" *\| *", line)[1:-1] for line in table.splitlines()) if cells}
+    assert lines["whole"] == ["1.0e-06", "passes"] and lines["lost"] == ["not finite", "**FAILED**"]
+    assert lines["wrong"] == ["2.0e-01", "**FAILED**"] and lines["broken"] == ["a / b", "**FAILED**"]
+    assert lines["absent"] == ["it takes a GPU", "left out"]
 
-    monkeypatch.setattr(gpu_checks, "KINDS", {"layers": breaks, "solvers": lambda *_: iter([Check("svt", 1.0, 1e-4)])})
-    broken, wrong = gpu_checks.all_checks(torch.device("cpu"), True)
-    assert not broken.passes and math.isnan(broken.error) and "no kernel" in broken.problem
-    assert not wrong.passes
+
+def test_checks_that_fail_while_they_are_made_are_named_like_those_that_are_there(tmp_path, only):
+    (tmp_path / "folder").mkdir()
+    checks_file(tmp_path, {"name": "lost", "error": None})
+    code = f"{writes(tmp_path / 'folder' / 'checks.json', (tmp_path / 'checks.json').read_text())}; raise SystemExit(2)"
+    with pytest.raises(UserError, match=r"checks FAILED: 1 of 1 checks \(lost\)"):
+        only(gpu.Stage("checks", ("-c", code), 1))(f"--output={tmp_path / 'folder'}")
+
+
+def test_the_reproduction_comes_into_the_folder_and_onto_the_page(tmp_path, only):
+    result, folder = tmp_path / "table1.json", tmp_path / "folder"
+    stage = gpu.Stage("60m-wikipedia", ("-c", writes(result, TABLE1.read_text())), 1, result)
+    only(stage)(f"--output={folder}")
+    kept = json.loads(TABLE1.read_text())
+    assert json.loads((folder / "60m-wikipedia.json").read_text()) == kept
+    page = (folder / "README.md").read_text()
+    assert "## 60m-wikipedia" in page and outcomes(folder) == {"60m-wikipedia": "done"}
+    assert all(table in page for table in kept["tables"].values())
+    assert all(f"| {run['name']} " in page and run["machine"] in page for run in kept["trainings"])
+
+
+def test_without_a_network_the_reason_is_told_and_the_table_is_printed(tmp_path, only, capsys):
+    before = ("-c", "import sys; sys.exit('error: huggingface.co cannot be reached')")
+    stage = gpu.Stage("60m-wikipedia", ("-c", "pass"), 1, tmp_path / "table1.json", before)
+    with pytest.raises(UserError, match=r"exit code 1: error: huggingface.co cannot be reached"):
+        only(stage)(f"--output={tmp_path / 'folder'}")
+    assert "| 60m-wikipedia | FAILED" in capsys.readouterr().out
+    assert not (tmp_path / "folder" / "60m-wikipedia.json").exists()
+
+
+def test_the_text_is_fetched_unless_all_of_it_is_there(tmp_path, monkeypatch):
+    def before() -> tuple[str, ...]:
+        return next(stage.before for stage in gpu.stages("cuda", tiny=False) if stage.name == "60m-wikipedia")
+
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "runs" / ".partial-wikipedia").mkdir(parents=True)  # as a fetch leaves that was killed
+    assert before()[0] == "scripts/fetch_text.py"
+    (tmp_path / "runs" / "wikipedia").mkdir()
+    assert before() == ()
+
+
+def test_a_stage_that_overruns_is_stopped_with_all_that_it_started(tmp_path, only):
+    code = (
+        "import subprocess, time; child = subprocess.Popen(['sleep', '600']); "
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    begun = time.monotonic()
+    slow, late = gpu.Stage("slow", ("-c", code), 0), gpu.Stage("late", ("-c", "pass"), 0.01)
+    only(slow, late)(f"--output={tmp_path}", f"--hours={5 / 3600}")
+    assert time.monotonic() - begun < 300  # of the 600 seconds that it would take
+    found = outcomes(tmp_path)
+    assert found["slow"].startswith("out of time") and found["late"].startswith("left out")
+    status = Path("/proc", (tmp_path / "child").read_text(), "status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf"])
+def test_hours_that_are_none_are_refused(hours, monkeypatch):
+    with pytest.raises(UserError, match=r"--hours is .*; give a number above 0"):
+        call(monkeypatch, "--device=cpu", f"--hours={hours}")
 
 
 def test_without_a_gpu_one_sentence_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="finds no GPU here"):
         call(monkeypatch)
+
+
+def test_what_the_shell_script_starts_needs_no_package_that_only_the_tests_need():
+    lines = (ROOT / "tests" / "requirements.txt").read_text().splitlines()
+    absent = [line.split("==")[0].replace("-", "_") for line in lines if not line.startswith("#")]
+    assert {"psutil", "triton"} < set(absent)
+    started = {stage.words[0] for stage in gpu.stages("cuda", tiny=False)} | {"scripts/gpu.py", "scripts/fetch_text.py"}
+    names = ", ".join(word.removesuffix(".py").replace("/", ".") for word in sorted(started))
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import {names}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_shell_script_makes_an_environment_once_and_hands_its_options_on(tmp_path):
+    """In a folder of its own, with a stand-in for Python that writes down what it is started with."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/gpu.sh", "scripts/venv.sh", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/bash\nprintf '<%s>' \"$@\" >> {tmp_path}/said; echo >> {tmp_path}/said\n")
+    python.chmod(0o755)
+    (tmp_path / "python3.11").symlink_to(sys.executable)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for start in range(2):
+        command = ["bash", tmp_path / "scripts" / "gpu.sh", "--hours", "3", "--output", "a b"]
+        subprocess.run(command, check=True, cwd="/", env=environment)
+        said = (tmp_path / "said").read_text().splitlines()
+        assert said[-1] == "<scripts/gpu.py><--hours><3><--output><a b>"
+        installed = [line for line in said if "<pip><install>" in line]
+        assert len(installed) == 3 and "<torch==" in installed[0] and len(said) == 4 + start

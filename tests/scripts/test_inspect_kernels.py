@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from tests.helpers.interpreted import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_REGISTERS = 255  # of a thread, of every architecture
-# Sums of up to 300 products in float32; and one unit in the last place of bfloat16, which the interpreter rounds down.
-LARGEST = {"float32": 2e-6, "bfloat16": 2**-7}
+# Sums of up to 300 products in float32; one unit in the last place of bfloat16, which the interpreter rounds down; two
+# roundings to the nearest in float16, of half a unit each.
+LARGEST = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
+TRAINED_ONLY = {"divide_kernel", "penalty_kernel"}  # nothing is trained in float16
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +28,29 @@ def found(tmp_path_factory) -> dict:
     return json.loads((folder / "kernels.json").read_text())
 
 
+def taken_by(dtype: str, cases: set) -> set[str]:
+    return {kernel for kernel, _ in cases} - (TRAINED_ONLY if dtype == "float16" else set())
+
+
 @needs_triton
 def test_every_kernel_is_as_exact_as_its_dtype(found):
     cases = {(row["kernel"], row["case"]) for row in found["errors"]}
-    assert {case for _, case in cases} >= {"empty S", "rank 0", "nothing", "long rows"}
+    assert {case for _, case in cases} >= {"empty S", "rank 0", "nothing", "long rows", "32 bits", "shifted"}
+    for dtype in LARGEST:
+        assert {row["kernel"] for row in found["errors"] if row["dtype"] == dtype} == taken_by(dtype, cases)
     wrong = [row for row in found["errors"] if not row["error"] <= LARGEST[row["dtype"]]]
     assert not wrong
 
 
 @needs_triton
 def test_every_kernel_compiles_for_every_architecture_and_spills_nothing(found):
-    kernels = {row["kernel"] for row in found["resources"]}
-    assert kernels >= {row["kernel"] for row in found["errors"]}
-    for dtype in ("float32", "bfloat16"):
+    cases = {(row["kernel"], row["case"]) for row in found["resources"]}
+    assert {kernel for kernel, _ in cases} >= {row["kernel"] for row in found["errors"]}
+    assert {case for _, case in cases} >= {"B=1, not aligned", "B=8, 32 bits", "chosen, 32 bits", "all, 32 bits"}
+    for dtype in LARGEST:
         for architecture in ("sm_80", "sm_90", "sm_100"):
             rows = [row for row in found["resources"] if (row["dtype"], row["architecture"]) == (dtype, architecture)]
-            assert {row["kernel"] for row in rows} == kernels
+            assert {row["kernel"] for row in rows} == taken_by(dtype, cases)
             assert all(0 < row["registers"] < MOST_REGISTERS and not row["spilled"] for row in rows)
 
 
@@ -50,3 +60,16 @@ def test_what_is_recorded_is_what_is_compiled_now(found):
     recorded = json.loads((ROOT / "results" / "kernels" / "kernels.json").read_text())
     assert recorded["triton"] == found["triton"], "run python scripts/inspect_kernels.py"
     assert recorded["resources"] == found["resources"], "run python scripts/inspect_kernels.py"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_V_is_read_16_bytes_at_once_where_it_is_aligned_and_number_by_number_elsewhere(dtype):
+    from scripts.kernels import resources
+
+    read = {}
+    for case in resources.cases():
+        if (case.kernel.__name__, case.dtype) == ("multiply_by_V", dtype) and case.what != "B=8":
+            ptx = resources.compile_for(case, 90).asm["ptx"]
+            read[case.what] = len(re.findall(r"ld\.global\.b(?:16|32)\b", ptx))
+    assert read == {"B=1": 0, "B=1, not aligned": 8}  # of the 1024 numbers of a program, by each of its 128 threads

@@ -1,0 +1,189 @@
+"""The checks of scripts/gpu_checks.py: what they find, what they leave out, and that what is wrong does not pass."""
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from salaad.common import native
+from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
+from salaad.methods.salaad import round as admm_round
+from salaad.spectral.cost import RATES
+from scripts import gpu_checks
+from scripts.on_device import factored, kernels, mathematics, trainings, waiting
+from scripts.on_device.check import FAILED, LEFT_OUT, PASSES, Check, not_made
+from scripts.on_device.trainings import batches_of, small_run
+from tests.helpers.host_reads import HostReads
+from tests.helpers.interpreted import needs_triton, passes_interpreted
+
+CPU = torch.device("cpu")
+
+
+def outcomes(checks) -> dict[str, str]:
+    return {check.name: check.outcome for check in checks}
+
+
+def test_what_passes_is_a_number_within_its_limit_without_a_problem():
+    assert Check("", 1e-4, 1e-4).outcome == PASSES
+    for wrong in (Check("", 2e-4, 1e-4), Check("", math.nan, 1), Check("", math.inf, 1), Check("", 0, 1, "gram")):
+        assert wrong.outcome == FAILED
+    absent = not_made("graphs", "it takes a GPU")
+    assert (absent.outcome, absent.found) == (LEFT_OUT, "it takes a GPU")
+    assert Check.from_row(absent.row)[2:] == absent[2:] and Check.from_row(absent.row).row["error"] is None
+
+
+def test_a_wrong_number_does_not_pass_and_a_broken_check_hides_no_other(monkeypatch):
+    def breaks(*_):
+        raise RuntimeError("no kernel for this device")
+        yield
+
+    monkeypatch.setattr(gpu_checks, "KINDS", {"layers": breaks, "solvers": lambda *_: iter([Check("svt", 1.0, 1e-4)])})
+    broken, wrong = gpu_checks.all_checks(CPU, True, ["layers", "solvers"])
+    assert broken.outcome == FAILED and math.isnan(broken.error) and "no kernel" in broken.problem
+    assert wrong.outcome == FAILED
+
+
+def test_a_kind_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpu_checks.py", "--device=cpu", "--kinds=solvers,kernel"])
+    with pytest.raises(UserError, match=r"--kinds has 'kernel', which is none; give some of kernels, solvers"):
+        gpu_checks.main()
+
+
+def test_a_rung_that_gives_way_to_another_does_not_pass(monkeypatch):
+    assert set(outcomes(mathematics.solvers(CPU, True)).values()) == {PASSES}
+    usual = mathematics.threshold
+    monkeypatch.setattr(mathematics, "threshold", lambda Z, tau, basis, solver: usual(Z, tau, None, "gram"))
+    found = list(mathematics.solvers(CPU, True))
+    failed = {check.name.split(",")[0]: check.problem for check in found if check.outcome == FAILED}
+    assert failed == dict.fromkeys(("SVT by exact", "SVT by subspace", "SVT by regularised"), "gram took over")
+
+
+# ---- kernels
+
+
+def test_a_gpu_on_which_torch_takes_the_place_of_the_kernels_does_not_pass(monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda device: "Triton is not installed")
+    [check] = kernels.kernels(torch.device("cuda"), True)
+    assert (check.name, check.outcome, check.found) == (kernels.USED, FAILED, "Triton is not installed")
+    monkeypatch.setenv("SALAAD_NATIVE", "0")
+    [check] = kernels.kernels(torch.device("cuda"), True)
+    assert (check.outcome, check.found) == (FAILED, "SALAAD_NATIVE is 0")
+
+
+@needs_triton
+def test_kernels_that_are_not_used_are_named():
+    assert passes_interpreted(Path(__file__).with_name("interpreted_gpu_checks.py"))
+
+
+# ---- graphs
+
+
+def stale(step):
+    """As a graph would be that reads no new token."""
+    first = None
+
+    def replay():
+        nonlocal first
+        first = step() if first is None else first
+        return first
+
+    return replay
+
+
+def test_decoding_token_by_token_is_the_whole_row_at_once_and_what_is_stale_is_seen():
+    """With the step itself in the place of its graph."""
+    assert set(outcomes(factored.decoding(CPU, True, lambda step: step)).values()) == {PASSES}
+    assert set(outcomes(factored.decoding(CPU, True, stale)).values()) == {FAILED}
+
+
+def test_a_decoding_step_reads_nothing_that_would_break_a_capture():
+    """On the CPU the embedding alone reads, which a GPU computes otherwise."""
+    reads = []
+
+    def watched(step):
+        def counted():
+            with HostReads() as seen:
+                result = step()
+            reads.append((seen.count, seen.uploads))
+            return result
+
+        return counted
+
+    list(factored.decoding(CPU, True, watched))
+    assert set(reads[1:]) <= {(0, 0), (1, 0)} and len(reads) == 8
+
+
+# ---- waiting
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """torch's mode that watches for waits, without a GPU; the modes that were set."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_waits_are_counted_by_line_and_other_warnings_are_not(watched):
+    def work():
+        for _ in range(3):
+            warnings.warn(waiting.SAID, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    [(place, count)] = waiting.waits_in(work).items()
+    assert count == 3 and place.startswith(__file__)
+    assert watched == ["warn", 0]
+    with pytest.raises(ZeroDivisionError):
+        waiting.waits_in(lambda: 1 / 0)
+    assert watched == ["warn", 0] * 2
+
+
+@pytest.mark.parametrize(("waits", "expected"), [((0, 1), (PASSES, PASSES)), ((1, 2), (FAILED, FAILED))])
+def test_a_step_may_not_wait_and_a_round_once(waits, expected, watched, monkeypatch):
+    def says(count):
+        return lambda: [warnings.warn(waiting.SAID, stacklevel=1) for _ in range(count)]
+
+    monkeypatch.setattr(waiting, "step", lambda *_: says(waits[0]))
+    monkeypatch.setattr(waiting, "round_", lambda *_: says(waits[1]))
+    assert tuple(outcomes(waiting.waits(torch.device("cuda"), True)).values()) == expected
+
+
+def test_what_is_watched_reads_as_often_as_it_may(monkeypatch):
+    """On the CPU, told that it is a device for which the host waits."""
+    for work, allowed in ((waiting.step, 0), (waiting.round_, 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(admm_round, "rates_of", lambda device: RATES["h100"])
+            once = work(CPU, True)
+            with HostReads() as reads:
+                once()
+        assert (reads.count, reads.decompositions) == (allowed, 0)
+
+
+# ---- steps
+
+
+def test_batches_depend_on_nothing_that_is_drawn_between_and_no_method_drops_anything():
+    for method in ("full_rank", "lora", "relora"):
+        config = read_command_line([*small_run(True), *trainings.LEARNING, "--method", method])[0]
+        assert getattr(config.settings, "dropout", 0) == 0
+    torch.manual_seed(1)
+    first = batches_of(config, 2)
+    torch.manual_seed(2)
+    assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(first, batches_of(config, 2), strict=True))
+    assert not torch.equal(first[0]["labels"], first[1]["labels"])
+
+
+def test_a_device_that_leaves_one_step_of_ten_out_does_not_pass(monkeypatch):
+    usual = trainings.loss_after_steps
+
+    def lazy(config, device):
+        monkeypatch.setattr(trainings, "STEPS", 9 if device.type == "meta" else 10)
+        return usual(config, CPU)
+
+    monkeypatch.setattr(trainings, "loss_after_steps", lazy)
+    assert set(outcomes(trainings.steps(CPU, True)).values()) == {PASSES}
+    assert set(outcomes(trainings.steps(torch.device("meta"), True)).values()) == {FAILED}
