@@ -13,10 +13,10 @@ from salaad.config.command_line import read_command_line
 from salaad.methods.salaad import round as admm_round
 from salaad.spectral.cost import RATES
 from scripts import gpu_checks
+from scripts.host_reads import HostReads
 from scripts.on_device import factored, kernels, mathematics, trainings, waiting
 from scripts.on_device.check import FAILED, LEFT_OUT, PASSES, Check, not_made
 from scripts.on_device.trainings import batches_of, small_run
-from tests.helpers.host_reads import HostReads
 from tests.helpers.interpreted import needs_triton, passes_interpreted
 
 CPU = torch.device("cpu")
