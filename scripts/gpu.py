@@ -189,5 +189,13 @@ def main() -> None:
         )
 
 
+def stop_as_by_hand() -> None:
+    """Let a request to end this process, or the end of its terminal, stop the stage that runs too, as Ctrl-C does."""
+    for request in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(request) != signal.SIG_IGN:  # as it is under nohup
+            signal.signal(request, signal.default_int_handler)
+
+
 if __name__ == "__main__":
+    stop_as_by_hand()
     run_command(main)

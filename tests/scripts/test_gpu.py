@@ -159,19 +159,43 @@ def test_the_text_is_fetched_unless_all_of_it_is_there(tmp_path, monkeypatch):
     assert before() == ()
 
 
-def test_a_stage_that_overruns_is_stopped_with_all_that_it_started(tmp_path, only):
-    code = (
+def starts_a_child(path: Path) -> str:
+    """The words behind `python -c` of a stage that takes ten minutes, and writes the number of a process of its own."""
+    return (
         "import subprocess, time; child = subprocess.Popen(['sleep', '600']); "
-        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(600)"
+        f"open({str(path)!r}, 'w').write(str(child.pid)); time.sleep(600)"
     )
+
+
+def is_gone(number: str) -> bool:
+    status = Path("/proc", number, "status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_stage_that_overruns_is_stopped_with_all_that_it_started(tmp_path, only):
     begun = time.monotonic()
-    slow, late = gpu.Stage("slow", ("-c", code), 0), gpu.Stage("late", ("-c", "pass"), 0.01)
-    only(slow, late)(f"--output={tmp_path}", f"--hours={5 / 3600}")
+    slow = gpu.Stage("slow", ("-c", starts_a_child(tmp_path / "child")), 0)
+    only(slow, gpu.Stage("late", ("-c", "pass"), 0.01))(f"--output={tmp_path}", f"--hours={5 / 3600}")
     assert time.monotonic() - begun < 300  # of the 600 seconds that it would take
     found = outcomes(tmp_path)
     assert found["slow"].startswith("out of time") and found["late"].startswith("left out")
-    status = Path("/proc", (tmp_path / "child").read_text(), "status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    assert is_gone((tmp_path / "child").read_text())
+
+
+def test_who_ends_the_script_ends_the_stage_that_runs(tmp_path):
+    child = tmp_path / "child"
+    code = (
+        "from scripts import gpu; gpu.stop_as_by_hand(); "
+        f"gpu.stages = lambda *_: [gpu.Stage('slow', ('-c', {starts_a_child(child)!r}), 0)]; gpu.run_command(gpu.main)"
+    )
+    command = [sys.executable, "-c", code, "--device=cpu", f"--output={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (child.exists() and child.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.communicate(timeout=120)[1] == "interrupted\n"
+    assert process.returncode == 130 and is_gone(child.read_text())
 
 
 @pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf"])
