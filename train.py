@@ -53,9 +53,10 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     check_run(config, source.config)
     if options.dry_run:
         accelerator.print(plan_table(config, source.config, distributed.world_size()))
-        if options.device:
+        if options.device:  # which needs no text, and is asked for where there may be no network
             accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
-        accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
+        else:
+            accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
         return
     folder, checkpoint = run.open_run(config, options)
     if options.resume == "auto" and (folder / "summary.json").exists():

@@ -39,7 +39,8 @@ class TrainOptions:
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
             gives them.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
-        device: with --dry-run, also predict the time of a step and of the run on this kind of GPU.
+        device: with --dry-run, predict the time of a step and of the run on this kind of GPU, in place of a look at the
+            text.
     """
 
     output: str | None = None

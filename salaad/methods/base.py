@@ -33,8 +33,10 @@ from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.optimizer import build_optimizer, optimizer_class, projection_weights
+from salaad.methods.work import Work
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters, trained_parameters
+from salaad.spectral.cost import Rates
 
 # Bytes per parameter of weights, gradients and the two moments of Adam.
 BYTES = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16": (2, 2, 4)}
@@ -105,6 +107,15 @@ class Method:
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         """Rows that the method adds to --dry-run; `model` is the rebuilt one without numbers."""
         return []
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
+        """What a step computes on devices of these rates, for predictions; `model` is the rebuilt one without numbers.
+
+        One pass of the whole model, one model to evaluate and nothing periodic, unless a method says otherwise.
+        """
+        whole = (count_parameters(model),)
+        return Work(passes=whole, variants=whole)
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:

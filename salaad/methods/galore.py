@@ -14,6 +14,7 @@ optimizer; each of several processes computes some of the subspaces.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import projections, require_projections
 from salaad.methods.optimizer import build_optimizer, require_one_rate
 from salaad.methods.salaad.ownership import owners_of
+from salaad.methods.work import Work, most_loaded
 from salaad.spectral import leading_left_vectors
+from salaad.spectral.cost import Rates, seconds
 
 _WITH_MOMENTS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
@@ -76,6 +79,13 @@ class Galore(Method):
         memory["optimizer state"] += sum((rank * max(shape) - shape.numel()) * moments for shape in shapes)
         memory["gradients"] += sum(rank * max(shape) * weight for shape in shapes)
         return memory | {"subspaces": sum(rank * (max(shape) + min(shape)) * weight for shape in shapes)}
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
+        weights, rank = {name: layer.weight for name, layer in projections(model).items()}, config.settings.rank
+        subspaces = {name: seconds("gram", *sorted(W.shape), rank, rates) for name, W in weights.items()}
+        periodic = most_loaded(subspaces, owners_of(weights, ranks), ranks)
+        return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         projected = {id(W) for W in self.weights.values()}

@@ -15,6 +15,8 @@ zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cos
 layers; one that is not finite is left out.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +37,8 @@ from salaad.methods.low_rank_layers import (
 )
 from salaad.methods.optimizer import build_optimizer, require_one_rate, restarted
 from salaad.methods.salaad.ownership import owners_of
+from salaad.methods.work import Work, most_loaded, qr_seconds, svd_seconds
+from salaad.spectral.cost import Rates
 
 
 class LoroLinear(SlrFactored):
@@ -99,6 +103,15 @@ class Loro(LowRankMethod):
             raise UserError(
                 f"optimizer.name is {config.optimizer.name}, but loro steps along Adam's direction; give Adam or AdamW"
             )
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
+        layers, r, exact = factored_layers(model), config.settings.rank, {}
+        for name, layer in layers.items():  # each factor is decomposed, and what lies outside of both
+            decompositions = sum(2 * qr_seconds(len(factor), r, rates) for factor in (layer.M, layer.N))
+            exact[name] = decompositions + svd_seconds(2 * r, 2 * r, rates)
+        periodic = most_loaded(exact, owners_of({name: layer.M for name, layer in layers.items()}, ranks), ranks)
+        return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         config, settings = self.config.optimizer, self.config.settings

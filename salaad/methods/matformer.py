@@ -13,7 +13,10 @@ width. In a mixed model the later layers are the wider ones.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
+from statistics import mean
 from typing import Any
 
 import torch
@@ -25,8 +28,10 @@ from salaad.common.errors import UserError
 from salaad.config.methods import MatformerConfig
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
+from salaad.methods.work import Work
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import trained_parameters
+from salaad.spectral.cost import Rates
 
 
 class Matformer(Method):
@@ -78,6 +83,15 @@ class Matformer(Method):
         widths = cls.widths_of(model, config.settings)
         sizes = (f"{widths.parameters(widths.everywhere(w)) / 1e6:.2f} M at {w}" for w in widths.uniform)
         return [("feed-forward widths", ", ".join(sizes)), ("trained in a step", config.settings.train)]
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
+        widths = cls.widths_of(model, config.settings)
+        sizes = [widths.parameters(widths.everywhere(width)) for width in widths.uniform]
+        mixtures = [mean(pair) for pair in pairwise(sizes)]  # half of the layers each
+        passes = sizes if config.settings.train == "summed" else [mean(sizes)]
+        work = super().work(model, config, ranks, rates)
+        return replace(work, passes=tuple(passes), variants=(*sizes, *mixtures))
 
     def passes(self) -> Sequence[AbstractContextManager]:  # noqa: D102
         if self.config.settings.train == "sampled":

@@ -42,6 +42,21 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
         return _SummedCrossEntropy.apply(hidden, head, targets, torch.is_grad_enabled())
 
 
+def loss_bytes(tokens: int, width: int, vocabulary: int, element: int) -> int:
+    """Bytes that `summed_cross_entropy` needs on a GPU beside its arguments, whose numbers take `element` bytes each.
+
+    They are the logits of a chunk and both gradients; that of the head is summed in float32 and then rounded.
+    """
+    logits = min(tokens, _tokens_at_once("cuda", vocabulary)) * vocabulary
+    head = vocabulary * width * (4 if element == 4 else 4 + element)
+    return logits * element + tokens * width * element + head
+
+
+def _tokens_at_once(device: str, vocabulary: int) -> int:
+    """Tokens of a chunk."""
+    return max(_FEWEST_TOKENS, _CHUNK.get(device, _CHUNK["cpu"]) // vocabulary)
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
@@ -49,7 +64,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_gradients else None
         grad_head = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
-        size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
+        size = _tokens_at_once(hidden.device.type, len(head))
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             h, t = hidden[chunk], targets[chunk]
@@ -104,7 +119,7 @@ def summed_divergence(
 
     The backward pass computes the logits of a chunk once more, so that those of one chunk are held at once.
     """
-    size = max(_FEWEST_TOKENS, _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) // head.shape[0])
+    size = _tokens_at_once(hidden.device.type, len(head))
     chunks = zip(hidden.split(size), teacher.split(size), targets.split(size), strict=True)
     losses = [
         checkpoint(_divergence, h, head, taught, teacher_head, t, text_share, use_reentrant=False)

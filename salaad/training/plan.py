@@ -9,10 +9,12 @@ from salaad.data.text import open_text
 from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
 from salaad.model.build import outline, training_flops
-from salaad.model.loss import SummedLoss
+from salaad.model.loss import SummedLoss, loss_bytes
 from salaad.model.parameters import count_parameters
 from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
+
+KEPT_VALUES = 34  # of the hidden size, that a layer keeps of a token for its backward pass
 
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
@@ -21,9 +23,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
-    memory = memory_by_kind(config, model, ranks) | {
-        "activations (estimate)": activation_bytes(config, description, ranks)
-    }
+    memory = memory_by_kind(config, model, ranks)
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
@@ -70,12 +70,22 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
 
 
 def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, float]:
-    """Bytes of the rank that needs most, but for activations; `model` is the rebuilt one without numbers."""
-    memory = method_of(config).memory(model, config, ranks)
-    if config.train.shard == "optimizer":
+    """Bytes of the rank that needs most, on a GPU; `model` is the rebuilt one without numbers."""
+    memory, train = method_of(config).memory(model, config, ranks), config.train
+    if train.shard == "optimizer":
         trained = [p for p in model.parameters() if p.requires_grad]
         memory["optimizer state"] *= largest_share(trained, ranks)
-    return memory
+    if train.precision == "bf16-mixed":  # autocast keeps a copy of every matrix that a product takes
+        embedding = model.get_input_embeddings().weight
+        memory["copies in bfloat16"] = 2 * sum(
+            p.numel() for p in model.parameters() if p.ndim > 1 and p is not embedding
+        )
+    head, rows = model.get_output_embeddings().weight, rows_at_once(config, ranks)
+    size = loss_bytes(rows * config.data.sequence_length, head.shape[1], head.shape[0], element_bytes(config))
+    return memory | {
+        "logits and their gradients": size,
+        "activations (estimate)": activation_bytes(config, model.config, ranks),
+    }
 
 
 def sizes_in_words(description: PretrainedConfig) -> str:
@@ -91,10 +101,18 @@ def sizes_in_words(description: PretrainedConfig) -> str:
 
 
 def activation_bytes(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
-    """Bytes of the activations that a backward pass needs."""
-    rows_at_once = min(config.train.micro_batch, config.train.batch // ranks)
-    # About 34 values of the hidden size are kept per token and layer (17 in half precision), or one when recomputed.
-    kept = 1 if config.train.gradient_checkpointing else 34
-    size = 2 if config.train.precision.startswith("bf16") else 4
-    tokens = rows_at_once * config.data.sequence_length
-    return tokens * description.num_hidden_layers * description.hidden_size * kept * size
+    """Bytes of the activations that a backward pass needs; of those that are recomputed a layer's are there at once."""
+    layers = description.num_hidden_layers
+    kept = layers + KEPT_VALUES if config.train.gradient_checkpointing else layers * KEPT_VALUES
+    tokens = rows_at_once(config, ranks) * config.data.sequence_length
+    return tokens * description.hidden_size * kept * element_bytes(config)
+
+
+def rows_at_once(config: RunConfig, ranks: int) -> int:
+    """Rows of a micro-batch."""
+    return min(config.train.micro_batch, config.train.batch // ranks)
+
+
+def element_bytes(config: RunConfig) -> int:
+    """Bytes of a number in the activations."""
+    return 2 if config.train.precision.startswith("bf16") else 4

@@ -6,80 +6,112 @@ assumptions, the same for all devices. A prediction is good for comparing settin
     products        operations of the model over the peak of the precision, of which `REACHED` is reached
     activations     their bytes, written and read once forward and twice backward, over the memory's bandwidth
     optimizer       weights, gradients and moments, read and written
-    exchange        the gradients' bytes through every link of a ring, of which the backward pass hides what it can;
-                    with train.shard the new weights too, which nothing hides
-    ADMM            of the most loaded rank every K steps, by the cheapest solver of `spectral.cost` at the target rank
+    exchange        the gradients' bytes through every link of a ring, of which the last backward pass of a step hides
+                    what it can; with train.shard the new weights too, which nothing hides
+    periodic work   of the most loaded rank, by the period of the method: for SALAAD an ADMM update of every block, by
+                    the solver that is named, or the cheapest of `spectral.cost` at the target rank
     evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
+
+Where activations are recomputed, the backward pass computes and moves all of a forward pass once more.
 """
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.formats import markdown_table
 from salaad.common.gpus import GPUS, Gpu
-from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
-from salaad.methods.salaad import ownership
+from salaad.methods.work import Work
 from salaad.model.build import outline, training_flops
-from salaad.model.roles import find_blocks
-from salaad.spectral.cost import cheapest, seconds
-from salaad.spectral.products import width_of
-from salaad.training.plan import activation_bytes, memory_by_kind
+from salaad.model.parameters import count_parameters
+from salaad.training.fitting import changes_that_fit
+from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rows_at_once
 from salaad.training.saving import RATE, plan_saving
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
-BACKWARD = 2 / 3  # of the model's time, beside which gradients are exchanged
-MOVED = 3  # times that activations are written and read
-RECOMPUTED = 4 / 3  # operations over those without recomputation, which takes the forward pass once more
+FORWARD, BACKWARD = 1 / 3, 2 / 3  # of the time of a pass without recomputation; beside BACKWARD gradients are exchanged
+MOVED = 3  # times that activations are written and read, forward and backward together
 PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
+_WORTH_SAYING = 0.1  # hours of a run below which no other precision is proposed
 
 
 Parts = dict[str, float]  # part of a step → its seconds
 
 
+class Passes(NamedTuple):
+    """The forward and backward passes of a step on one rank.
+
+    Args:
+        products: seconds of all of them.
+        activations: seconds in which activations are moved.
+        count: how many there are.
+        again: their time over that without recomputation.
+    """
+
+    products: float
+    activations: float
+    count: int
+    again: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of one forward pass."""
+        return (self.products + self.activations) / self.count * FORWARD / self.again
+
+    @property
+    def backward(self) -> float:
+        """Seconds of one backward pass, and of what is recomputed in it."""
+        return (self.products + self.activations) / self.count - self.forward
+
+
 def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
     """Seconds of an average step by part; `exchange` is what the backward pass does not hide."""
-    method, model = method_of(config), outline(description)
+    method, model, train = method_of(config), outline(description), config.train
     method.rebuild(model, config)
-    train, length = config.train, config.data.sequence_length
-    peak, memory = device.peaks[train.precision] * REACHED, memory_by_kind(config, model, ranks)
-    flops, rows = training_flops(model, length), train.batch / ranks
-    again = RECOMPUTED if train.gradient_checkpointing else 1
-    micro_batches = max(1.0, rows / train.micro_batch)
-    launches = micro_batches * description.num_hidden_layers * KERNELS * LAUNCH
-    products = max(flops * rows * length * again / peak, launches)
-    activations = MOVED * micro_batches * activation_bytes(config, description, ranks) / device.bandwidth
+    work, memory = method.work(model, config, ranks, device.rates), memory_by_kind(config, model, ranks)
+    passes = _passes(config, model, work, device, ranks)
     touched = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
     through = device.link if ranks <= PER_MACHINE else device.network
     exchange = 2 * (ranks - 1) / ranks * memory["gradients"] / through
     sent = memory["weights"] / through if train.shard == "optimizer" and ranks > 1 else 0.0
-    variants = 2 if config.method == "salaad" else 1
-    evaluations = variants * train.eval_tokens * flops / 3 / (peak * ranks) / (train.eval_every or train.steps)
+    evaluated = sum(_flops(model, size, config) for size in work.variants) * train.eval_tokens / 3
+    hidden = min(work.periodic, passes.forward) if work.beside else 0.0
     return {
-        "products": products,
-        "activations": activations,
+        "products": passes.products,
+        "activations": passes.activations,
         "optimizer": 2 * touched / device.bandwidth,
-        "exchange": max(0.0, exchange - BACKWARD * (products + activations)) + sent,
-        "ADMM": _admm(config.settings, model, device, ranks) if config.method == "salaad" else 0.0,
-        "evaluation": evaluations,
+        "exchange": max(0.0, exchange - passes.backward) + sent,
+        "periodic work": (work.periodic - hidden) / work.every,
+        "evaluation": evaluated / (_reached(config, device) * ranks) / (train.eval_every or train.steps),
         "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }
 
 
-def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Gpu, ranks: int) -> float:
-    """Seconds a step of the rank that has most to update."""
-    blocks = find_blocks(model, settings)
-    owners = ownership.owners_of(blocks, ranks, settings.owners)
-    loads = [0.0] * ranks
-    for name, X in blocks.items():
-        n, m = sorted(X.shape)
-        q = width_of(round(settings.rank_ratio * n), n)
-        solver = cheapest(n, m, q, device.rates)
-        loads[owners[name]] += settings.inner * seconds(solver, n, m, q, device.rates)
-    return max(loads) / settings.every
+def _passes(config: RunConfig, model: PreTrainedModel, work: Work, device: Gpu, ranks: int) -> Passes:
+    train, length = config.train, config.data.sequence_length
+    again = 1 + FORWARD if train.gradient_checkpointing else 1.0
+    rows = train.batch / ranks
+    count = math.ceil(rows / rows_at_once(config, ranks)) * len(work.passes)
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    launches = count * layers * KERNELS * LAUNCH * again
+    flops = sum(_flops(model, size, config) for size in work.passes) * rows * length * again
+    moved = MOVED * again * len(work.passes) * rows * length * layers * width * KEPT_VALUES * element_bytes(config)
+    return Passes(max(flops / _reached(config, device), launches), moved / device.bandwidth, count, again)
+
+
+def _flops(model: PreTrainedModel, parameters: float, config: RunConfig) -> float:
+    """Operations of a forward and a backward pass per token, in which so many parameters take part."""
+    return training_flops(model, config.data.sequence_length) + 6 * (parameters - count_parameters(model))
+
+
+def _reached(config: RunConfig, device: Gpu) -> float:
+    """Operations a second."""
+    return device.peaks[config.train.precision] * REACHED
 
 
 def prediction_table(config: RunConfig, description: PretrainedConfig, name: str) -> str:
@@ -92,31 +124,62 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
     day = train.batch * config.data.sequence_length * 86_400
     rows.append(("a step, ms", *(f"{1000 * step:.1f}" for step in steps)))
     rows.append(("positions a day", *(f"{day / step / 1e9:.2f} B" for step in steps)))
-    rows.append(("hours of the run", *(f"{train.steps * step / 3600:.1f}" for step in steps)))
-    needs = [memory_of(config, description, count) for count in counts]
-    shown = (f"{need / 1e9:.1f} GB" + ("" if need < device.memory else ", too much") for need in needs)
-    rows.append((f"memory a GPU, of {device.memory / 1e9:.0f} GB", *shown))
+    rows.append(("hours of the run", *(_hours(train.steps * step / 3600) for step in steps)))
+    memory = [memory_of(config, description, count) for count in counts]
+    rows += [(f"{kind}, GB", *(f"{kinds[kind] / 1e9:.2f}" for kinds in memory)) for kind in memory[0]]
+    needs = [sum(kinds.values()) for kinds in memory]
+    shown = (f"{need / 1e9:.1f}" + ("" if need < device.memory else ", too much") for need in needs)
+    rows.append((f"memory a GPU, GB of {device.memory / 1e9:.0f}", *shown))
     table = markdown_table((f"predicted on {name}", *(f"{c} GPU{'s' if c > 1 else ''}" for c in counts)), rows)
-    return "\n\n".join([table, *unused_cores(config, description, name)])
+    return "\n\n".join([table, *_notes(config, description, device, counts)])
 
 
-def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
-    """Bytes a rank needs, all kinds together."""
-    method, model = method_of(config), outline(description)
-    method.rebuild(model, config)
-    return sum(memory_by_kind(config, model, ranks).values()) + activation_bytes(config, description, ranks)
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
-def unused_cores(config: RunConfig, description: PretrainedConfig, name: str) -> list[str]:
-    """What another precision would take, where this one leaves most of a device unused."""
-    device, train = GPUS[name], config.train
+def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> dict[str, float]:
+    """Bytes by kind of the rank that needs most."""
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    return memory_by_kind(config, model, ranks)
+
+
+def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts: list[int]) -> list[str]:
+    """What does not fit and what would, what is not counted, and what another precision would do."""
+    notes = []
+    for ranks in counts:
+        words, _ = changes_that_fit(config, description, device.memory, ranks)
+        if words != "":
+            on = f"On {ranks} GPU{'s' if ranks > 1 else ''} it does not fit"
+            notes.append(
+                f"{on}; {words} would." if words else f"{on}, whatever micro-batch, sharding or recomputation."
+            )
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    notes += method_of(config).work(model, config, 1, device.rates).notes
+    if config.train.compile:
+        notes.append("What train.compile saves is not counted, nor the minutes of its first steps.")
+    return [*notes, *unused_cores(config, description, device)]
+
+
+def unused_cores(config: RunConfig, description: PretrainedConfig, device: Gpu) -> list[str]:
+    """What bf16-mixed would save and cost, where this precision leaves most of a device unused."""
+    train = config.train
     if train.precision != "fp32" or device.peaks["bf16-mixed"] < 1.5 * device.peaks["fp32"]:
         return []
     mixed = replace(config, train=replace(train, precision="bf16-mixed"))
     ranks = next(count for count in reversed(COUNTS[:2]) if train.batch % count == 0)
-    hours = [train.steps * sum(predict(one, description, device, ranks).values()) / 3600 for one in (config, mixed)]
+    both = [sum(predict(one, description, device, ranks).values()) * train.steps / 3600 for one in (config, mixed)]
+    if both[0] < _WORTH_SAYING or both[1] > 0.9 * both[0]:
+        return []
+    kinds = [memory_of(one, description, ranks) for one in (config, mixed)]
+    needs, copies = [sum(kind.values()) / 1e9 for kind in kinds], kinds[1]["copies in bfloat16"] / 1e9
     return [
-        f"fp32, the paper's setting, leaves the tensor cores unused: on {ranks} GPUs --train.precision bf16-mixed "
-        f"(a second --config fast.yaml gives it) would take {hours[1]:.1f} h in place of {hours[0]:.1f} h. Weights, "
-        "moments and the ADMM stay in float32; products are rounded to three digits."
+        f"fp32, the paper's setting, leaves the tensor cores unused: on {ranks} GPU{'s' if ranks > 1 else ''} "
+        "--train.precision bf16-mixed (a second --config fast.yaml gives it) would take "
+        f"{_hours(both[1])} h in place of {_hours(both[0])} h, and {needs[1]:.1f} GB in place of {needs[0]:.1f} GB: "
+        f"activations halve, copies of the weights take {copies:.1f} GB more. Weights, moments and the ADMM stay in "
+        "float32; products are rounded to three digits. What that costs in perplexity was not measured; what pure bf16 "
+        "costs, which rounds the weights too, was at nano (results/scaling)."
     ]

@@ -1,55 +1,144 @@
 """The tables of results/scaling: predicted hours of the paper's trainings on one GPU to 128, which nobody measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import get_args
 
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
-from salaad.common.gpus import GPUS
+from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
+from salaad.config.run import RunConfig
+from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
+from salaad.model.roles import find_blocks
 from salaad.spectral.cost import COLUMN_KERNELS
+from salaad.training.fitting import changes_that_fit
+from salaad.training.plan import KEPT_VALUES
 from salaad.training.prediction import (
     BACKWARD,
     COUNTS,
+    FORWARD,
     KERNELS,
     LAUNCH,
     MOVED,
     PER_MACHINE,
     REACHED,
-    RECOMPUTED,
+    memory_of,
     predict,
     prediction_table,
 )
 from salaad.training.saving import RATE, plan_saving
+from salaad.training.sharding import owners_of
 from scripts.reproduction.grid import PAPERS
+from scripts.results_tables import RESULTS
+
+SHARES = (8, 32, 64)  # processes among which moments are shared in a table
 
 
 def sections() -> dict[str, str]:
-    """Hours of every size, the parts of a step of one, and what all of it assumes."""
+    """Hours and memory of every size, the parts of a step of one, and what all of it assumes."""
     config, _ = read_command_line(["--config", "350m"])
     description = describe_model(config.model, config.data.sequence_length)
     return {
         "scaling-hours": hours_table(),
         "scaling-350m": prediction_table(config, description, "h100"),
+        "scaling-memory": memory_table(),
+        "scaling-sharding": sharding_table(),
+        "scaling-bf16": bf16_cost(),
         "scaling-saving": saving_table(),
         "scaling-assumptions": assumptions(),
     }
 
 
 def hours_table() -> str:
-    """Hours of the whole run by size, device, precision and number of GPUs."""
+    """Hours of the whole run by size, device, precision and number of GPUs, each with what it takes to fit."""
     rows = []
     for size in PAPERS:
         own, _ = read_command_line(["--config", size])
         description = describe_model(own.model, own.data.sequence_length)
         for precision in ("fp32", "bf16-mixed"):
             config = replace(own, train=replace(own.train, precision=precision))
-            for name in ("h100", "a100"):
-                steps = [sum(predict(config, description, GPUS[name], count).values()) for count in COUNTS]
-                hours = (config.train.steps * step / 3600 for step in steps)
-                rows.append((size, precision, name, *(f"{h:,.0f}" if h >= 10 else f"{h:.2g}" for h in hours)))
+            for name in ("h100", "a100", "4090"):
+                cells = (_hours_that_fit(config, description, GPUS[name], count) for count in COUNTS)
+                rows.append((size, precision, name, *cells))
     return markdown_table(("model", "precision", "GPU", *(f"{count}" for count in COUNTS)), rows)
+
+
+def _hours_that_fit(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> str:
+    """Hours of the run; of one that does not fit, what would and its hours."""
+    words, changed = changes_that_fit(config, description, device.memory, ranks)
+    if words is None:
+        return "does not fit"
+    hours = config.train.steps * sum(predict(changed, description, device, ranks).values()) / 3600
+    told = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+    return f"no; {words.replace('--train.', '')}: {told}" if words else told
+
+
+def memory_table() -> str:
+    """GB of the fullest GPU by kind, size and number of GPUs, in float32, and in bf16-mixed of the largest size."""
+    rows = []
+    for size, precision in (*((size, "fp32") for size in PAPERS), (PAPERS[-1], "bf16-mixed")):
+        config, _ = read_command_line(["--config", size, f"--train.precision={precision}"])
+        description = describe_model(config.model, config.data.sequence_length)
+        found = [memory_of(config, description, count) for count in COUNTS]
+        for kind in found[0]:
+            rows.append((size, precision, kind, *(f"{kinds[kind] / 1e9:.2f}" for kinds in found)))
+        rows.append((size, precision, "**together**", *(f"**{sum(kinds.values()) / 1e9:.2f}**" for kinds in found)))
+    return markdown_table(("model", "precision", "GB of", *(f"{count}" for count in COUNTS)), rows)
+
+
+def sharding_table() -> str:
+    """Moments of the fullest process over the mean, by who owns them with `train.shard optimizer`."""
+    rows = []
+    for size in PAPERS[2:]:
+        config, _ = read_command_line(["--config", size])
+        model = outline(describe_model(config.model, config.data.sequence_length))
+        parameters, blocks = list(model.parameters()), find_blocks(model, config.salaad)
+        for how in get_args(ownership.Dealing):
+            dealt = [_fullest(parameters, _like_the_admm(parameters, blocks, ranks, how), ranks) for ranks in SHARES]
+            rows.append((size, f"the owners of the ADMM, {how}", *(f"{ratio:.2f}" for ratio in dealt)))
+        dealt = [_fullest(parameters, owners_of(parameters, ranks), ranks) for ranks in SHARES]
+        rows.append((size, "by bytes, as it is", *(f"{ratio:.2f}" for ratio in dealt)))
+    return markdown_table(("model", "owners", *(f"{ranks} processes" for ranks in SHARES)), rows)
+
+
+def _like_the_admm(
+    parameters: Sequence[nn.Parameter], blocks: Mapping[str, Tensor], ranks: int, how: ownership.Dealing
+) -> list[int]:
+    """The owner of each parameter: of a block's the owner of the block, of the others whoever has least so far."""
+    dealt = {id(blocks[name]): rank for name, rank in ownership.owners_of(blocks, ranks, how).items()}
+    loads = [0] * ranks
+    for parameter in sorted(parameters, key=lambda p: (id(p) not in dealt, -p.nbytes)):
+        rank = dealt.setdefault(id(parameter), loads.index(min(loads)))
+        loads[rank] += parameter.nbytes
+    return [dealt[id(parameter)] for parameter in parameters]
+
+
+def _fullest(parameters: Sequence[nn.Parameter], owners: Sequence[int], ranks: int) -> float:
+    loads = [0] * ranks
+    for parameter, owner in zip(parameters, owners, strict=True):
+        loads[owner] += parameter.nbytes
+    return max(loads) * ranks / sum(loads)
+
+
+def bf16_cost() -> str:
+    """What training in pure bf16 cost in perplexity, as `scripts/reproduce.py --scale nano bf16` measured it."""
+    result, found = read_json(RESULTS / "nano" / "reproduce" / "bf16.json"), {}
+    for row in result["rows"]:
+        if row["variant"] == "X":
+            found[row["method"], row["precision"]] = row["perplexity"]["mean"]
+    rows = [
+        (method, f"{found[method, 'fp32']:.2f}", f"{pure:.2f}", f"{pure / found[method, 'fp32'] - 1:+.1%}")
+        for (method, precision), pure in found.items()
+        if precision == "bf16"
+    ]
+    table = markdown_table(("nano, perplexity of X", "fp32", "pure bf16", "more"), rows)
+    return f"{table}\n\n{result['notes'][0]}; {result['machine']}, commit {result['commit']}."
 
 
 def saving_table() -> str:
@@ -90,19 +179,28 @@ def _assumed() -> Iterator[str]:
     rates = GPUS["h100"].rates
     yield (
         f"**Products** reach {REACHED:.0%} of the peak, and take {KERNELS} kernels a layer and micro-batch, forward "
-        f"and backward, of {LAUNCH * 1e6:g} µs at least. Where activations are recomputed, there are "
-        f"{_share(RECOMPUTED)} of the operations."
+        f"and backward, of {LAUNCH * 1e6:g} µs at least."
     )
-    yield f"**Activations** are moved through the memory {MOVED} times, forward and backward together."
+    yield (
+        f"**Activations**, {KEPT_VALUES} numbers of the model's width a layer and token, are moved through the memory "
+        f"{MOVED} times, forward and backward together. Where they are recomputed, operations, launches and what is "
+        f"moved are {_share(1 + FORWARD)} of that."
+    )
     yield (
         f"**Exchange**: {PER_MACHINE} GPUs are in a machine; with more the network counts in place of the link. "
-        f"Gradients are exchanged beside the backward pass, {_share(BACKWARD)} of the time of products and "
-        "activations; only what is longer than that counts."
+        f"Gradients are exchanged beside the backward pass of the last micro-batch, {_share(BACKWARD)} of the time of "
+        "its products and activations; only what is longer than that counts."
     )
     yield (
         f"**ADMM**: a call takes {rates.launch * 1e6:g} µs at least; products reach {rates.products:.0%} of the peak "
         f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column; "
-        "so the thresholds are computed by products alone (`salaad/spectral/cost.py`)."
+        "so the thresholds are computed by products alone (`salaad/spectral/cost.py`). A full SVD, where it is asked "
+        "for, takes 6·n²·m + 20·n³ operations at the eigensolver's rate and waits at twice as many columns. With "
+        "`salaad.overlap` a round hides behind the next forward pass as far as that takes."
+    )
+    yield (
+        "**Not counted**: reading and writing L, S and the dual, what `torch.compile` saves, merges of ReLoRA, "
+        "projections of GaLore, waiting for text, and what the allocator loses to fragments."
     )
     yield f"**Saving**: a disk that all processes share takes {RATE / 1e9:g} GB/s."
 

@@ -408,6 +408,13 @@ def test_dry_run_prints_the_plan_of_a_cluster_and_says_that_its_text_is_out_of_r
         assert word in said
 
 
+def test_a_prediction_asks_for_no_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "text_table", lambda *_: pytest.fail("C4 is asked for"))
+    run_training(["--config", "60m.yaml", "--dry-run", "--device", "h100"], tmp_path / "run")
+    said = capsys.readouterr().out
+    assert said.index("blocks per owner") < said.index("predicted on h100")
+
+
 def test_without_a_terminal_a_line_is_printed_at_every_logged_step(toy, tmp_path, capsys):
     run_training(toy(train__steps=4, train__log_every=2), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and "loss" in line]

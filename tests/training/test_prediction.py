@@ -8,7 +8,8 @@ from salaad.common.errors import UserError
 from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model
-from salaad.training.prediction import predict, prediction_table
+from salaad.training.fitting import changes_that_fit
+from salaad.training.prediction import memory_of, predict, prediction_table, unused_cores
 
 
 def setup(*words: str):
@@ -28,7 +29,7 @@ def test_a_step_by_hand():
     # alone: 68 of 1024×1024 matrices, two of the whole, about six with and of the quarter that the rank needs; and 5 µs
     # for each of some 380 calls.
     square, tall = (2 * (74 * 1024**3 + 2 * long * 1024**2) / (0.4 * 67e12) + 380 * 5e-6 for long in (1024, 2736))
-    assert parts["ADMM"] == pytest.approx(24 * (4 * square + 3 * tall) / 10 / 8, rel=0.1)
+    assert parts["periodic work"] == pytest.approx(24 * (4 * square + 3 * tall) / 10 / 8, rel=0.1)
 
 
 def test_more_gpus_share_the_products_and_exchange_more():
@@ -38,6 +39,101 @@ def test_more_gpus_share_the_products_and_exchange_more():
     assert many["products"] == pytest.approx(one["products"] / 128) and one["exchange"] == 0
     sent = 2 * 127 / 128 * 4 * 367.97e6 / 1e8
     assert many["exchange"] == pytest.approx(sent - (many["products"] + many["activations"]) * 2 / 3, rel=1e-3)
+
+
+def test_gradients_are_exchanged_beside_the_backward_of_the_last_micro_batch_alone():
+    config, description = setup("--train.precision=bf16-mixed", "--train.micro_batch=3")
+    slow = replace(GPUS["4090"], link=1e9)
+    parts = predict(config, description, slow, 8)
+    sent, each = 2 * 7 / 8 * 4 * 367.97e6 / 1e9, (parts["products"] + parts["activations"]) / 22  # 64 rows by 3
+    assert parts["exchange"] == pytest.approx(sent - each * 2 / 3, rel=1e-3)
+
+
+def test_recomputing_takes_a_forward_pass_more_of_everything_and_hides_more_of_the_exchange():
+    slow = replace(GPUS["4090"], link=1e9)
+    plain, again = (
+        predict(*setup("--train.precision=bf16-mixed", "--train.micro_batch=64", *words), slow, 8)
+        for words in ((), ("--train.gradient_checkpointing=true",))
+    )
+    assert again["products"] == pytest.approx(4 / 3 * plain["products"])
+    assert again["activations"] == pytest.approx(4 / 3 * plain["activations"])
+    model = plain["products"] + plain["activations"]
+    assert plain["exchange"] - again["exchange"] == pytest.approx(model * (4 / 3 * 3 / 4 - 2 / 3))
+    # 34 values of 1024 for each of 131,072 tokens and 24 layers, in two bytes, three times.
+    assert plain["activations"] == pytest.approx(3 * 34 * 1024 * 512 * 256 / 8 * 24 * 2 / slow.bandwidth)
+
+
+def test_memory_where_activations_are_recomputed_is_what_layers_pass_on_and_one_layer():
+    config, description = setup("--train.gradient_checkpointing=true")
+    found = memory_of(config, description, 1)
+    assert found["activations (estimate)"] == 32 * 256 * 1024 * (24 + 34) * 4
+
+
+def test_memory_in_mixed_precision_has_copies_of_all_matrices_and_the_logits_of_a_chunk():
+    plain, mixed = (memory_of(*setup(*words), 1) for words in ((), ("--train.precision=bf16-mixed",)))
+    matrices = 24 * (4 * 1024**2 + 3 * 1024 * 2736) + 32000 * 1024  # with the head, without the embedding
+    assert mixed["copies in bfloat16"] == 2 * matrices and "copies in bfloat16" not in plain
+    tokens, logits = 32 * 256, 2**27 // 32000 * 32000
+    assert plain["logits and their gradients"] == 4 * (logits + tokens * 1024 + 32000 * 1024)
+    assert mixed["logits and their gradients"] == 2 * (logits + tokens * 1024) + (4 + 2) * 32000 * 1024
+
+
+def test_a_solver_that_is_named_is_the_one_that_is_counted():
+    device = GPUS["h100"]
+    found = {
+        name: predict(*setup(f"--salaad.method={name}"), device, 1)["periodic work"]
+        for name in ("exact", "gram", "products")
+    }
+
+    def block(n, m):
+        """One eigensolver and three products; one SVD, whose columns are taken twice; each column is four calls."""
+        gram = 6 * n * n * m / (0.4 * 67e12) + 9 * n**3 / (0.03 * 67e12) + n * 4 * 5e-6
+        return gram, (6 * n * n * m + 20 * n**3) / (0.03 * 67e12) + 2 * n * 4 * 5e-6
+
+    gram, exact = (24 * (4 * a + 3 * b) / 10 for a, b in zip(block(1024, 1024), block(1024, 2736), strict=True))
+    assert found["gram"] == pytest.approx(gram) and found["exact"] == pytest.approx(exact)
+    assert found["products"] < found["gram"]
+
+
+@pytest.mark.parametrize(("schedule", "pieces"), [("synchronous", 1), ("staggered", 10)])
+def test_a_round_beside_a_forward_pass_costs_what_is_longer(schedule, pieces):
+    fast = replace(GPUS["h100"], peaks=dict.fromkeys(GPUS["h100"].peaks, 1e15))
+    for device in (GPUS["h100"], fast):
+        plain, beside = (
+            predict(*setup(f"--salaad.schedule={schedule}", f"--salaad.overlap={value}"), device, 1)
+            for value in ("false", "true")
+        )
+        forward = (plain["products"] + plain["activations"]) / 16 / 3  # micro-batches of 32 rows
+        once = 10 * plain["periodic work"] / pieces
+        assert beside["periodic work"] == pytest.approx(max(0.0, once - forward) * pieces / 10)
+    assert "the most that it saves" in prediction_table(*setup("--salaad.overlap=true"), "h100")
+
+
+def test_matformer_takes_four_passes_or_one_of_a_mean_width():
+    whole, step = 367.97e6, 512 * 256 * 12 * 24 * 1024 * 256
+    sizes = [whole - 24 * 3 * 1024 * (2736 - (2736 >> i)) for i in range(4)]
+
+    def products(how):
+        words = ("--method=matformer", f"--matformer.train={how}")
+        return predict(*setup(*words), GPUS["h100"], 1)["products"] * 0.4 * 67e12
+
+    assert products("summed") == pytest.approx(512 * 256 * 6 * sum(sizes) + 4 * step, rel=1e-3)
+    assert products("sampled") == pytest.approx(512 * 256 * 6 * sum(sizes) / 4 + step, rel=1e-3)
+
+
+def test_other_methods_have_their_own_periodic_work():
+    device, rates = GPUS["h100"], GPUS["h100"].rates
+    waits = 4 * 5e-6  # of a column
+    galore = predict(*setup("--method=galore", "--galore.every=50"), device, 8)["periodic work"]
+    square, tall = (
+        6 * 1024**2 * m / (0.4 * rates.peak) + 9 * 1024**3 / (0.03 * rates.peak) + 1024 * waits for m in (1024, 2736)
+    )
+    assert galore == pytest.approx(24 * (4 * square + 3 * tall) / 50 / 8, rel=0.05)
+    loro = predict(*setup("--method=loro", "--loro.rank=64", "--loro.every=100"), device, 1)["periodic work"]
+    core = 26 * 128**3 / (0.03 * rates.peak) + 2 * 128 * waits
+    sides = 24 * (4 * 2 * 1024 + 3 * (1024 + 2736))  # each decomposed twice
+    factors = 8 * sides * 64**2 / (0.03 * rates.peak) + 24 * 7 * 4 * 64 * waits
+    assert loro == pytest.approx((168 * core + factors) / 100)
 
 
 def test_a_tiny_model_waits_for_its_launches():
@@ -51,7 +147,7 @@ def test_other_methods_have_no_admm_and_half_the_evaluation():
     config, description = setup()
     plain, _ = setup("--method=full_rank")
     mine, other = (predict(one, description, GPUS["a100"], 8) for one in (config, plain))
-    assert other["ADMM"] == 0 and other["evaluation"] == pytest.approx(mine["evaluation"] / 2)
+    assert other["periodic work"] == 0 and other["evaluation"] == pytest.approx(mine["evaluation"] / 2)
 
 
 def test_the_table_says_what_does_not_fit_and_what_is_left_unused():
@@ -62,6 +158,36 @@ def test_the_table_says_what_does_not_fit_and_what_is_left_unused():
     assert "unused" not in prediction_table(mixed, description, "h100")
     odd, _ = setup("--train.batch=8")
     assert "32 GPUs" not in prediction_table(odd, description, "h100")
+
+
+def test_what_would_fit_fits_and_nothing_cheaper_does():
+    config, description = setup("--train.gradient_checkpointing=false")
+    for memory, ranks, expected in (
+        (80e9, 1, ""),
+        (24e9, 1, "--train.micro_batch 16"),
+        (6e9, 8, "--train.micro_batch 2 --train.shard optimizer"),
+        (1e9, 8, None),
+    ):
+        words, changed = changes_that_fit(config, description, memory, ranks)
+        needs = sum(memory_of(changed, description, ranks).values())
+        assert words == expected and (needs < memory) == (expected is not None)
+        if words:
+            assert read_command_line(["--config", "350m", *words.split()])[0].train == changed.train
+            bigger = replace(changed, train=replace(changed.train, micro_batch=2 * changed.train.micro_batch))
+            assert sum(memory_of(bigger, description, ranks).values()) >= memory
+    table = prediction_table(config, description, "4090")
+    assert "On 1 GPU it does not fit; --train.micro_batch" in table
+
+
+def test_a_tiny_model_is_told_no_hours_that_nobody_would_notice():
+    config, _ = read_command_line(["--config", "nano"])
+    text = prediction_table(config, describe_model(config.model, 256), "h100")
+    assert "in place of" not in text and "| hours of the run" in text
+
+
+def test_another_precision_is_told_with_what_it_costs():
+    [said] = unused_cores(*setup(), GPUS["h100"])
+    assert "GB in place of" in said and "copies of the weights" in said and "was not measured" in said
 
 
 def test_a_device_only_predicts():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.storage import load_surrogates
 from salaad.methods.salaad.update import KEPT
+from salaad.methods.work import Work, most_loaded, svd_seconds
 from salaad.model import coverage
 from salaad.model.roles import find_blocks
+from salaad.spectral.cost import Rates, cheapest, seconds
+from salaad.spectral.products import width_of
 
 _ADMM_BYTES = 10  # per parameter: R and T of `Surrogate` in float32, and singular vectors of up to half the short side
 
@@ -63,6 +67,22 @@ class SalaadMethod(Method):
         if config.settings.pull == "decoupled":
             memory["targets of other owners' blocks"] = 4 * (sum(sizes) - min(sizes))
         return memory
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
+        settings, work = config.settings, super().work(model, config, ranks, rates)
+        blocks = find_blocks(model, settings)
+        updates = {name: _update_seconds(X, settings, rates) for name, X in blocks.items()}
+        once = most_loaded(updates, ownership.owners_of(blocks, ranks, settings.owners), ranks)
+        spread = settings.schedule == "staggered"
+        return replace(
+            work,
+            variants=2 * work.variants,  # L + S too
+            periodic=once / settings.every if spread else once,
+            every=1 if spread else settings.every,
+            beside=settings.overlap,
+            notes=_uncounted(settings),
+        )
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
@@ -120,6 +140,28 @@ class SalaadMethod(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: D102
         self.salaad.load_counts(state)
+
+
+def _update_seconds(X: Tensor, settings: SalaadConfig, rates: Rates) -> float:
+    """Predicted seconds of an update of a block with the weight X, by the solver that is asked for."""
+    n, m = sorted(X.shape)
+    q = width_of(round(settings.rank_ratio * n), n)
+    if settings.method == "exact":
+        return settings.inner * svd_seconds(n, m, rates)
+    named = {"gram": "gram", "products": "products", "subspace": "gram"}
+    return settings.inner * seconds(named.get(settings.method) or cheapest(n, m, q, rates), n, m, q, rates)
+
+
+def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:
+    notes = ()
+    if settings.overlap:
+        notes += (
+            "salaad.overlap is counted as if the ADMM beside a forward pass delayed nothing until it is longer than "
+            "that, though both share the device: this is the most that it saves.",
+        )
+    if settings.method == "subspace":
+        notes += ("The solver subspace is counted as gram, which takes over wherever it does not hold.",)
+    return notes
 
 
 def _pull_in_words(settings: SalaadConfig) -> str:

@@ -1,0 +1,41 @@
+"""What to change in a run that needs more memory than a device has: the first that fits, the cheapest in time first."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from transformers import PretrainedConfig
+
+from salaad.config.run import RunConfig
+from salaad.methods.registry import method_of
+from salaad.model.build import outline
+from salaad.training.plan import memory_by_kind, rows_at_once
+
+
+def changes_that_fit(
+    config: RunConfig, description: PretrainedConfig, memory: float, ranks: int
+) -> tuple[str | None, RunConfig]:
+    """Options with which a run on so many ranks needs less than `memory` bytes, and its configuration with them.
+
+    The options are "" where it fits as it is, and None where none of them would do.
+    """
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    for words, changed in _ways(config, ranks):
+        if sum(memory_by_kind(changed, model, ranks).values()) < memory:
+            return words, changed
+    return None, config
+
+
+def _ways(config: RunConfig, ranks: int) -> Iterator[tuple[str, RunConfig]]:
+    """Smaller micro-batches cost launches, a shared optimizer an exchange of weights, recomputation a third more."""
+    train, micro = config.train, rows_at_once(config, ranks)
+    sizes = [train.micro_batch, *(micro >> i for i in range(1, micro.bit_length()))]
+    shards = ["optimizer"] if ranks > 1 and not method_of(config).reads_moments else []
+    for recomputed, shard, size in product(
+        sorted({train.gradient_checkpointing, True}), dict.fromkeys([train.shard, *shards]), sizes
+    ):
+        changed = {"gradient_checkpointing": recomputed, "shard": shard, "micro_batch": size}
+        new = {name: value for name, value in changed.items() if value != getattr(train, name)}
+        words = " ".join(f"--train.{name} {str(value).lower()}" for name, value in reversed(new.items()))
+        yield words, replace(config, train=replace(train, **new))
