@@ -9,13 +9,15 @@ spectrum, same threshold, and the next one moved as far and in the same directio
 solver gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves,
 and so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
 singular values, no rotation). The stacked solvers are those of a device that the host does not wait for, here with one
-matrix. The two `update` rows are the whole second stage of a block: ours (`update_round`), and that of the authors as
-published, made anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
+matrix. The two `update` rows are the whole second stage of a block: ours (`update_round`), on a GPU a share of a round
+of as many blocks as the model has of this shape, or as fit into memory; and that of the authors as published, made
+anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,13 @@ from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.round import update_round
+from salaad.methods.salaad import update
+from salaad.methods.salaad.round import MOST_ENTRIES, update_round
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
-from salaad.spectral import threshold
+from salaad.spectral import SvtResult, threshold
 from salaad.spectral.products import product_stack, width_of
 from salaad.spectral.stacks import gram_stack
 from scripts.devices import now, require_device
@@ -46,6 +49,9 @@ from scripts.devices import now, require_device
 ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
 SOLVERS = ("exact", "gram", "auto")
+RHO = 1e-6
+TEMPORARIES, STATE = 12, 4  # numbers an entry: of a stack in an update, and of a block that waits for its turn
+ROOM = 0.8  # of a GPU's free memory
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
@@ -115,8 +121,61 @@ def in_a_stack(solver: str, Z: Tensor, tau: float, width: int) -> tuple[Tensor, 
     return found.L[0], sigma, found.solver, float(found.bound[0])
 
 
-def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: int, device: torch.device) -> list[dict]:
-    """Rows of one shape in one phase: every solver and peer on the same matrix."""
+def blocks_at_once(n: int, m: int, count: int, device: torch.device) -> int:
+    """Blocks (n×m) of `count` that a round updates here: one on a CPU, where a round takes them one after the other."""
+    if device.type == "cpu":
+        return 1
+    stack = TEMPORARIES * min(count * n * m, MOST_ENTRIES)
+    room = ROOM * torch.cuda.mem_get_info(device)[0] / 4 - stack
+    return max(1, min(count, int(room // (STATE * n * m))))
+
+
+class Updates:
+    """Updates of equal blocks towards Z (n×m), each time from the state that training would have left.
+
+    Args:
+        Z: their weight.
+        before: what was found for the matrix before, on any device.
+        tau: the threshold of L, and 20 times that of S.
+        count: of the blocks.
+    """
+
+    def __init__(self, Z: Tensor, before: SvtResult, tau: float, count: int) -> None:
+        first = Surrogate(Z, RHO, SalaadConfig(delta_alpha=0.0, delta_beta=0.0))
+        thresholds = Z.new_tensor([tau, tau / 20, tau / 20])
+        first.load_state_dict(first.state_dict() | {"thresholds": thresholds})
+        self._Z, self._blocks = Z, [first, *(deepcopy(first) for _ in range(count - 1))]
+        self._states = [block.state for block in self._blocks]
+        sigma, basis = (None if part is None else part.to(Z.device) for part in (before.sigma, before.basis))
+        width = int(torch.count_nonzero(before.sigma))
+        self._known = (effective_rank(before.sigma), width, tau > 0, sigma, basis)
+
+    def __call__(self) -> str:
+        """One round; the solver of the first block."""
+        for block, state in zip(self._blocks, self._states, strict=True):
+            block.take(state)
+            block.know(*self._known)
+        rows = update_round([(block, self._Z) for block in self._blocks])
+        self.rank, self.density = (float(number) for number in rows[0][:2])
+        return update.SOLVERS[int(rows[0][-1])]
+
+    def about(self, L: Tensor, rank: int, density: float) -> dict[str, Any]:
+        """How far the first block is from L, its effective rank and the density of S, and by which solver."""
+        solver = self()
+        found = self._blocks[0].low_rank().cpu().double()
+        return {
+            "method": solver,
+            "blocks": len(self._blocks),
+            "error": float(torch.linalg.vector_norm(found - L) / torch.linalg.vector_norm(L)),
+            "rank_error": abs(self.rank - rank / min(L.shape)),
+            "density_error": abs(self.density - density),
+        }
+
+
+def measure(
+    shape: tuple[int, int], count: int, phase: str, like: dict[str, Any], rounds: int, device: torch.device
+) -> list[dict]:
+    """Rows of one shape, of which the model has `count` blocks, in one phase: every solver and peer on one matrix."""
     n, m = min(shape), max(shape)
     Z0, Z1, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
     U, sigma, Vh = torch.linalg.svd(Z1.double(), full_matrices=False)
@@ -149,20 +208,17 @@ def measure(shape: tuple[int, int], phase: str, like: dict[str, Any], rounds: in
             "density_error": abs(float((S != 0).double().mean()) - density),
         }
 
-    config, rho = SalaadConfig(delta_alpha=0.0, delta_beta=0.0), 1e-6
-    block = Surrogate(Z, rho, config)
-    state = block.state_dict() | {"thresholds": torch.tensor([tau, tau / 20, tau / 20], device=device)}
-    state |= {} if basis is None else {"basis": basis}
-    dense = {name: torch.zeros_like(Z) for name in "LSY"}
-
-    def ours() -> None:
-        block.load_state_dict(state)
-        update_round([(block, Z)])
+    ours, dense = (
+        Updates(Z, before, tau, blocks_at_once(n, m, count, device)),
+        dict.fromkeys("LSY", torch.zeros_like(Z)),
+    )
+    about["update"] = ours.about(L, rank, density)
 
     def theirs() -> None:
-        authors_update(dict(dense), Z, rho, rho * tau, rho * tau / 20)
+        authors_update(dict(dense), Z, RHO, RHO * tau, RHO * tau / 20)
 
     seconds = seconds_of(solvers | {"update": ours, "update of the authors": theirs}, rounds, device)
+    seconds["update"] /= about["update"]["blocks"]
     common = {"shape": [n, m], "phase": phase, "rank_ratio": rank / n}
     return [{**common, "rung": name, "seconds": seconds[name], **about.get(name, {})} for name in seconds]
 
@@ -192,7 +248,7 @@ def main() -> None:
     jobs = [(shape, phase) for shape in shapes for phase in recorded]
     rows = []
     for shape, phase in tqdm(jobs, disable=None):
-        rows += measure(shape, phase, recorded[phase], options.rounds, device)
+        rows += measure(shape, shapes[shape], phase, recorded[phase], options.rounds, device)
     print(table(rows))
     totals = {
         phase: {

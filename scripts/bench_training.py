@@ -12,26 +12,27 @@ update, a merge, a subspace, an exact step) comes amid each round, whatever its 
 
 and is compared with the full-rank round just before. On a GPU the host waits only between two rounds: it runs ahead as
 in a training, and work beside a step, as of `salaad.overlap`, counts by how much it delays that step and the next.
-Memory is that of tensors, counted as they come and go in a step.
+Memory is that of tensors, counted as they come and go in a step; on a GPU it is what its allocator has given away.
+
+What does not fit into a GPU side by side is measured one after the other, and compared by medians over all rounds. What
+does not fit by itself is left out, with the memory that it would need.
 """
 
 import argparse
 import gc
+import math
 import statistics
 import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from salaad.common.errors import run_command
+from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
@@ -40,44 +41,20 @@ from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
-from salaad.data.text import open_text
+from salaad.data.text import Text, open_text
 from salaad.methods.registry import method_of
-from salaad.model.build import model_source, training_flops
+from salaad.model.build import describe_model, model_source, outline, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
+from salaad.training.plan import memory_by_kind
 from scripts.devices import Marks, now
+from scripts.live_tensors import most_bytes
 
 ROUND, PEAK_SIZE = 10, 8192
+ROOM = 0.93  # of a GPU's free memory; the rest is lost between tensors
 # Places in a round of the two steps that periodic work can come in: the last of a period, and the next one.
 PERIODIC = (ROUND // 2 - 1, ROUND // 2)
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that operations made and that are still there, and how many there were at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        before = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        self._known = {tensor.untyped_storage()._cdata for tensor in before if tensor.device.type != "meta"}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation, whose new storages are counted until they are freed."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
-                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-        return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 class Contender:
@@ -153,10 +130,9 @@ class Contender:
             ),
             "method": self.method.state_bytes(),
         }
-        with LiveTensors() as tensors:
-            self.step(batch)
+        peak = sum(held.values()) + most_bytes(lambda: self.step(batch), self.device)
         self.forget_times()
-        return {**held, "peak": sum(held.values()) + tensors.peak}
+        return {**held, "peak": peak}
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -174,16 +150,84 @@ def matmul_peak(device: torch.device, precision: str) -> float:
     return 2 * size**3 / best
 
 
-def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) -> dict:
-    """Alternate rounds of all methods; returns medians per step, over full-rank, periodic work and memory.
+class Measured(NamedTuple):
+    """What is left of a contender when it has made room for the next.
+
+    Args:
+        seconds: of every counted step.
+        updates: of them the seconds in which periodic work can be.
+        period: steps between two pieces of periodic work of a run.
+        flops: operations of a step.
+        trained: parameters that the optimizer moves.
+        memory: bytes by kind.
+    """
+
+    seconds: list[float]
+    updates: list[float]
+    period: int | None
+    flops: float
+    trained: int
+    memory: dict[str, int]
+
+
+def needs(config: RunConfig) -> tuple[float, float]:
+    """Bytes that a contender keeps on a GPU between two steps, and those that a step needs beside them."""
+    method, model = method_of(config), outline(describe_model(config.model, config.data.sequence_length))
+    method.rebuild(model, config)
+    whole = sum(memory_by_kind(config, model, 1).values())
+    kept = sum(size for kind, size in method.memory(model, config, 1).items() if kind != "gradients")
+    return kept, whole - kept
+
+
+def planned(configs: Mapping[str, RunConfig], room: float) -> list[list[str]]:
+    """The methods that are measured side by side: all of them, or one after the other where `room` bytes are too few.
+
+    Raises:
+        UserError: one does not fit by itself.
+    """
+    bytes_of = {method: needs(config) for method, config in configs.items()}
+    for method, (kept, more) in bytes_of.items():
+        if kept + more > room:
+            raise UserError(f"{method} needs {(kept + more) / 1e9:.0f} GB, there are {room / 1e9:.0f}")
+    together = sum(kept for kept, _ in bytes_of.values()) + max(more for _, more in bytes_of.values())
+    return [list(configs)] if together <= room else [[method] for method in configs]
+
+
+def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int, room: float = math.inf) -> dict:
+    """Medians per step of all methods, over full-rank, periodic work and memory; or that they were left out, and why.
 
     Args:
         configs: method → its run, full_rank among them; all have the same model and text.
         device: where they train.
         steps: counted steps of each.
+        room: bytes that the device has for them.
     """
     config = configs["full_rank"]
+    try:
+        groups = planned(configs, room)
+    except UserError as error:
+        return {"left_out": str(error)}
     text = open_text(config.data, vocab_size=config.model.vocab_size)
+    measured: dict[str, Measured] = {}
+    for methods in groups:
+        try:
+            measured |= alternating({method: configs[method] for method in methods}, text, device, steps)
+        except torch.OutOfMemoryError as error:
+            return {"left_out": f"{', '.join(methods)}: {' '.join(str(error).split())[:200]}"}
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    peak, side_by_side = matmul_peak(device, config.train.precision), len(groups) == 1
+    positions = config.train.batch * config.data.sequence_length
+    vanilla = [mean_of_others(seconds) for seconds in rounds_of(measured["full_rank"].seconds)]
+    vanilla = vanilla if side_by_side else [statistics.median(vanilla)] * len(vanilla)
+    found = {method: figures(own, vanilla, positions, peak) for method, own in measured.items()}
+    return {"methods": found, "matmul_peak_flops": peak, "side_by_side": side_by_side}
+
+
+def alternating(configs: Mapping[str, RunConfig], text: Text, device: torch.device, steps: int) -> dict[str, Measured]:
+    """Rounds of some methods in turns, on the same batches."""
+    config = next(iter(configs.values()))
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
     contenders = {method: Contender(own, device) for method, own in configs.items()}
     memory = {}
@@ -205,29 +249,45 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int) 
             for batch in batches:
                 contender.step(batch)
             contender.count_times()
-    found = {}
     positions = config.train.batch * config.data.sequence_length
-    peak = matmul_peak(device, config.train.precision)
-    vanilla = [mean_of_others(seconds) for seconds in rounds_of(contenders["full_rank"].seconds)]
-    for method, contender in contenders.items():
-        ordinary = [mean_of_others(seconds) for seconds in rounds_of(contender.seconds)]
-        work = [sum(seconds[i] - mean_of_others(seconds) for i in PERIODIC) for seconds in rounds_of(contender.updates)]
-        periodic = max(0.0, statistics.median(work)) if contender.period else 0.0
-        shared = periodic / contender.period if contender.period else 0.0
-        ratios = [(usual + shared) / other for usual, other in zip(ordinary, vanilla, strict=True)]
-        per_step = statistics.median(ordinary) + shared
-        flops = training_flops(contender.model, config.data.sequence_length) * positions
-        found[method] = {
-            "seconds_per_step": per_step,
-            "over_full_rank": statistics.median(ratios),
-            "periodic_seconds": periodic,
-            "period": contender.period,
-            "tokens_per_second": positions / per_step,
-            "utilisation": flops / per_step / peak,
-            "trained": trained_parameters(contender.model),
-            **{f"{kind}_bytes": size for kind, size in memory[method].items()},
-        }
-    return {"methods": found, "matmul_peak_flops": peak}
+    return {
+        method: Measured(
+            contender.seconds,
+            contender.updates,
+            contender.period,
+            training_flops(contender.model, config.data.sequence_length) * positions,
+            trained_parameters(contender.model),
+            memory[method],
+        )
+        for method, contender in contenders.items()
+    }
+
+
+def figures(own: Measured, vanilla: list[float], positions: int, peak: float) -> dict[str, Any]:
+    """What a method costs.
+
+    Args:
+        own: what was measured of it.
+        vanilla: seconds of a full-rank step, round by round.
+        positions: of a step.
+        peak: operations per second of the device.
+    """
+    ordinary = [mean_of_others(seconds) for seconds in rounds_of(own.seconds)]
+    work = [sum(seconds[i] - mean_of_others(seconds) for i in PERIODIC) for seconds in rounds_of(own.updates)]
+    periodic = max(0.0, statistics.median(work)) if own.period else 0.0
+    shared = periodic / own.period if own.period else 0.0
+    ratios = [(usual + shared) / other for usual, other in zip(ordinary, vanilla, strict=True)]
+    per_step = statistics.median(ordinary) + shared
+    return {
+        "seconds_per_step": per_step,
+        "over_full_rank": statistics.median(ratios),
+        "periodic_seconds": periodic,
+        "period": own.period,
+        "tokens_per_second": positions / per_step,
+        "utilisation": own.flops / per_step / peak,
+        "trained": own.trained,
+        **{f"{kind}_bytes": size for kind, size in own.memory.items()},
+    }
 
 
 def rounds_of(seconds: list[float]) -> list[list[float]]:
@@ -273,8 +333,10 @@ def main() -> None:
     config = configs["full_rank"]
     torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)
-    result = measure(configs, accelerator.device, options.steps)
-    print(table(result))
+    device = accelerator.device
+    room = ROOM * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    result = measure(configs, device, options.steps, room)
+    print(f"left out: {result['left_out']}" if "left_out" in result else table(result))
     if options.output:
         write_json({"config": config.to_dict(), **provenance(), **result}, options.output)
 

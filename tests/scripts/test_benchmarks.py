@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from salaad.common.errors import UserError
+from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
 from salaad.factored import cpu_kernels
-from scripts import bench_inference, bench_training, devices
+from salaad.methods.salaad import round as admm_round
+from salaad.spectral.cost import RATES
+from scripts import bench_admm, bench_inference, bench_training, devices, live_tensors
 from scripts.on_device.trainings import batches_of, small_run
 
 GPU = torch.device("cuda")
@@ -121,3 +125,88 @@ def test_the_products_that_are_named_are_those_that_compute(triton, library, dev
     monkeypatch.setattr(bench_inference.native, "uses_triton", lambda _: triton)
     monkeypatch.setattr(cpu_kernels, "library", lambda: ("linear", "rows") if library else None)
     assert bench_inference.products(torch.device(device), dtype) == said
+
+
+# ---- what fits into a GPU
+
+
+def small(method: str, *words: str):
+    return read_command_line(["--config=350m", "--train.batch=16", f"--method={method}", *words])[0]
+
+
+def test_what_does_not_fit_side_by_side_is_planned_one_after_the_other_and_what_does_not_fit_is_refused():
+    configs = {method: small(method) for method in ("full_rank", "salaad")}
+    weights = 4 * 367.97e6
+    kept, more = bench_training.needs(configs["full_rank"])
+    assert kept == pytest.approx(3 * weights, rel=1e-3)  # and the moments
+    activations = 16 * 256 * 24 * 1024 * 34 * 4
+    assert more == pytest.approx(weights + activations, rel=0.1)  # and the logits
+    salaad = bench_training.needs(configs["salaad"])
+    assert salaad[0] > kept + 8 * 302e6  # R and T of every block
+    together, alone = kept + sum(salaad), sum(salaad)
+    assert bench_training.planned(configs, together + 1e6) == [["full_rank", "salaad"]]
+    assert bench_training.planned(configs, together - 1e6) == [["full_rank"], ["salaad"]]
+    with pytest.raises(UserError, match=r"salaad needs \d\d GB, there are 2\d"):
+        bench_training.planned(configs, alone - 1e9)
+
+
+def test_what_needs_more_memory_than_there_is_is_a_result(monkeypatch):
+    configs = {method: small(method) for method in ("full_rank", "salaad")}
+    monkeypatch.setattr(bench_training, "open_text", lambda *_, **__: pytest.fail("it is begun"))
+    found = bench_training.measure(configs, GPU, 10, room=1e9)
+    assert list(found) == ["left_out"] and "there are 1" in found["left_out"]
+
+
+def test_one_after_the_other_is_compared_by_medians(monkeypatch):
+    seen = []
+
+    def alternating(configs, *_):
+        seen.append(list(configs))
+        seconds = [{"full_rank": 1.0, "salaad": 1.2}[method] for method in configs for _ in range(20)]
+        return {m: bench_training.Measured(seconds, seconds, None, 1.0, 1, {}) for m in configs}
+
+    monkeypatch.setattr(bench_training, "alternating", alternating)
+    monkeypatch.setattr(bench_training, "matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(bench_training, "open_text", lambda *_, **__: None)
+    configs = {method: small(method) for method in ("full_rank", "salaad")}
+    room = max(sum(bench_training.needs(config)) for config in configs.values()) + 1e6
+    found = bench_training.measure(configs, torch.device("cpu"), 20, room)
+    assert seen == [["full_rank"], ["salaad"]] and not found["side_by_side"]
+    assert found["methods"]["salaad"]["over_full_rank"] == pytest.approx(1.2)
+
+
+def test_memory_on_a_gpu_is_what_its_allocator_gave(monkeypatch):
+    counts = {"now": 100, "peak": 900}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: counts["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: counts["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: counts.update(peak=counts["now"]))
+    assert live_tensors.most_bytes(lambda: counts.update(peak=350), GPU) == 250
+
+
+# ---- the ADMM
+
+
+def test_an_update_is_as_exact_as_the_solver_that_is_timed_and_shared_by_its_blocks(monkeypatch):
+    """On the CPU, told that it is a device on which blocks are stacked."""
+    monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES["h100"])
+    monkeypatch.setattr(bench_admm, "blocks_at_once", lambda n, m, count, device: count)
+    like = read_json(bench_admm.SPECTRA)["blocks"]["model.layers.2.mlp.gate_proj"]
+    for phase in like:
+        rows = bench_admm.measure((48, 80), 3, phase, like[phase], 1, torch.device("cpu"))
+        [update] = [row for row in rows if row["rung"] == "update"]
+        assert update["method"] in ("gram", "products") and update["blocks"] == 3
+        assert update["error"] < 1e-3 and update["rank_error"] < 0.05 and update["density_error"] < 0.01
+    monkeypatch.setattr(bench_admm, "update_round", lambda blocks: [torch.zeros(8)] * len(blocks))  # does nothing
+    rows = bench_admm.measure((48, 80), 3, phase, like[phase], 1, torch.device("cpu"))
+    assert next(row for row in rows if row["rung"] == "update")["error"] > 0.1
+
+
+def test_a_round_has_as_many_blocks_as_the_model_or_as_fit(monkeypatch):
+    assert bench_admm.blocks_at_once(1024, 2736, 72, torch.device("cpu")) == 1
+    for free, expected in ((80e9, 72), (1e7, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 80e9))
+        assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == expected
+    free = 6e9  # 0.8 of it, without 12 numbers for each entry of a full stack, at 16 bytes an entry of a block
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
+    held = (0.8 * free - 4 * 12 * 2**26) / (16 * 1024 * 2736)
+    assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == int(held)

@@ -1,0 +1,49 @@
+"""How many bytes of tensors a piece of work needs at most, beside those that are there before it."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def most_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes at most beside what is there: as its allocator counts them on a GPU, else those of tensors."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with LiveTensors() as tensors:
+        work()
+    return tensors.peak
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that operations made and that are still there, and how many there were at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        before = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        self._known = {tensor.untyped_storage()._cdata for tensor in before if tensor.device.type != "meta"}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation, whose new storages are counted until they are freed."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
