@@ -5,23 +5,26 @@
     python scripts/gpu_checks.py --device cpu --tiny
 
 Every check gives one error and the limit that it must not exceed. References are computed in float64 on the CPU, except
-for training, whose reference is the same training in float32 on the CPU, in one process, without interruption. CUDA
-graphs, and the host's waiting for a GPU, are left out on a CPU.
+for training, whose reference is the same training in float32 on the CPU; one that was interrupted, compiled or shared
+by processes is compared with a plain one on the same device. CUDA graphs, and the host's waiting for a GPU, are left
+out on a CPU. Every check is written as soon as it is made: the same command goes on with the kinds that are not
+finished, first those that it never began, if commit and machine are the same.
 """
 
 import argparse
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.files import json_file, write_json
+from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import split_list
 from scripts.devices import require_device
@@ -29,7 +32,7 @@ from scripts.on_device.check import FAILED, Check
 from scripts.on_device.factored import graphs, layers
 from scripts.on_device.kernels import kernels
 from scripts.on_device.mathematics import solvers, updates
-from scripts.on_device.trainings import runs, steps
+from scripts.on_device.trainings import compiled, runs, steps
 from scripts.on_device.waiting import waits
 
 KINDS: dict[str, Callable[[torch.device, bool], Iterator[Check]]] = {
@@ -40,18 +43,67 @@ KINDS: dict[str, Callable[[torch.device, bool], Iterator[Check]]] = {
     "graphs": graphs,
     "waits": waits,
     "steps": steps,
+    "compiled": compiled,
     "runs": runs,
 }
 
 
-def all_checks(device: torch.device, tiny: bool, kinds: Sequence[str]) -> Iterator[Check]:
-    """Every check of some kinds; one that breaks off is a row too, and the others go on."""
-    for kind in kinds:
-        try:
-            yield from KINDS[kind](device, tiny)
-        except Exception as error:
-            traceback.print_exc()
-            yield Check(kind, math.nan, 0.0, " ".join(str(error).split())[:200] or type(error).__name__)
+class Kept:
+    """The checks that are there, written after every one of them.
+
+    Args:
+        path: of the JSON file, if there is to be one. What it holds is kept if its provenance is the same.
+        about: the provenance, the device and the shapes.
+        kinds: that are wanted.
+    """
+
+    def __init__(self, path: Path | None, about: Mapping[str, Any], kinds: Sequence[str]) -> None:
+        self._path, self._about, self._kinds = path, dict(about), kinds
+        old = read_json(path) if path and path.exists() else {}
+        same = all(old.get(key) == value for key, value in about.items())
+        self._begun: list[str] = old.get("begun", []) if same else []
+        left = old.get("left", kinds) if same else kinds
+        self.left = sorted((kind for kind in kinds if kind in left or kind not in self._begun), key=self._was_begun)
+        rows = old.get("checks", []) if same else []
+        self._rows: list[dict[str, Any]] = [row for row in rows if row["kind"] not in self.left]
+
+    def _was_begun(self, kind: str) -> bool:
+        """What was begun and never finished may not end, so the others come first."""
+        return kind in self._begun
+
+    @property
+    def checks(self) -> list[Check]:
+        """All of them."""
+        return [Check.from_row(row) for row in self._rows]
+
+    def begin(self, kind: str) -> None:
+        """Its checks come next."""
+        self._begun = [*dict.fromkeys([*self._begun, kind])]
+        self._write()
+
+    def add(self, kind: str, check: Check) -> None:
+        """Keep a check."""
+        self._rows.append({"kind": kind, **check.row})
+        self._write()
+
+    def end(self, kind: str) -> None:
+        """All checks of the kind are there."""
+        self.left.remove(kind)
+        self._write()
+
+    def _write(self) -> None:
+        if self._path:
+            content = {**self._about, "begun": self._begun, "left": self.left, "checks": self._rows}
+            write_json(content, self._path)
+
+
+def checks_of(kind: str, device: torch.device, tiny: bool) -> Iterator[Check]:
+    """Every check of a kind; that it breaks off is one too."""
+    try:
+        yield from KINDS[kind](device, tiny)
+    except Exception as error:
+        traceback.print_exc()
+        yield Check(kind, math.nan, 0.0, " ".join(str(error).split())[:200] or type(error).__name__)
 
 
 def main() -> None:
@@ -70,15 +122,16 @@ def main() -> None:
     kinds = split_list(options.kinds)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds has {unknown[0]!r}, which is none; give some of {', '.join(KINDS)}")
-    checks = []
-    for check in all_checks(torch.device(options.device), options.tiny, kinds):
-        checks.append(check)
-        print(f"{check.name}: {check.found} (limit {check.limit:.0e}), {check.outcome}", flush=True)
-    if options.output:
-        write_json({**provenance(), "checks": [check.row for check in checks]}, options.output)
-    failed = [check.name for check in checks if check.outcome == FAILED]
+    kept = Kept(options.output, {**provenance(), "device": options.device, "tiny": options.tiny}, kinds)
+    for kind in list(kept.left):
+        kept.begin(kind)
+        for check in checks_of(kind, torch.device(options.device), options.tiny):
+            kept.add(kind, check)
+            print(f"{check.name}: {check.found} (limit {check.limit:.0e}), {check.outcome}", flush=True)
+        kept.end(kind)
+    failed = [check.name for check in kept.checks if check.outcome == FAILED]
     if failed:
-        raise UserError(f"{len(failed)} of {len(checks)} checks do not pass ({', '.join(failed)}); report them")
+        raise UserError(f"{len(failed)} of {len(kept.checks)} checks do not pass ({', '.join(failed)}); report them")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ class Check(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Check":
-        """The check that `row` was made from."""
-        return cls(**{**row, "error": math.nan if row["error"] is None else row["error"]})
+        """The check that `row` was made from, whatever else stands in it."""
+        fields = {name: row[name] for name in cls._fields}
+        return cls(**{**fields, "error": math.nan if row["error"] is None else row["error"]})
 
     @property
     def row(self) -> dict[str, Any]:

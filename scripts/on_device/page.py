@@ -22,7 +22,9 @@ def page(folder: Path, outcomes: Mapping[str, str]) -> str:
     results = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
     about = results.get("checks") or next(iter(results.values()), {})
     parts = [f"# {folder.name}", *(f"{key}: {about[key]}" for key in ("machine", "versions", "commit") if key in about)]
-    parts += [markdown_table(("stage", "outcome"), [(name, in_a_cell(told)) for name, told in outcomes.items()])]
+    commits = {name: found.get("commit", "") for name, found in results.items()}
+    rows = [(name, in_a_cell(told), commits.get(name, "")) for name, told in outcomes.items()]
+    parts += [markdown_table(("stage", "outcome", "commit"), rows)]
     if "checks" in results:
         parts += ["## Checks", checks_table([Check.from_row(row) for row in results["checks"]["checks"]])]
     for title, stages, table in (
@@ -65,6 +67,9 @@ def training_table(results: Results) -> str:
     """Full-rank training and SALAAD side by side, a line a size and precision."""
     rows = []
     for name, found in results.items():
+        if "left_out" in found:
+            rows.append((name, found["left_out"], *[""] * 5))
+            continue
         full, salaad = found["methods"]["full_rank"], found["methods"]["salaad"]
         rows.append(
             (
@@ -74,22 +79,25 @@ def training_table(results: Results) -> str:
                 f"{salaad['periodic_seconds'] * 1e3:,.1f} ms",
                 f"{full['utilisation']:.0%}",
                 megabytes(salaad["peak_bytes"]),
+                "side by side" if found["side_by_side"] else "one after the other",
             )
         )
-    header = ("training", "tokens/s", "SALAAD over full-rank", "ADMM update", "utilisation", "peak")
+    header = ("training", "tokens/s", "SALAAD over full-rank", "ADMM update", "utilisation", "peak", "measured")
     return markdown_table(header, rows)
 
 
 def admm_table(results: Results) -> str:
-    """A round of all blocks in every phase of training, beside the authors' way, and the largest error of L."""
+    """A round of all blocks in every phase of training beside the authors' way, and the largest error of its L."""
     rows = []
     for name, found in results.items():
         for phase, seconds in found["rounds"].items():
             ours, theirs = seconds["update"], seconds["update of the authors"]
-            errors = [row["error"] for row in found["rows"] if row["phase"] == phase and row["rung"] == "auto"]
+            timed = [row for row in found["rows"] if row["phase"] == phase and row["rung"] == "update"]
             times = f"{ours * 1e3:,.1f} ms", f"{theirs * 1e3:,.1f} ms", f"{theirs / ours:.1f}"
-            rows.append((name, phase, *times, f"{max(errors):.1e}"))
-    return markdown_table(("shapes", "phase", "all blocks", "the authors' way", "×", "largest error of L"), rows)
+            solvers = ", ".join(dict.fromkeys(row["method"] for row in timed))
+            rows.append((name, phase, *times, solvers, f"{max(row['error'] for row in timed):.1e}"))
+    header = ("shapes", "phase", "all blocks", "the authors' way", "×", "solvers", "largest error of L")
+    return markdown_table(header, rows)
 
 
 def reproduction(found: Mapping[str, Any]) -> str:

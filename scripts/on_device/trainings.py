@@ -3,9 +3,11 @@
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from subprocess import run
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +17,16 @@ from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
 from scripts.bench_training import Contender
-from scripts.on_device.check import Check
+from scripts.on_device.check import Check, not_made
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments, write_text, write_tokenizer
 
 ROUNDING = 2e-3  # of products and reductions in float32 that are summed in another order, after some steps of Adam
+REPEATED = 5e-5  # of a training that is repeated on one device, where some sums are made in another order each time
+FLIPPED = 2e-2  # of rank and density, of which rounding may flip a few
+PATIENCE, GRACE = 600, 60  # seconds of a training that takes some, and in which it has to end when it is told to
+MIDDLE = 8  # the step after which one goes on
+# The dual and both thresholds have left zero by then, and the pull is strong enough to show in the loss.
+TOY = {"salaad__every": 1, "salaad__rho_constant": 20}
 STEPS = 10
 # A device draws other numbers than the CPU does, so nothing is dropped. The loss falls by a sixth or more, and SALAAD's
 # pull is strong enough to show in it.
@@ -32,6 +40,16 @@ def steps(device: torch.device, tiny: bool) -> Iterator[Check]:
         config = read_command_line([*small_run(tiny), *LEARNING, "--method", method])[0]
         there, here = (loss_after_steps(config, place) for place in (device, torch.device("cpu")))
         yield Check(f"{STEPS} steps of {method}", abs(there / here - 1), ROUNDING)
+
+
+def compiled(device: torch.device, tiny: bool) -> Iterator[Check]:
+    """The loss after ten steps of a compiled model, beside the same on the same device without compiling."""
+    words = [*small_run(tiny), *LEARNING, "--method=salaad", "--model.num_hidden_layers=1"]
+    there, here = (
+        loss_after_steps(read_command_line([*words, f"--train.compile={value}"])[0], device)
+        for value in ("true", "false")
+    )
+    yield Check(f"{STEPS} compiled steps", abs(there / here - 1), ROUNDING)
 
 
 def small_run(tiny: bool) -> list[str]:
@@ -58,32 +76,109 @@ def loss_after_steps(config: RunConfig, device: torch.device) -> float:
         return float(contender.loss(*(ids.to(device) for ids in batches[0].values())))
 
 
+class Ended(NamedTuple):
+    """What a training came to.
+
+    Args:
+        losses: variant (X, L+S) → the logarithm of its perplexity.
+        structure: mean rank ratio of L and density of S, in which a lost state shows long before it does in X.
+    """
+
+    losses: dict[str, float]
+    structure: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Whole trainings of a toy model on a device.
+
+    Args:
+        device: where they compute, unless it is hidden from them.
+        work: folder of the runs.
+        texts: files by part, as of `write_text`.
+        tokenizer: its folder.
+    """
+
+    device: torch.device
+    work: Path
+    texts: dict[str, list[str]]
+    tokenizer: str
+
+    def trained(self, name: str, processes: int = 1, hidden: bool = False, **options: object) -> Ended:
+        """Train to the end.
+
+        Raises:
+            RuntimeError: the training failed, or did not end within `PATIENCE`.
+        """
+        on_cpu = hidden or self.device.type == "cpu"
+        words = toy_arguments(self.texts, self.tokenizer, train__batch=8, **TOY, **options)
+        command, environment = launch_command(words, self.work / name, processes if on_cpu else 1)
+        if processes == 1:
+            command = [sys.executable, *command[2:]]  # without the launcher, which takes seconds
+        elif not on_cpu:
+            command[2:2] = ["--multi_gpu", "--num_processes", str(processes), "--main_process_port", "0"]
+        environment |= {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+        perform(command, environment)
+        variants = read_json(self.work / name / "summary.json")["variants"]
+        losses = {variant: math.log(figures["perplexity"]) for variant, figures in variants.items()}
+        return Ended(losses, {key: variants["L+S"][key] for key in ("rank_ratio", "density")})
+
+
+def perform(command: list[str], environment: dict[str, str]) -> None:
+    """Run a command of a training; errors as of `Toy.trained`."""
+    with Popen(command, cwd=ROOT, env=environment, stdout=DEVNULL, stderr=PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=PATIENCE)
+        except TimeoutExpired:
+            process.terminate()  # by which a launcher ends what it started
+            try:
+                process.communicate(timeout=GRACE)
+            except TimeoutExpired:
+                process.kill()
+            raise RuntimeError(f"a training did not end within {PATIENCE:g} seconds") from None
+    if process.returncode:
+        raise RuntimeError((said.strip().splitlines() or ["killed"])[-1])
+
+
 def runs(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Validation loss of whole trainings beside one on the CPU: on the device, interrupted, on all GPUs."""
+    """Validation loss of whole trainings, of X and of L + S.
+
+    One on the device stands beside one on the CPU. One with updates beside it, one that goes on from the middle and
+    those of several processes stand beside the first on the same device.
+    """
     with tempfile.TemporaryDirectory() as work:
-        texts = write_text(Path(work))
-        tokenizer = write_tokenizer(Path(work) / "tokenizer")
+        toy = Toy(device, Path(work), write_text(Path(work)), write_tokenizer(Path(work) / "tokenizer"))
+        alone = toy.trained("alone", train__save_every=MIDDLE)
+        reference = toy.trained("cpu", hidden=True)
+        yield Check("training", largest_difference(alone.losses, reference.losses), ROUNDING)
+        middle = toy.work / "alone" / "checkpoints" / f"step-{MIDDLE:07d}"
+        for name, options in (
+            ("training with updates beside it", {"salaad__overlap": "true"}),
+            ("resumed training", {"resume": middle}),
+        ):
+            yield from repeated(name, toy.trained(name.replace(" ", "-"), **options), alone)
+        processes = most_processes(device)
+        for name, shard in (("training", "none"), ("training with --train.shard optimizer", "optimizer")):
+            name = f"{name} on {processes} processes"
+            if processes == 1:
+                yield not_made(name, "it takes several GPUs")
+                continue
+            found = toy.trained(f"many-{shard}", processes, train__shard=shard)
+            yield Check(name, largest_difference(found.losses, alone.losses), ROUNDING)
 
-        def trained(name: str, processes: int = 1, hidden: bool = False, **options: object) -> float:
-            words = toy_arguments(texts, tokenizer, train__batch=8, **options)
-            command, environment = launch_command(words, Path(work) / name, 1)
-            if processes > 1:
-                command[2:2] = ["--multi_gpu", "--num_processes", str(processes), "--main_process_port", "0"]
-            else:
-                command = [sys.executable, *command[2:]]  # without the launcher, which takes seconds
-            environment |= {"CUDA_VISIBLE_DEVICES": ""} if hidden or device.type == "cpu" else {}
-            done = run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError((done.stderr.strip().splitlines() or ["killed"])[-1])
-            return math.log(read_json(Path(work) / name / "summary.json")["variants"]["X"]["perplexity"])
 
-        reference = trained("cpu", hidden=True)
-        alone = trained("alone", train__save_every=6)
-        yield Check("training", abs(alone / reference - 1), ROUNDING)
-        beside = trained("beside", salaad__overlap="true")
-        yield Check("training with updates beside it", abs(beside / reference - 1), ROUNDING)
-        again = trained("again", resume=Path(work) / "alone" / "checkpoints" / "step-0000006")
-        yield Check("resumed training", abs(again / reference - 1), ROUNDING)
-        if device.type == "cuda" and torch.cuda.device_count() > 1:
-            processes = max(count for count in (2, 4, 8) if count <= torch.cuda.device_count())
-            yield Check(f"training on {processes} GPUs", abs(trained("many", processes) / reference - 1), ROUNDING)
+def repeated(name: str, again: Ended, alone: Ended) -> Iterator[Check]:
+    """A training that should have ended as another on the same device."""
+    yield Check(name, largest_difference(again.losses, alone.losses), REPEATED)
+    yield Check(f"{name}, L and S", largest_difference(again.structure, alone.structure), FLIPPED)
+
+
+def largest_difference(found: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """The largest relative difference of two figures of one name."""
+    return max(abs(found[name] / figure - 1) for name, figure in wanted.items())
+
+
+def most_processes(device: torch.device) -> int:
+    """GPUs of this machine, of which there are 1, 2, 4 or 8; two processes on a CPU."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    return max(power for power in (1, 2, 4, 8) if power <= count)

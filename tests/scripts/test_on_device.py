@@ -1,6 +1,9 @@
 """The checks of scripts/gpu_checks.py: what they find, what they leave out, and that what is wrong does not pass."""
 
+import json
 import math
+import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import torch
 from salaad.common import native
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
+from salaad.methods.salaad import method as salaad_method
 from salaad.methods.salaad import round as admm_round
+from salaad.methods.salaad.storage import load_surrogates
 from salaad.spectral.cost import RATES
 from scripts import gpu_checks
 from scripts.host_reads import HostReads
@@ -18,6 +23,7 @@ from scripts.on_device import factored, kernels, mathematics, trainings, waiting
 from scripts.on_device.check import FAILED, LEFT_OUT, PASSES, Check, not_made
 from scripts.on_device.trainings import batches_of, small_run
 from tests.helpers.interpreted import needs_triton, passes_interpreted
+from tests.helpers.training import run_training
 
 CPU = torch.device("cpu")
 
@@ -41,7 +47,7 @@ def test_a_wrong_number_does_not_pass_and_a_broken_check_hides_no_other(monkeypa
         yield
 
     monkeypatch.setattr(gpu_checks, "KINDS", {"layers": breaks, "solvers": lambda *_: iter([Check("svt", 1.0, 1e-4)])})
-    broken, wrong = gpu_checks.all_checks(CPU, True, ["layers", "solvers"])
+    [broken], [wrong] = (gpu_checks.checks_of(kind, CPU, True) for kind in ("layers", "solvers"))
     assert broken.outcome == FAILED and math.isnan(broken.error) and "no kernel" in broken.problem
     assert wrong.outcome == FAILED
 
@@ -187,3 +193,98 @@ def test_a_device_that_leaves_one_step_of_ten_out_does_not_pass(monkeypatch):
     monkeypatch.setattr(trainings, "loss_after_steps", lazy)
     assert set(outcomes(trainings.steps(CPU, True)).values()) == {PASSES}
     assert set(outcomes(trainings.steps(torch.device("meta"), True)).values()) == {FAILED}
+
+
+# ---- whole trainings
+
+
+def without_dual(surrogates, folder):
+    load_surrogates(surrogates, folder)
+    for block in surrogates.values():
+        dual = block.state.dual
+        assert dual.any()
+        block.R, block.T = block.R - dual, block.T + dual
+
+
+@pytest.mark.parametrize("lost", [None, lambda *_: None, without_dual], ids=["nothing", "L, S and dual", "dual"])
+def test_a_resume_that_loses_the_state_of_the_admm_does_not_pass(lost, toy_alone, monkeypatch):
+    toy, alone = toy_alone
+    middle = toy.work / "alone" / "checkpoints" / f"step-{trainings.MIDDLE:07d}"
+    monkeypatch.setattr(trainings, "perform", in_this_process)
+    if lost:
+        monkeypatch.setattr(salaad_method, "load_surrogates", lost)
+    again = toy.trained(f"again-{lost and lost.__name__}", resume=middle)
+    found = set(outcomes(trainings.repeated("resumed", again, alone)).values())
+    assert FAILED in found if lost else found == {PASSES}
+
+
+@pytest.fixture(scope="module")
+def toy_alone(tmp_path_factory, text_files, tiny_tokenizer_dir):
+    """A toy whose trainings are made in this process, and one that was not interrupted."""
+    toy = trainings.Toy(CPU, tmp_path_factory.mktemp("toy"), text_files, str(tiny_tokenizer_dir))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainings, "perform", in_this_process)
+        return toy, toy.trained("alone", train__save_every=trainings.MIDDLE)
+
+
+def in_this_process(command, environment):
+    *words, output = command[command.index("train.py") + 1 :]
+    run_training(words, Path(output.removeprefix("--output=")))
+
+
+def test_a_training_that_never_ends_is_a_check_that_fails(monkeypatch):
+    monkeypatch.setattr(trainings, "PATIENCE", 0.5)
+    with pytest.raises(RuntimeError, match=r"a training did not end within 0\.5 seconds"):
+        trainings.perform([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
+
+
+def test_the_processes_of_a_machine(monkeypatch):
+    assert trainings.most_processes(CPU) == 2
+    for count, expected in ((1, 1), (3, 2), (6, 4), (16, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert trainings.most_processes(torch.device("cuda")) == expected
+
+
+# ---- checks that are kept
+
+
+def test_finished_kinds_are_kept_and_what_never_ended_comes_last(tmp_path, monkeypatch, capsys):
+    path, made = tmp_path / "checks.json", []
+
+    def kind(name, stops=False):
+        def checks(*_):
+            made.append(name)
+            yield Check(f"first of {name}", 0.0, 1.0)
+            if stops:
+                raise KeyboardInterrupt
+            yield Check(f"second of {name}", 0.0, 1.0)
+
+        return checks
+
+    def begin(**kinds):
+        made.clear()
+        monkeypatch.setattr(gpu_checks, "KINDS", kinds)
+        monkeypatch.setattr("sys.argv", ["x", "--device=cpu", f"--output={path}", f"--kinds={','.join(kinds)}"])
+        gpu_checks.main()
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(a=kind("a"), b=kind("b", stops=True), c=kind("c"))
+    found = json.loads(path.read_text())
+    assert [row["name"] for row in found["checks"]] == ["first of a", "second of a", "first of b"]
+    assert found["left"] == ["b", "c"]
+    begin(a=kind("a"), b=kind("b"), c=kind("c"))
+    found = json.loads(path.read_text())
+    assert made == ["c", "b"] and found["left"] == []
+    assert sorted(row["name"] for row in found["checks"]) == sorted(
+        f"{n} of {k}" for k in "abc" for n in ("first", "second")
+    )
+    begin(a=kind("a"), b=kind("b"), c=kind("c"))
+    assert made == []
+    path.write_text(json.dumps(found | {"commit": "another"}))
+    begin(a=kind("a"))
+    assert made == ["a"]
+
+
+def test_a_compiled_step_that_computes_something_else_does_not_pass(monkeypatch):
+    monkeypatch.setattr(trainings, "loss_after_steps", lambda config, device: 4.0 + 0.1 * config.train.compile)
+    assert set(outcomes(trainings.compiled(CPU, True)).values()) == {FAILED}
