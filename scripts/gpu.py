@@ -5,8 +5,9 @@
     bash scripts/gpu.sh --device cpu --tiny --output runs/gpu   the same path with the smallest shapes, in minutes
 
 Every stage is a command of its own that writes one JSON file. What is there is kept: the same command goes on after an
-interruption, and a file that is deleted is made again. A stage that fails is told in the table, and the others go on;
-one that is not done when the hours are over is stopped. Send in the folder.
+interruption, and a file that is deleted is made again. One of another commit is put into older/COMMIT and made again,
+except for trainings, which stay as long as they are this device's. A stage that fails is told in the table, and the
+others go on; one that takes twice its time, or is not done when the hours are over, is stopped. Send in the folder.
 """
 
 import argparse
@@ -16,10 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,9 +29,16 @@ import torch
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json, write_json
+from salaad.common.gpus import gpu_called
+from salaad.common.provenance import provenance
+from salaad.config.command_line import read_command_line
+from salaad.model.build import describe_model
+from salaad.training.prediction import predict
 from scripts.devices import require_device
 from scripts.on_device.check import FAILED, Check
 from scripts.on_device.page import page
+from scripts.reproduction.catalogue import ITEMS
+from scripts.reproduction.grid import SCALES, distinct
 from scripts.trainings import ROOT
 
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "bf16")
@@ -39,6 +48,8 @@ TEXT = ("--data.source=python-docs", "--data.packing=true", "--data.workers=0")
 WIKIPEDIA = "runs/wikipedia"
 PATIENCE = 60.0  # seconds that a stage has to end in once its time is over; a training saves in them
 DONE = "done"
+MARGIN = 2  # times that a stage may take longer than was told
+AROUND = 30  # minutes around the trainings of the reproduction: text, evaluations
 
 
 class Stage(NamedTuple):
@@ -47,7 +58,8 @@ class Stage(NamedTuple):
     Args:
         name: of its JSON file and in the table.
         words: behind `python`; `--output FILE` is added unless `result` is given.
-        minutes: that it takes at the most, as far as can be told; it is left out if less is left.
+        minutes: that it takes, as far as can be told; it is left out if less is left, and stopped after `MARGIN` times
+            as many.
         result: the file it writes, if it has a place of its own; it is copied.
         before: another command, behind `python`, that has to end well before.
     """
@@ -62,13 +74,17 @@ class Stage(NamedTuple):
 def stages(device: str, tiny: bool) -> Iterator[Stage]:
     """All of them, those first that others rely on."""
     small, on = ("--tiny",) if tiny else (), ("--device", device)
-    yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 15)
+    yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 20)
     for size, batch in ({"nano": 2} if tiny else SIZES).items():
         for precision in PRECISIONS[:1] if tiny else PRECISIONS:
             words = ("scripts/bench_training.py", "--methods=salaad", f"--config={size}", *TEXT)
             words += TINY if tiny else (f"--train.batch={batch}", f"--train.micro_batch={batch}")
             words += (f"--train.precision={precision}", f"--steps={10 if tiny else 50}", "--salaad.every=10")
             yield Stage(f"training-{size}-{precision}", words, 10)
+    if not tiny:
+        batch = f"--train.batch={SIZES['350m']}"
+        words = ("scripts/bench_training.py", "--methods=salaad", "--config=350m", "--config=fast", *TEXT, batch)
+        yield Stage("training-350m-fast", (*words, "--steps=50"), 20)
     for size in ("nano",) if tiny else SIZES:
         words = ("scripts/bench_admm.py", f"--config={size}", *on, *(TINY if tiny else ()))
         yield Stage(f"admm-{size}", (*words, "--rounds=1") if tiny else words, 10)
@@ -83,40 +99,89 @@ def stages(device: str, tiny: bool) -> Iterator[Stage]:
     if not tiny:
         words = ("scripts/reproduce.py", "--scale=60m-wikipedia", "table1")
         result = ROOT / "results" / "60m-wikipedia" / "reproduce" / "table1.json"
+        words += ("--again",) if result.exists() and not is_of(device, read_json(result)) else ()
         # The folder gets its name when all of it is there.
         text = () if (ROOT / WIKIPEDIA).is_dir() else ("scripts/fetch_text.py", "--output", WIKIPEDIA)
-        yield Stage("60m-wikipedia", words, 360, result, text)
+        yield Stage("60m-wikipedia", words, reproduction_minutes(name_of(device)), result, text)
 
 
-def outcome(stage: Stage, folder: Path) -> str | None:
-    """How a stage ended whose result is there; None where there is none. A result of its own place is copied."""
+@cache
+def reproduction_minutes(gpu: str) -> float:
+    """Predicted minutes of the reproduction on a GPU of this name, good to a factor of two."""
+    scale = SCALES["60m-wikipedia"]
+    [item] = [item for item in ITEMS if item.name == "table1"]
+    seconds = 0.0
+    for run in distinct(item.runs(scale), scale):
+        config, _ = read_command_line(run.command(scale)[1:])
+        description = describe_model(config.model, config.data.sequence_length)
+        seconds += config.train.steps * sum(predict(config, description, gpu_called(gpu), 1).values())
+    return seconds / 60 + AROUND
+
+
+def name_of(device: str) -> str:
+    """What the driver calls the device; nothing where there is none."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
+
+
+def is_of(device: str, result: Mapping[str, Any]) -> bool:
+    """Whether this device made a result, and trained all that is in it."""
+    machines = [about["machine"] for about in (result, *result.get("trainings", ())) if "machine" in about]
+    return all(machine.startswith(name_of(device)) for machine in machines)
+
+
+def outcome(stage: Stage, folder: Path, device: str, commit: str) -> str | None:
+    """How a stage ended whose result is there, of this device and commit; None where there is none.
+
+    A result that has a place of its own is copied; it may be of another commit, since trainings take hours.
+    """
     path = folder / f"{stage.name}.json"
-    if not path.exists() and stage.result and stage.result.exists():
+    if stage.result and stage.result.exists() and is_of(device, read_json(stage.result)):
         write_json(read_json(stage.result), path)
     if not path.exists():
         return None
+    found = read_json(path)
+    if not is_of(device, found) or not (stage.result or found.get("commit", commit) == commit):
+        return None
     if stage.name != "checks":
-        return DONE
-    checks = [Check.from_row(row) for row in read_json(path)["checks"]]
+        return f"left out: {found['left_out']}" if "left_out" in found else DONE
+    if found.get("left"):
+        return None
+    checks = [Check.from_row(row) for row in found["checks"]]
     failed = [check.name for check in checks if check.outcome == FAILED]
     return f"{FAILED}: {len(failed)} of {len(checks)} checks ({', '.join(failed)})"[:300] if failed else DONE
 
 
-def perform(stage: Stage, folder: Path, hidden: bool, seconds: float) -> str:
-    """Run a stage for so many seconds at the most, its words in NAME.log; how it ended."""
-    words = stage.words if stage.result else (*stage.words, "--output", str(folder / f"{stage.name}.json"))
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hidden else {})
+def set_aside(path: Path, commit: str) -> None:
+    """Put a result of another commit into older/COMMIT, if there is one; what this one has begun stays."""
+    made_by = read_json(path).get("commit", commit) if path.exists() else commit
+    if made_by != commit:
+        older = path.parent / "older" / made_by
+        older.mkdir(parents=True, exist_ok=True)
+        path.replace(older / path.name)
+
+
+def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -> str:
+    """Run a stage, which has so many seconds left at the most, its words in NAME.log; how it ended."""
+    result = folder / f"{stage.name}.json"
+    set_aside(result, commit)
+    words = stage.words if stage.result else (*stage.words, "--output", str(result))
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    seconds = min(left, 60 * MARGIN * stage.minutes)
     end, path = time.monotonic() + seconds, folder / f"{stage.name}.log"
     with path.open("w") as log:
         for command in filter(None, (stage.before, words)):
             code = exit_code(command, environment, log, end - time.monotonic())
+            if code is None and seconds < left:
+                return f"{FAILED}: stopped after {seconds / 60:.0f} minutes, {MARGIN} times what it should take"
             if code is None:
                 return f"out of time: stopped after {seconds / 60:.0f} minutes; give more --hours, and it goes on"
             if code:
                 lines = path.read_text().strip().splitlines()
                 last = lines[-1] if lines else "nothing said"
-                return outcome(stage, folder) or f"{FAILED}: {command[0]}, exit code {code}: {last}"[:300]
-    return outcome(stage, folder) or f"{FAILED}: {words[0]} wrote no result"
+                return (
+                    outcome(stage, folder, device, commit) or f"{FAILED}: {command[0]}, exit code {code}: {last}"[:300]
+                )
+    return outcome(stage, folder, device, commit) or f"{FAILED}: {words[0]} wrote no result"
 
 
 def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int | None:
@@ -147,8 +212,7 @@ def stop(process: subprocess.Popen) -> None:
 
 def default_folder(device: str) -> Path:
     """results/gpu/NAME."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return ROOT / "results" / "gpu" / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return ROOT / "results" / "gpu" / re.sub(r"[^a-z0-9]+", "-", (name_of(device) or "cpu").lower()).strip("-")
 
 
 def main() -> None:
@@ -168,14 +232,14 @@ def main() -> None:
         raise UserError(f"--hours is {options.hours:g}; give a number above 0")
     folder = (options.output or default_folder(options.device)).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    end, outcomes = time.monotonic() + 3600 * options.hours, {}
+    end, outcomes, commit = time.monotonic() + 3600 * options.hours, {}, provenance()["commit"]
     for stage in stages(options.device, options.tiny):
-        left, told = end - time.monotonic(), outcome(stage, folder)
+        left, told = end - time.monotonic(), outcome(stage, folder, options.device, commit)
         if told is None and left < 60 * stage.minutes:
-            told = f"left out: takes up to {stage.minutes:.0f} minutes; give more --hours"
+            told = f"left out: takes about {stage.minutes:.0f} minutes; give more --hours"
         elif told is None:
             print(f"{stage.name}, {left / 60:.0f} minutes left", flush=True)
-            told = perform(stage, folder, hidden=options.device == "cpu", seconds=left)
+            told = perform(stage, folder, options.device, commit, left)
             print(f"{stage.name}: {told}", flush=True)
         outcomes[stage.name] = told
         (folder / "README.md").write_text(page(folder, outcomes))

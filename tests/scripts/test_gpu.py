@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from salaad.common.errors import UserError
+from salaad.common.provenance import provenance
 from scripts import gpu
 from tests.helpers.interpreted import needs_triton
 
@@ -39,7 +40,7 @@ def only(monkeypatch):
 def outcomes(folder: Path) -> dict[str, str]:
     """Stage → how it ended, as the page says."""
     [table] = re.findall(r"^\| stage .*\n.*\n((?:\|.*\n)+)", (folder / "README.md").read_text(), re.M)
-    return dict(re.findall(r"^\| (\S+) +\| +(.*?) \|$", table, re.M))
+    return dict(re.findall(r"^\| (\S+) +\| +(.*?) \| +\S* \|$", table, re.M))
 
 
 def writes(path: Path | str, text: str = "{}") -> str:
@@ -48,8 +49,8 @@ def writes(path: Path | str, text: str = "{}") -> str:
 
 
 def checks_file(folder: Path, *rows: dict) -> None:
-    about = {"machine": "m", "versions": "v", "commit": "c"}
-    usual = {"name": "svt", "error": 1e-6, "limit": 1e-4, "problem": "", "left_out": ""}
+    about = {"machine": "m", "versions": "v", "commit": provenance()["commit"]}
+    usual = {"kind": "solvers", "name": "svt", "error": 1e-6, "limit": 1e-4, "problem": "", "left_out": ""}
     (folder / "checks.json").write_text(json.dumps({**about, "checks": [usual | row for row in rows]}))
 
 
@@ -68,6 +69,8 @@ def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatc
     }
     assert all(checks[name]["error"] <= checks[name]["limit"] for name in made)
     assert {"10 steps of salaad", "10 steps of lora", "10 steps of relora", "resumed training", "training"} < made
+    assert {"10 compiled steps", "resumed training, L and S", "training with updates beside it, L and S"} < made
+    assert {"training on 2 processes", "training with --train.shard optimizer on 2 processes"} < made
     assert {f"SVT by {rung}, 40×24" for rung in ("exact", "gram", "subspace", "regularised")} < made
     kernels = {"divide_kernel", "penalty_kernel", "cross_entropy_kernel"}
     assert {f"{kernel}, bfloat16" for kernel in kernels} | {"add_rows_of_S, float16, 32 bits"} < made
@@ -77,7 +80,7 @@ def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatc
     assert re.findall(r"^## (\w+)$", page, re.M) == ["Checks", "Training", "ADMM", "Inference", "Compression"]
     assert "SALAAD over full-rank" in page and page in capsys.readouterr().out
 
-    monkeypatch.setattr(gpu, "perform", lambda *_, **__: pytest.fail("what is there is made again"))
+    monkeypatch.setattr(gpu, "perform", lambda *_: pytest.fail("what is there is made again"))
     call(monkeypatch, "--device=cpu", "--tiny", f"--output={folder}")
 
 
@@ -105,7 +108,7 @@ def test_checks_that_failed_are_marked_counted_and_told_at_every_start(tmp_path,
     ]
     checks_file(tmp_path, *rows)
     begin = only(gpu.Stage("checks", ("no_such_script.py",), 1))
-    monkeypatch.setattr(gpu, "perform", lambda *_, **__: pytest.fail("what is there is made again"))
+    monkeypatch.setattr(gpu, "perform", lambda *_: pytest.fail("what is there is made again"))
     for _ in range(2):
         with pytest.raises(
             UserError, match=r"FAILED: 3 of 5 checks \(lost, wrong, broken\).*deleted is performed again"
@@ -174,7 +177,7 @@ def is_gone(number: str) -> bool:
 
 def test_a_stage_that_overruns_is_stopped_with_all_that_it_started(tmp_path, only):
     begun = time.monotonic()
-    slow = gpu.Stage("slow", ("-c", starts_a_child(tmp_path / "child")), 0)
+    slow = gpu.Stage("slow", ("-c", starts_a_child(tmp_path / "child")), 4 / 60)
     only(slow, gpu.Stage("late", ("-c", "pass"), 0.01))(f"--output={tmp_path}", f"--hours={5 / 3600}")
     assert time.monotonic() - begun < 300  # of the 600 seconds that it would take
     found = outcomes(tmp_path)
@@ -182,11 +185,69 @@ def test_a_stage_that_overruns_is_stopped_with_all_that_it_started(tmp_path, onl
     assert is_gone((tmp_path / "child").read_text())
 
 
+def test_a_stage_that_hangs_leaves_their_time_to_the_others(tmp_path, only):
+    stuck = gpu.Stage("stuck", ("-c", starts_a_child(tmp_path / "child")), 3 / 60)
+    after = gpu.Stage("after", ("-c", writes(tmp_path / "after.json")), 1)
+    with pytest.raises(UserError, match="stuck FAILED: stopped after 0 minutes, 2 times what it should take"):
+        only(stuck, after)(f"--output={tmp_path}", "--hours=1")
+    assert outcomes(tmp_path)["after"] == "done" and is_gone((tmp_path / "child").read_text())
+
+
+def test_what_another_commit_or_device_made_is_put_aside_and_made_again(tmp_path, only, monkeypatch):
+    path, old = tmp_path / "part.json", json.dumps({"commit": "0123", "machine": "m", "is": "old"})
+    path.write_text(old)
+    new = json.dumps({"commit": provenance()["commit"], "machine": "m"})
+    only(gpu.Stage("part", ("-c", writes(path, new)), 1))(f"--output={tmp_path}")
+    assert (tmp_path / "older" / "0123" / "part.json").read_text() == old and path.read_text() == new
+    assert outcomes(tmp_path) == {"part": "done"}
+    assert f" {provenance()['commit']} |" in (tmp_path / "README.md").read_text()
+    stage = gpu.Stage("part", (), 1)
+    assert gpu.outcome(stage, tmp_path, "cpu", provenance()["commit"]) == "done"
+    monkeypatch.setattr(gpu, "name_of", lambda device: "NVIDIA H100")
+    assert gpu.outcome(stage, tmp_path, "cuda", provenance()["commit"]) is None
+
+
+def test_a_reproduction_counts_where_its_trainings_are_of_this_device(tmp_path, monkeypatch):
+    kept, here = json.loads(TABLE1.read_text()), "NVIDIA H100"
+    stage = gpu.Stage("60m-wikipedia", (), 1, tmp_path / "table1.json")
+    monkeypatch.setattr(gpu, "name_of", lambda device: here)
+    (tmp_path / "folder").mkdir()
+    for machines, expected in (((f"{here}, 8 threads, Linux",) * 2, "done"), ((f"{here}, 8", "AMD EPYC, 2"), None)):
+        for about, machine in zip((kept, kept["trainings"][0]), machines, strict=True):
+            about["machine"] = machine
+        for about in kept["trainings"][1:]:
+            about["machine"] = machines[0]
+        stage.result.write_text(json.dumps(kept))
+        (tmp_path / "folder" / "60m-wikipedia.json").unlink(missing_ok=True)
+        assert gpu.outcome(stage, tmp_path / "folder", "cuda", "a commit") == expected
+
+
+def test_what_was_left_out_for_want_of_memory_is_done(tmp_path, only, monkeypatch):
+    (tmp_path / "training-1b-fp32.json").write_text(json.dumps({"left_out": "salaad needs 64 GB, there are 40"}))
+    monkeypatch.setattr(gpu, "perform", lambda *_: pytest.fail("it is tried again"))
+    only(gpu.Stage("training-1b-fp32", (), 1))(f"--output={tmp_path}")
+    assert outcomes(tmp_path) == {"training-1b-fp32": "left out: salaad needs 64 GB, there are 40"}
+    assert re.search(r"^\| 1b-fp32 +\| +salaad needs 64 GB, there are 40 ", (tmp_path / "README.md").read_text(), re.M)
+
+
+def test_checks_that_are_not_all_made_go_on(tmp_path, only):
+    checks_file(tmp_path, {"name": "kept"})
+    path = tmp_path / "checks.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"left": ["runs"]}))
+    assert gpu.outcome(gpu.Stage("checks", (), 1), tmp_path, "cpu", provenance()["commit"]) is None
+
+
+def test_the_reproduction_takes_as_long_as_is_predicted(monkeypatch):
+    slow, fast = (gpu.reproduction_minutes(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"))
+    assert gpu.AROUND < fast < slow < 120
+    assert gpu.reproduction_minutes("Tesla T4") == slow  # which is not known
+
+
 def test_who_ends_the_script_ends_the_stage_that_runs(tmp_path):
     child = tmp_path / "child"
     code = (
         "from scripts import gpu; gpu.stop_as_by_hand(); "
-        f"gpu.stages = lambda *_: [gpu.Stage('slow', ('-c', {starts_a_child(child)!r}), 0)]; gpu.run_command(gpu.main)"
+        f"gpu.stages = lambda *_: [gpu.Stage('slow', ('-c', {starts_a_child(child)!r}), 9)]; gpu.run_command(gpu.main)"
     )
     command = [sys.executable, "-c", code, "--device=cpu", f"--output={tmp_path}"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -233,8 +294,8 @@ def test_the_shell_script_makes_an_environment_once_and_hands_its_options_on(tmp
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for start in range(2):
         command = ["bash", tmp_path / "scripts" / "gpu.sh", "--hours", "3", "--output", "a b"]
-        subprocess.run(command, check=True, cwd="/", env=environment)
+        subprocess.run(command, check=True, cwd=tmp_path.parent, env=environment)
         said = (tmp_path / "said").read_text().splitlines()
-        assert said[-1] == "<scripts/gpu.py><--hours><3><--output><a b>"
+        assert said[-1] == f"<scripts/gpu.py><--hours><3><--output><{tmp_path.parent}/a b>"
         installed = [line for line in said if "<pip><install>" in line]
         assert len(installed) == 3 and "<torch==" in installed[0] and len(said) == 4 + start
