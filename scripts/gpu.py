@@ -178,10 +178,12 @@ def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -
             if code:
                 lines = path.read_text().strip().splitlines()
                 last = lines[-1] if lines else "nothing said"
-                return (
-                    outcome(stage, folder, device, commit) or f"{FAILED}: {command[0]}, exit code {code}: {last}"[:300]
-                )
-    return outcome(stage, folder, device, commit) or f"{FAILED}: {words[0]} wrote no result"
+                problem = f"{FAILED}: {command[0]}, exit code {code}: {last}"[:300]
+                break
+        else:
+            problem = f"{FAILED}: {words[0]} wrote no result"
+    # The commit may be another by now; the next start will then make the stage again.
+    return outcome(stage, folder, device, provenance()["commit"]) or problem
 
 
 def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
@@ -45,11 +46,13 @@ def steps(device: torch.device, tiny: bool) -> Iterator[Check]:
 def compiled(device: torch.device, tiny: bool) -> Iterator[Check]:
     """The loss after ten steps of a compiled model, beside the same on the same device without compiling."""
     words = [*small_run(tiny), *LEARNING, "--method=salaad", "--model.num_hidden_layers=1"]
+    before = counters["frames"]["ok"]
     there, here = (
         loss_after_steps(read_command_line([*words, f"--train.compile={value}"])[0], device)
         for value in ("true", "false")
     )
-    yield Check(f"{STEPS} compiled steps", abs(there / here - 1), ROUNDING)
+    problem = "" if counters["frames"]["ok"] > before else "nothing was compiled"
+    yield Check(f"{STEPS} compiled steps", abs(there / here - 1), ROUNDING, problem)
 
 
 def small_run(tiny: bool) -> list[str]:

@@ -286,5 +286,12 @@ def test_finished_kinds_are_kept_and_what_never_ended_comes_last(tmp_path, monke
 
 
 def test_a_compiled_step_that_computes_something_else_does_not_pass(monkeypatch):
-    monkeypatch.setattr(trainings, "loss_after_steps", lambda config, device: 4.0 + 0.1 * config.train.compile)
-    assert set(outcomes(trainings.compiled(CPU, True)).values()) == {FAILED}
+    frames = trainings.counters["frames"]
+    for difference, compiled, expected in ((0.0, 1, PASSES), (0.1, 1, FAILED), (0.0, 0, FAILED)):
+
+        def loss(config, device, difference=difference, compiled=compiled):
+            frames["ok"] += compiled * config.train.compile
+            return 4.0 + difference * config.train.compile
+
+        monkeypatch.setattr(trainings, "loss_after_steps", loss)
+        assert set(outcomes(trainings.compiled(CPU, True)).values()) == {expected}
