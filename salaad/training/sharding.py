@@ -7,7 +7,7 @@ torch's optimizers treats every parameter for itself, so the result is that of p
 The owners are dealt by the bytes of the parameters, the largest first to the rank that has least. They are not the
 owners of the ADMM: those share the blocks evenly, but the embedding and LM head are often no blocks, and on top of an
 even share they leave the fullest rank of eight with 1.29 times the mean at 1b, of 32 with 2.40 times. This way it is
-1.01 and 1.57 times.
+1.01 and 1.57 times (results/scaling).
 """
 
 from collections.abc import Sequence
