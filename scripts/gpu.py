@@ -129,8 +129,8 @@ def is_of(device: str, result: Mapping[str, Any]) -> bool:
     return all(machine.startswith(name_of(device)) for machine in machines)
 
 
-def outcome(stage: Stage, folder: Path, device: str, commit: str) -> str | None:
-    """How a stage ended whose result is there, of this device and commit; None where there is none.
+def outcome(stage: Stage, folder: Path, device: str, commit: str | None = None) -> str | None:
+    """How a stage ended whose result is there, of this device and commit, or of any; None where there is none.
 
     A result that has a place of its own is copied; it may be of another commit, since trainings take hours.
     """
@@ -140,7 +140,7 @@ def outcome(stage: Stage, folder: Path, device: str, commit: str) -> str | None:
     if not path.exists():
         return None
     found = read_json(path)
-    if not is_of(device, found) or not (stage.result or found.get("commit", commit) == commit):
+    if not is_of(device, found) or not (stage.result or commit in (None, found.get("commit", commit))):
         return None
     if stage.name != "checks":
         return f"left out: {found['left_out']}" if "left_out" in found else DONE
@@ -151,11 +151,11 @@ def outcome(stage: Stage, folder: Path, device: str, commit: str) -> str | None:
     return f"{FAILED}: {len(failed)} of {len(checks)} checks ({', '.join(failed)})"[:300] if failed else DONE
 
 
-def set_aside(path: Path, commit: str) -> None:
-    """Put a result of another commit into older/COMMIT, if there is one; what this one has begun stays."""
-    made_by = read_json(path).get("commit", commit) if path.exists() else commit
-    if made_by != commit:
-        older = path.parent / "older" / made_by
+def set_aside(path: Path, device: str, commit: str) -> None:
+    """Put a result of another commit or device into older/COMMIT, if there is one; what this one has begun stays."""
+    found = read_json(path) if path.exists() else {}
+    if found.get("commit", commit) != commit or not is_of(device, found):
+        older = path.parent / "older" / found.get("commit", "unknown")
         older.mkdir(parents=True, exist_ok=True)
         path.replace(older / path.name)
 
@@ -163,7 +163,7 @@ def set_aside(path: Path, commit: str) -> None:
 def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -> str:
     """Run a stage, which has so many seconds left at the most, its words in NAME.log; how it ended."""
     result = folder / f"{stage.name}.json"
-    set_aside(result, commit)
+    set_aside(result, device, commit)
     words = stage.words if stage.result else (*stage.words, "--output", str(result))
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     seconds = min(left, 60 * MARGIN * stage.minutes)
@@ -182,8 +182,7 @@ def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -
                 break
         else:
             problem = f"{FAILED}: {words[0]} wrote no result"
-    # The commit may be another by now; the next start will then make the stage again.
-    return outcome(stage, folder, device, provenance()["commit"]) or problem
+    return outcome(stage, folder, device) or problem
 
 
 def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int | None:
