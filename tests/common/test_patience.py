@@ -15,7 +15,6 @@ def after_a_slow_write(seconds: float) -> tuple[list[int], str]:
     distributed.TOLD_AFTER = 0.5
     said = io.StringIO()
     with redirect_stderr(said):
-        distributed.gather("before")
         if distributed.rank() == 1:
             time.sleep(seconds)
         found = distributed.gather(distributed.rank())
