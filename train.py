@@ -273,7 +273,7 @@ class Trainer:
                 config=self.config.to_dict(),
             )
             try:
-                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, state, self.recorder))
+                self.checkpoints.save(self.step, self.parts.writer(state, self.recorder))
                 self.saved_step = self.step
             except NotSavedError as error:
                 self.recorder.say(run.not_saved(self.folder, self.config.train, self.step, str(error), last))

@@ -178,21 +178,26 @@ def raise_first(problem: UserError | None) -> None:
         raise problems[0]
 
 
-def together(action: Callable[[], None], only: int | None = None) -> None:
-    """Run `action` on every rank, or on that named by `only`; collective.
+def together(action: Callable[[], T], only: int | None = None) -> list[T]:
+    """Run `action`, which exchanges nothing with other ranks, on every rank, or on that named by `only`; collective.
+
+    Returns:
+        What every rank's action returned, in rank order, on every rank; small Python objects only.
 
     Raises:
-        NotSavedError: on every rank, what went wrong on any: an OSError, a RuntimeError or a UserError.
+        NotSavedError: on every rank, what went wrong on any: an error of a disk or of memory, or a UserError.
     """
-    problem = None
+    result, problem = None, None
     try:
         if only in (None, rank()):
-            action()
-    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # safetensors' error is no OSError
-        problem = " ".join(str(error).split())[:200]
-    problems = [found for found in gather(problem) if found is not None]
-    if problems:
-        raise NotSavedError(problems[0])
+            result = action()
+    except (OSError, RuntimeError, MemoryError, SafetensorError, UserError) as error:  # safetensors' is no OSError
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+    results, problems = zip(*gather((result, problem)), strict=True)
+    for found in problems:
+        if found is not None:
+            raise NotSavedError(found)
+    return list(results)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -169,20 +169,19 @@ class Checkpoints:
 
         Args:
             step: names it.
-            write: writes files; once it has written one it exchanges nothing with other ranks. It returns name in the
-                folder → SHA-256 of those that are on the disk and that nobody needs to read for their checksum.
+            write: writes files and exchanges nothing with other ranks. It returns name in the folder → SHA-256 of
+                those that are on the disk and that nobody needs to read for their checksum.
 
         Raises:
             NotSavedError: on every rank, if any could not write. `latest` names what it did before.
         """
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
-        hashed: dict[str, str] = {}
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
-            distributed.together(lambda: hashed.update(write(partial) or {}))
-            names, digests = zip(*distributed.gather((names_below(partial), hashed)), strict=True)
-            written, known = set().union(*names), dict(ChainMap(*digests))
+            known = dict(ChainMap(*distributed.together(lambda: write(partial) or {})))
+            # Only now, as some libraries write into files of passing names first.
+            written = set().union(*distributed.together(lambda: names_below(partial)))
             distributed.together(lambda: self._finish(partial, final, written, known), only=0)
         except NotSavedError:
             if distributed.rank() == 0:
