@@ -172,17 +172,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> None:
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None, written: Iterable[str] | None = None) -> None:
     """List the SHA-256 of every file below `folder` in its checksums.json.
 
     Args:
         folder: of the files.
         known: name in the folder → SHA-256, of files that need not be read for it.
+        written: the names in the folder, where a network file system may not list all that other machines wrote.
+
+    Raises:
+        UserError: a file of these cannot be read.
     """
-    files, known = {str(path.relative_to(folder)): path for path in sorted(_files_below(folder))}, known or {}
+    names, known = sorted(names_below(folder) if written is None else written), known or {}
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        digests = pool.map(lambda name: known.get(name) or _digest(files[name]), files)
-        write_json(dict(zip(files, digests, strict=True)), folder / CHECKSUMS)
+        digests = list(pool.map(lambda name: known.get(name) or _digest(folder / name), names))
+    if None in digests:
+        raise UserError(f"{folder / names[digests.index(None)]} is not there to be hashed; save again")
+    write_json(dict(zip(names, digests, strict=True)), folder / CHECKSUMS)
 
 
 def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:
@@ -239,11 +245,8 @@ def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
 
 def names_below(folder: Path) -> set[str]:
     """The files of a folder and those below it, but for its checksums.json."""
-    return {str(path.relative_to(folder)) for path in _files_below(folder)}
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+    return {str(path.relative_to(folder)) for path in files}
 
 
 def digest_of(files: list[Path]) -> str:

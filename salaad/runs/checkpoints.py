@@ -219,7 +219,7 @@ class Checkpoints:
             raise UserError(f"{partial / min(absent)} was written on another machine and is not seen on the first one")
         with ThreadPoolExecutor(1) as pool:  # the other files are hashed from memory while the disk takes them
             flushing = pool.submit(lambda: [flush(partial / name) for name in written - known.keys()])
-            write_checksums(partial, known)
+            write_checksums(partial, known, written)
             flushing.result()
         for path in (partial / CHECKSUMS, *(path for path in partial.rglob("*") if path.is_dir()), partial):
             flush(path)

@@ -1,5 +1,6 @@
 """What a network file system shows late: waited for, and refused with a sentence where it never comes."""
 
+import hashlib
 import threading
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from salaad.common import distributed, locks
 from salaad.common.errors import NotSavedError, UserError
-from salaad.common.files import unseen, verify, write_checksums
+from salaad.common.files import read_object, unseen, verify, write_checksums
 from salaad.runs import checkpoints, run
 from salaad.runs.checkpoints import Checkpoints
 from tests.helpers.ranks import run_ranks
@@ -74,6 +75,27 @@ def test_what_another_machine_wrote_is_in_the_checksums_or_the_checkpoint_is_not
         assert not (tmp_path / "checkpoints" / "step-0000007").exists()
     else:
         assert "of-0" in first and "of-1" in first
+
+
+def saved_where_listings_lack_a_file(folder: Path) -> dict[str, str]:
+    """The checksums of two ranks' files, where the first can open the other's, but its listings do not show it."""
+    rglob = Path.rglob
+
+    def lacking(self: Path, pattern: str):
+        return (path for path in rglob(self, pattern) if distributed.rank() == 1 or path.name != "of-1")
+
+    Path.rglob = lacking
+    try:
+        Checkpoints(folder).save(7, lambda partial: (partial / f"of-{distributed.rank()}").write_text("x") and {})
+    finally:
+        Path.rglob = rglob
+    return read_object(folder / "step-0000007" / "checksums.json")
+
+
+def test_a_file_that_a_listing_lacks_has_its_checksum(tmp_path):
+    first, second = run_ranks(saved_where_listings_lack_a_file, 2, tmp_path, tmp_path / "checkpoints")
+    assert first == second == dict.fromkeys(["of-0", "of-1"], hashlib.sha256(b"x").hexdigest())
+    verify(tmp_path / "checkpoints" / "step-0000007", alone=True)
 
 
 def looks_of_two_machines(folder: Path, until: int) -> str:
