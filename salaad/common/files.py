@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -195,7 +196,7 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
     With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. For files that a
-    network file system does not show yet it waits up to `patience` seconds.
+    network file system does not show yet it waits up to `patience` seconds, and as long for the list of them.
 
     Returns:
         One digest of all these files, a key for results derived from them.
@@ -203,7 +204,7 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
     Raises:
         UserError: the list or a file is missing, or a file is not listed or not what was written.
     """
-    if not (folder / CHECKSUMS).is_file():
+    if unseen(folder, [CHECKSUMS], patience):
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
     listed = read_json(folder / CHECKSUMS)
     patterns = patterns or ("*",)
@@ -228,14 +229,17 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
 
 
 def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
-    """Which of the files cannot be seen after waiting up to `patience` seconds for them.
+    """Which of the files cannot be seen after waiting up to `patience` seconds for them, which is said.
 
     A network file system keeps for a while that a file was not there; listing its folder makes it look again.
     """
-    absent, until = list(names), time.monotonic() + patience
+    absent, begun, told = list(names), time.monotonic(), False
     while absent := [name for name in absent if not (folder / name).is_file()]:
-        if time.monotonic() >= until:
+        if time.monotonic() >= begun + patience:
             break
+        if not told:
+            print(f"waiting up to {patience:g} s for {folder / absent[0]}, not seen on this machine", file=sys.stderr)
+            told = True
         for place in {(folder / name).parent for name in absent}:
             with suppress(OSError):
                 list(place.iterdir())
