@@ -59,24 +59,25 @@ def test_no_key_of_an_example_is_overruled(path):
 @pytest.mark.parametrize(
     ("environment", "refused"),
     [
-        ({"LOCAL_WORLD_SIZE": "8"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "False"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, False),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, False),
-        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, False),
-        ({"LOCAL_WORLD_SIZE": "1"}, False),
-        ({}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "8 processes were launched, 8 of them on this machine"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, "4 processes were launched, 1 of them on this machine"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, "8 processes"),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "False"}, "8 processes"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, "8 processes"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, None),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, None),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({}, None),
     ],
 )
 def test_processes_for_gpus_are_refused_where_there_are_none(monkeypatch, environment, refused):
-    for name in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if refused:
-        with pytest.raises(UserError, match=r"8 processes were launched on this machine, where torch .* finds no GPU"):
+        with pytest.raises(UserError, match=rf"{refused}.*, where torch .* finds no GPU; mend the driver"):
             require_devices()
     else:
         require_devices()
@@ -92,7 +93,7 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
     done = subprocess.run(
         [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode != 0 and "2 processes were launched on this machine" in done.stderr
+    assert done.returncode != 0 and "2 processes were launched, 2 of them on this machine" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
