@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from huggingface_hub.constants import DEFAULT_REQUEST_TIMEOUT
 from huggingface_hub.utils import http_backoff
@@ -18,26 +17,23 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from salaad.config.run import DataConfig
 from salaad.data.retries import UnreadableFile, longest_wait, read_with_retries
 from salaad.model.build import describe_model, outline
 from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
+from tests.helpers.launches import resolved, torch_launch
 from tests.helpers.ranks import run_ranks
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
 NUMBERS = {"two": 2, "four": 4, "eight": 8}
 
 
-def resolved(path: Path):
-    parsed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
-    return _validate_launch_command(parsed)[0]
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_what_its_first_line_says(path):
-    found = resolved(path)
+    found = resolved(["--config_file", str(path), "train.py"])
     said = [NUMBERS[word] for word in re.findall(r"two|four|eight", path.read_text().splitlines()[0].lower())]
     machines, each = said if len(said) == 2 else (1, said[0])
     assert (found.num_machines, found.num_processes) == (machines, machines * each)
@@ -47,13 +43,43 @@ def test_an_example_is_what_its_first_line_says(path):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_no_key_of_an_example_is_overruled(path):
-    found = resolved(path)
+    found = resolved(["--config_file", str(path), "train.py"])
     for line in path.read_text().splitlines():
         key, _, value = line.partition(":")
         value = value.partition("#")[0].strip().strip('"')
         if line.startswith("#") or key in ("compute_environment", "distributed_type"):  # only read by accelerate config
             continue
         assert str(getattr(found, key)).lower() == value.lower(), key
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_no_example_is_elastic_nor_says_so(path):
+    launch = torch_launch(["--config_file", str(path), "train.py"])
+    assert (launch.rdzv_backend, launch.max_restarts) == ("static", 0)
+    assert launch.min_nodes == launch.max_nodes
+    assert ("Not elastic" in path.read_text()) == (launch.max_nodes > 1)
+
+
+def comment_of(path: Path) -> str:
+    return " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_command_in_an_example_starts_what_it_says(path):
+    command = re.search(r"accelerate launch (.* train\.py --config \w+\.yaml)", comment_of(path))[1]
+    words = command.replace("--machine_rank N", "--machine_rank 2").replace("HOST", "first-host").split()
+    launch, found = torch_launch(words), resolved(words)
+    assert launch.nproc_per_node * launch.max_nodes == found.num_processes
+    assert found.training_script == "train.py" and Path("configs", found.training_script_args[-1]).is_file()
+    if launch.max_nodes > 1:
+        assert (launch.rdzv_endpoint, launch.rdzv_configs["rank"]) == ("first-host:29500", 2)
+
+
+def test_the_example_of_several_machines_says_how_long_they_wait_for_one_that_is_gone(monkeypatch):
+    said = comment_of(Path("configs/accelerate/nodes4.yaml"))
+    minutes, hours = int(re.search(r"(\d+) minutes", said)[1]), int(re.search(r"(\d+) hours", said)[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (minutes, hours) == (round(patience(DataConfig()).total_seconds() / 60), distributed.PATIENCE // 3600)
 
 
 @pytest.mark.parametrize(
