@@ -10,7 +10,9 @@ from salaad.config.command_line import read_command_line
 if __name__ == "__main__":
     run_command(read_command_line)  # help and wrong options come before the imports below, which take seconds
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, NotSavedError
+from salaad.common.errors import NotFiniteError, NotSavedError, Stopped
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions
@@ -142,7 +144,7 @@ class Trainer:
     def train(self) -> None:
         """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
         train = self.config.train
-        agreement, batches = Agreement(self.device), iter(self.stream)
+        agreement, batches = Agreement(self.device), self.begin()
         if self.due:
             self.evaluate()
         while self.step < train.steps and not self.due:
@@ -188,6 +190,22 @@ class Trainer:
         self.recorder.close()
         if self.accelerator.is_main_process:
             print(summarize(self.folder, self.stopwatch.take()))
+
+    def begin(self) -> Iterator[dict[str, Tensor]]:
+        """The batches, once every rank has its first; collective.
+
+        Whoever reads a checkpoint or text for longer than devices may take for a sum is waited for here.
+
+        Raises:
+            Stopped: on every rank, if any was asked to stop.
+        """
+        batches = iter(self.stream)
+        with suppress(Stopped):
+            if self.step < self.config.train.steps:
+                batches = chain([next(batches)], batches)
+        if any(distributed.gather(self.request.asked)):
+            raise Stopped
+        return batches
 
     def backward(self, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
         """Gradient of the global batch's mean loss per predicted token; returns this rank's share of that loss."""

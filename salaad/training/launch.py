@@ -86,6 +86,7 @@ def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parame
     After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
     or more that changes the order of sums. So a gradient that nobody uses goes first, in every start of a run alike.
     """
+    distributed.barrier()  # reading the weights may have taken some longer than devices may take for a sum
     distributed.exclude_from_averaging(loss, apart)
     if config.train.compile:
         accelerator.ddp_handler.bucket_cap_mb = compiled_bucket(loss.model, apart)

@@ -1,8 +1,11 @@
 """What --dry-run says of a checkpoint: against counts by hand, and against the time of a save on a slow disk."""
 
+import io
 import time
+from contextlib import redirect_stderr
 from dataclasses import replace
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +133,25 @@ def test_a_save_takes_as_long_as_the_fullest_of_two_ranks_writes(tmp_path, tiny_
     for seconds in run_ranks(seconds_of_a_save, 2, tmp_path, tmp_path / "checkpoints", tiny_tokenizer_dir, rate):
         # The plan counts singular vectors too, which these blocks do not have yet.
         assert 0.9 * plan.most / rate < seconds < 0.5 * (plan.most / rate + ALONE)
+
+
+def slow_save(folder: Path, tokenizer: str, rate: float) -> tuple[float, float, str]:
+    """Seconds of a save where rank 1's disk alone is slow, a sum over devices after it, and what this rank said."""
+    distributed.TOLD_AFTER = 1
+    with redirect_stderr(io.StringIO()) as said:
+        seconds = seconds_of_a_save(folder, tokenizer, rate if distributed.rank() else inf)
+    return seconds, float(distributed.all_sum(torch.ones(1))), said.getvalue()
+
+
+def test_a_save_that_takes_longer_than_devices_may_is_waited_for_and_whole(tmp_path, tiny_tokenizer_dir):
+    config, _ = read_command_line(SMALL)
+    plan = plan_saving(config, outline(describe_model(config.model, config.data.sequence_length)), 2)
+    limit, order = 5, (tmp_path / "checkpoints", tiny_tokenizer_dir, plan.most / 9)
+    found = run_ranks(slow_save, 2, tmp_path, *order, timeout=limit)
+    assert all(seconds > limit and total == 2 for seconds, total, _ in found)
+    assert "rank 0 has waited 5 s for rank 1" in found[0][2]
+    newest = Checkpoints(tmp_path / "checkpoints").newest_whole()
+    assert newest == (tmp_path / "checkpoints" / "step-0000002", [])
 
 
 # ---- a rank that has no memory left
