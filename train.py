@@ -41,7 +41,7 @@ from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
-from salaad.training.prediction import prediction_table
+from salaad.training.prediction import prediction_table, short_patience
 from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
@@ -68,6 +68,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
+    if remark := short_patience(config, source.config, distributed.world_size()):
+        accelerator.print(remark)
     trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
     try:
         trainer.train()

@@ -10,14 +10,18 @@ assumptions, the same for all devices. A prediction is good for comparing settin
                     with train.shard the new weights too, which nothing hides
     ADMM            of the most loaded rank every K steps, by the cheapest solver of `spectral.cost` at the target rank
     evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
+    a stop          when told to: up to three steps until the ranks have agreed, then a save
 """
 
+import os
 from dataclasses import replace
+from math import ceil
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.formats import markdown_table
-from salaad.common.gpus import GPUS, Gpu
+from salaad.common.gpus import GPUS, Gpu, gpu_called
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
@@ -27,7 +31,7 @@ from salaad.model.roles import find_blocks
 from salaad.spectral.cost import cheapest, seconds
 from salaad.spectral.products import width_of
 from salaad.training.plan import activation_bytes, memory_by_kind
-from salaad.training.saving import RATE, plan_saving
+from salaad.training.saving import PATIENCE, RATE, STEPS_BEFORE, plan_saving, stop_seconds
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
@@ -42,8 +46,7 @@ Parts = dict[str, float]  # part of a step → its seconds
 
 def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
     """Seconds of an average step by part; `exchange` is what the backward pass does not hide."""
-    method, model = method_of(config), outline(description)
-    method.rebuild(model, config)
+    model = rebuilt_outline(config, description)
     train, length = config.train, config.data.sequence_length
     peak, memory = device.peaks[train.precision] * REACHED, memory_by_kind(config, model, ranks)
     flops, rows = training_flops(model, length), train.batch / ranks
@@ -69,6 +72,32 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
     }
 
 
+def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
+    """The model as the method trains it, without numbers."""
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    return model
+
+
+def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int) -> str | None:
+    """A sentence for a run whose launcher is likely to kill it before it has stopped as told; None for others."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher of another kind, or none, waits
+        return None
+    patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", PATIENCE))
+    step = 0.0  # on a CPU nothing is known of it
+    if torch.cuda.is_available():
+        step = sum(predict(config, description, gpu_called(torch.cuda.get_device_name()), ranks).values())
+    saving = plan_saving(config, rebuilt_outline(config, description), ranks)
+    stop = stop_seconds(step, saving)
+    if stop <= patience:
+        return None
+    return (
+        f"when told to stop, this run takes about {stop:.0f} s ({STEPS_BEFORE} steps of {step:.1f} s and a checkpoint "
+        f"of {saving.whole / 1e9:.1f} GB at {RATE / 1e9:g} GB/s), but its launcher kills it after {patience:g} s; "
+        f"start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT={60 * ceil(2 * stop / 60)} in front of the command"
+    )
+
+
 def _admm(settings: SalaadConfig, model: PreTrainedModel, device: Gpu, ranks: int) -> float:
     """Seconds a step of the rank that has most to update."""
     blocks = find_blocks(model, settings)
@@ -92,6 +121,9 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
     day = train.batch * config.data.sequence_length * 86_400
     rows.append(("a step, ms", *(f"{1000 * step:.1f}" for step in steps)))
     rows.append(("positions a day", *(f"{day / step / 1e9:.2f} B" for step in steps)))
+    model = rebuilt_outline(config, description)
+    stops = (stop_seconds(step, plan_saving(config, model, count)) for step, count in zip(steps, counts, strict=True))
+    rows.append(("a stop, s", *(f"{stop:.0f}" for stop in stops)))
     rows.append(("hours of the run", *(f"{train.steps * step / 3600:.1f}" for step in steps)))
     needs = [memory_of(config, description, count) for count in counts]
     shown = (f"{need / 1e9:.1f} GB" + ("" if need < device.memory else ", too much") for need in needs)
@@ -102,8 +134,7 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
 
 def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
     """Bytes a rank needs, all kinds together."""
-    method, model = method_of(config), outline(description)
-    method.rebuild(model, config)
+    model = rebuilt_outline(config, description)
     return sum(memory_by_kind(config, model, ranks).values()) + activation_bytes(config, description, ranks)
 
 

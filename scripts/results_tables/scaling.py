@@ -21,7 +21,7 @@ from salaad.training.prediction import (
     predict,
     prediction_table,
 )
-from salaad.training.saving import RATE, plan_saving
+from salaad.training.saving import RATE, STEPS_BEFORE, plan_saving, stop_seconds
 from scripts.reproduction.grid import PAPERS
 
 
@@ -33,6 +33,7 @@ def sections() -> dict[str, str]:
         "scaling-hours": hours_table(),
         "scaling-350m": prediction_table(config, description, "h100"),
         "scaling-saving": saving_table(),
+        "scaling-stops": stops_table(),
         "scaling-assumptions": assumptions(),
     }
 
@@ -66,6 +67,22 @@ def saving_table() -> str:
     header = ("processes", "train.shard", "checkpoint, GB", "fullest, one writes", "fullest, all write")
     header += ("s, one writes", "s, all write", "s, one disk for all")
     return f"{markdown_table(header, rows)}\n\nA checkpoint is {parts}."
+
+
+def stops_table() -> str:
+    """Seconds in which a 1b that is told to stop has ended, by device, precision and number of GPUs."""
+    own, _ = read_command_line(["--config", "1b"])
+    description, rows = describe_model(own.model, own.data.sequence_length), []
+    model = outline(description)
+    for precision in ("fp32", "bf16-mixed"):
+        config = replace(own, train=replace(own.train, precision=precision))
+        for name in ("h100", "a100"):
+            steps = [sum(predict(config, description, GPUS[name], count).values()) for count in COUNTS[1:]]
+            savings = [plan_saving(config, model, count) for count in COUNTS[1:]]
+            stops = (stop_seconds(step, saving) for step, saving in zip(steps, savings, strict=True))
+            shown = (f"{STEPS_BEFORE * step:.1f}, {stop:.0f}" for step, stop in zip(steps, stops, strict=True))
+            rows.append((precision, name, *shown))
+    return markdown_table(("precision", "GPU", *(f"{count}" for count in COUNTS[1:])), rows)
 
 
 def assumptions() -> str:
@@ -104,7 +121,14 @@ def _assumed() -> Iterator[str]:
         f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column; "
         "so the thresholds are computed by products alone (`salaad/spectral/cost.py`)."
     )
-    yield f"**Saving**: a disk that all processes share takes {RATE / 1e9:g} GB/s."
+    yield (
+        f"**Saving**: a disk takes {RATE / 1e9:g} GB/s, of one process or of all together; a core that hashes what is "
+        "written beside it is faster, and no file of weights, moments or surrogates is read again."
+    )
+    yield (
+        f"**A stop**: up to {STEPS_BEFORE} steps end until the ranks have agreed, as an answer is read a step later "
+        "and a host runs a step ahead of its device; then all save to one disk."
+    )
 
 
 def _share(value: float) -> str:

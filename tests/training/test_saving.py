@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from salaad.common import distributed
+from salaad.common import distributed, files
 from salaad.common.errors import NotSavedError
 from salaad.common.files import verify
 from salaad.common.hashed_files import HashedFile
@@ -75,7 +75,7 @@ def test_the_plan_says_how_long_a_save_takes_and_a_launcher_waits():
     text = plan_table(config, describe_model(config.model, 256), 8)
     assert "28.15 GB (weights 5.36, optimizer state 10.71, L, S and dual 12.08), 6.87 by the fullest process" in text
     assert "6.9 where a process writes 1 GB/s, 28.1 where all together do" in text
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in text
+    assert "up to 3 steps, then a save; a launcher waits 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more" in text
 
 
 # ---- on a slow disk
@@ -103,16 +103,11 @@ def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, Sim
 def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
     """Of one checkpoint, each rank with a disk of its own that takes so many bytes a second."""
     parts, recorder = small_run(tokenizer)
-    model = parts.model
-    write, save_pretrained = HashedFile.write, model.save_pretrained
+    write = HashedFile.write
 
     def write_slowly(self: HashedFile, data: bytes | memoryview) -> int:
         time.sleep(len(data) / rate)
         return write(self, data)
-
-    def save_slowly(path: Path) -> None:
-        time.sleep(sum(p.nbytes for p in model.parameters()) / rate)
-        save_pretrained(path)
 
     def seconds_of(step: int) -> float:
         distributed.barrier()
@@ -121,7 +116,7 @@ def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
         return time.monotonic() - begun
 
     seconds_of(1)  # imports what is imported late
-    HashedFile.write, model.save_pretrained = write_slowly, save_slowly
+    HashedFile.write = write_slowly
     return seconds_of(2)
 
 
@@ -152,6 +147,17 @@ def test_a_save_that_takes_longer_than_devices_may_is_waited_for_and_whole(tmp_p
     assert "rank 0 has waited 5 s for rank 1" in found[0][2]
     newest = Checkpoints(tmp_path / "checkpoints").newest_whole()
     assert newest == (tmp_path / "checkpoints" / "step-0000002", [])
+
+
+def test_no_large_file_of_a_checkpoint_is_read_again_for_its_checksum(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    read, digest = set(), files._digest
+    monkeypatch.setattr(files, "_digest", lambda path: read.add(path.name) or digest(path))
+    parts, recorder = small_run(tiny_tokenizer_dir)
+    saved = Checkpoints(tmp_path).save(1, parts.writer(RunState(), recorder))
+    sizes = {path.name: path.stat().st_size for path in saved.rglob("*") if path.is_file()}
+    largest = {"model.safetensors", "optimizer.pt", "shard-00000-of-00001.safetensors"}
+    assert largest == {name for name, size in sizes.items() if size > 50_000}
+    assert read == sizes.keys() - largest - {"checksums.json"}
 
 
 # ---- a rank that has no memory left
