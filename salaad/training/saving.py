@@ -13,7 +13,7 @@ from salaad.methods.registry import method_of
 from salaad.training.optimizer_files import writers_of
 from salaad.training.sharding import owners_of
 
-RATE = 1e9  # bytes a second of a disk, assumed; a core that hashes beside it is taken for faster
+RATE = 1e9  # bytes a second of a disk, assumed, and no less of a core that hashes what is written
 STEPS_BEFORE = 3  # at most, after a request: the ranks agree a step later, and a host runs a step ahead of its device
 PATIENCE = 30  # seconds that torch's launcher waits unless it is told otherwise
 
