@@ -91,10 +91,11 @@ def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int)
     stop = stop_seconds(step, saving)
     if stop <= patience:
         return None
+    steps = f"{STEPS_BEFORE} steps of {step:.1f} s and " if step else ""
     return (
-        f"when told to stop, this run takes about {stop:.0f} s ({STEPS_BEFORE} steps of {step:.1f} s and a checkpoint "
-        f"of {saving.whole / 1e9:.1f} GB at {RATE / 1e9:g} GB/s), but its launcher kills it after {patience:g} s; "
-        f"start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT={60 * ceil(2 * stop / 60)} in front of the command"
+        f"when told to stop, this run takes about {stop:.0f} s ({steps}a checkpoint of {saving.whole / 1e9:.1f} GB at "
+        f"{RATE / 1e9:g} GB/s), but its launcher kills it after {patience:g} s; start it with "
+        f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={60 * ceil(2 * stop / 60)} in front of the command"
     )
 
 
