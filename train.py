@@ -10,7 +10,9 @@ from salaad.config.command_line import read_command_line
 if __name__ == "__main__":
     run_command(read_command_line)  # help and wrong options come before the imports below, which take seconds
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, NotSavedError
+from salaad.common.errors import NotFiniteError, NotSavedError, Stopped
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions
@@ -39,7 +41,7 @@ from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, start_accelerator
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
-from salaad.training.prediction import prediction_table
+from salaad.training.prediction import prediction_table, short_patience
 from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts, model_to_train
 from salaad.training.step_totals import StepTotals
@@ -67,6 +69,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
+    if remark := short_patience(config, source.config, distributed.world_size()):
+        accelerator.print(remark)
     trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
     try:
         trainer.train()
@@ -143,7 +147,7 @@ class Trainer:
     def train(self) -> None:
         """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
         train = self.config.train
-        agreement, batches = Agreement(self.device), iter(self.stream)
+        agreement, batches = Agreement(self.device), self.begin()
         if self.due:
             self.evaluate()
         while self.step < train.steps and not self.due:
@@ -189,6 +193,22 @@ class Trainer:
         self.recorder.close()
         if self.accelerator.is_main_process:
             print(summarize(self.folder, self.stopwatch.take()))
+
+    def begin(self) -> Iterator[dict[str, Tensor]]:
+        """The batches, once every rank has its first; collective.
+
+        Whoever reads a checkpoint or text for longer than devices may take for a sum is waited for here.
+
+        Raises:
+            Stopped: on every rank, if any was asked to stop.
+        """
+        batches = iter(self.stream)
+        with suppress(Stopped):
+            if self.step < self.config.train.steps:
+                batches = chain([next(batches)], batches)
+        if any(distributed.gather(self.request.asked)):
+            raise Stopped
+        return batches
 
     def backward(self, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
         """Gradient of the global batch's mean loss per predicted token; returns this rank's share of that loss."""
@@ -274,7 +294,7 @@ class Trainer:
                 config=self.config.to_dict(),
             )
             try:
-                self.checkpoints.save(self.step, lambda folder: self.parts.write(folder, state, self.recorder))
+                self.checkpoints.save(self.step, self.parts.writer(state, self.recorder))
                 self.saved_step = self.step
             except NotSavedError as error:
                 self.recorder.say(run.not_saved(self.folder, self.config.train, self.step, str(error), last))

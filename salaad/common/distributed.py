@@ -3,14 +3,15 @@
 At world size 1, every operation is the identity. What moves numbers between devices goes over the group that the
 launcher made, which gives up when a rank's text must have come (`training.launch.patience`). What waits for somebody's
 disk or network (`barrier`, `gather` and what is made of them) goes over one of its own that waits for hours, and says
-for whom.
+for whom. It knows that from a store that the launcher keeps; where the launcher has died, the ranks wait in silence and
+the run still saves.
 """
 
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -64,34 +65,51 @@ def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
 
 
-@contextmanager
-def _meeting() -> Iterator[dist.ProcessGroup]:
-    """The patient group; within this context a rank that waits for others says for whom, now and then."""
-    global _meetings
-    group = _patient(dist.group.WORLD)
-    _meetings += 1
-    store, meeting = dist.PrefixStore("salaad", _default_store()), _meetings
-    store.set(f"{meeting}/{rank()}", "")
-    over = threading.Event()
+@cache
+def _presence(world: dist.ProcessGroup) -> dist.Store:
+    """Who has come to which meeting of `world`; by a connection of its own, as making a group keeps the other busy."""
+    return dist.PrefixStore("salaad", _default_store().clone())
 
-    def tell() -> None:
-        waited = 0.0
-        while not over.wait(TOLD_AFTER):
-            waited += TOLD_AFTER
+
+def _note(entry: str, present: bool) -> None:
+    """Write into the store who is there, or delete it; nothing where the store has gone with the launcher."""
+    with suppress(dist.DistError):
+        store = _presence(dist.group.WORLD)
+        if present:
+            store.set(entry, "")
+        else:
+            store.delete_key(entry)
+
+
+def _tell(meeting: int, over: threading.Event) -> None:
+    """Say for whom this rank waits, again and again until the meeting is over."""
+    waited = 0.0
+    while not over.wait(TOLD_AFTER):
+        waited += TOLD_AFTER
+        with suppress(dist.DistError):
+            store = _presence(dist.group.WORLD)
             absent = [other for other in range(world_size()) if not store.check([f"{meeting}/{other}"])]
             if absent and not over.is_set():
                 more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
                 names = ", ".join(map(str, absent[:3]))
                 print(f"rank {rank()} has waited {waited:.0f} s for rank {names}{more}", file=sys.stderr, flush=True)
 
-    teller = threading.Thread(target=tell, daemon=True)
+
+@contextmanager
+def _meeting() -> Iterator[dist.ProcessGroup]:
+    """The patient group; within this context a rank that waits for others says for whom, now and then."""
+    global _meetings
+    _meetings += 1
+    meeting, over = _meetings, threading.Event()
+    _note(f"{meeting}/{rank()}", present=True)
+    teller = threading.Thread(target=_tell, args=(meeting, over), daemon=True)
     teller.start()
     try:
-        yield group
+        yield _patient(dist.group.WORLD)  # the first meeting waits here already
     finally:
         over.set()
         teller.join()
-    store.delete_key(f"{meeting - 1}/{rank()}")  # all have left the meeting before
+    _note(f"{meeting - 1}/{rank()}", present=False)  # all have left the meeting before
 
 
 def barrier() -> None:
@@ -160,21 +178,26 @@ def raise_first(problem: UserError | None) -> None:
         raise problems[0]
 
 
-def together(action: Callable[[], None], only: int | None = None) -> None:
-    """Run `action` on every rank, or on that named by `only`; collective.
+def together(action: Callable[[], T], only: int | None = None) -> list[T]:
+    """Run `action`, which exchanges nothing with other ranks, on every rank, or on that named by `only`; collective.
+
+    Returns:
+        What every rank's action returned, in rank order, on every rank; small Python objects only.
 
     Raises:
-        NotSavedError: on every rank, what went wrong on any: an OSError, a RuntimeError or a UserError.
+        NotSavedError: on every rank, what went wrong on any: an error of a disk or of memory, or a UserError.
     """
-    problem = None
+    result, problem = None, None
     try:
         if only in (None, rank()):
-            action()
-    except (OSError, RuntimeError, SafetensorError, UserError) as error:  # safetensors' error is no OSError
-        problem = " ".join(str(error).split())[:200]
-    problems = [found for found in gather(problem) if found is not None]
-    if problems:
-        raise NotSavedError(problems[0])
+            result = action()
+    except (OSError, RuntimeError, MemoryError, SafetensorError, UserError) as error:  # safetensors' is no OSError
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+    results, problems = zip(*gather((result, problem)), strict=True)
+    for found in problems:
+        if found is not None:
+            raise NotSavedError(found)
+    return list(results)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:

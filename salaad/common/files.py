@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -172,24 +173,30 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> None:
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None, written: Iterable[str] | None = None) -> None:
     """List the SHA-256 of every file below `folder` in its checksums.json.
 
     Args:
         folder: of the files.
         known: name in the folder → SHA-256, of files that need not be read for it.
+        written: the names in the folder, where a network file system may not list all that other machines wrote.
+
+    Raises:
+        UserError: a file of these cannot be read.
     """
-    files, known = {str(path.relative_to(folder)): path for path in sorted(_files_below(folder))}, known or {}
+    names, known = sorted(names_below(folder) if written is None else written), known or {}
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        digests = pool.map(lambda name: known.get(name) or _digest(files[name]), files)
-        write_json(dict(zip(files, digests, strict=True)), folder / CHECKSUMS)
+        digests = list(pool.map(lambda name: known.get(name) or _digest(folder / name), names))
+    if None in digests:
+        raise UserError(f"{folder / names[digests.index(None)]} is not there to be hashed; save again")
+    write_json(dict(zip(names, digests, strict=True)), folder / CHECKSUMS)
 
 
 def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
     With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. For files that a
-    network file system does not show yet it waits up to `patience` seconds.
+    network file system does not show yet it waits up to `patience` seconds, and as long for the list of them.
 
     Returns:
         One digest of all these files, a key for results derived from them.
@@ -197,7 +204,7 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
     Raises:
         UserError: the list or a file is missing, or a file is not listed or not what was written.
     """
-    if not (folder / CHECKSUMS).is_file():
+    if unseen(folder, [CHECKSUMS], patience):
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
     listed = read_json(folder / CHECKSUMS)
     patterns = patterns or ("*",)
@@ -222,14 +229,17 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
 
 
 def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
-    """Which of the files cannot be seen after waiting up to `patience` seconds for them.
+    """Which of the files cannot be seen after waiting up to `patience` seconds for them, which is said.
 
     A network file system keeps for a while that a file was not there; listing its folder makes it look again.
     """
-    absent, until = list(names), time.monotonic() + patience
+    absent, begun, told = list(names), time.monotonic(), False
     while absent := [name for name in absent if not (folder / name).is_file()]:
-        if time.monotonic() >= until:
+        if time.monotonic() >= begun + patience:
             break
+        if not told:
+            print(f"waiting up to {patience:g} s for {folder / absent[0]}, not seen on this machine", file=sys.stderr)
+            told = True
         for place in {(folder / name).parent for name in absent}:
             with suppress(OSError):
                 list(place.iterdir())
@@ -239,11 +249,8 @@ def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
 
 def names_below(folder: Path) -> set[str]:
     """The files of a folder and those below it, but for its checksums.json."""
-    return {str(path.relative_to(folder)) for path in _files_below(folder)}
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
+    return {str(path.relative_to(folder)) for path in files}
 
 
 def digest_of(files: list[Path]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -69,17 +69,19 @@ class HashedFile:
         return self._hash.hexdigest()
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> str:
     """Write a safetensors file, one tensor after the other through the memory of the CPU.
 
     Args:
         tensors: name → tensor, on any device.
         path: the file.
+        metadata: what else its header says.
 
     Returns:
         SHA-256 of the file.
     """
-    header, place = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
     # The widest first, so that every number lies at a multiple of its size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:

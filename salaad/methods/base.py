@@ -11,12 +11,12 @@ A method object lives as long as one start of a run. `train.py` uses it in this 
     every step:  a backward in each of method.passes(), method.after_backward(), clip, optimizer.step(),
                  method.after_step(…)
     at the end:  method.finish()
-    now and then:  columns() and drain_records() into the records, variants() to evaluate, save() and state_dict()
+    now and then:  columns() and drain_records() into the records, variants() to evaluate, writer() and state_dict()
 
 A new method is a subclass in a file of its own, with a dataclass of its settings, and one call of `registry.register`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -209,19 +209,27 @@ class Method:
         """Bytes that this rank keeps beside weights, gradients and the optimizer."""
         return sum(value.nbytes for value in self.tensors().values())
 
-    def save(self, folder: Path) -> Mapping[str, str] | None:
-        """Write this rank's tensors into the folder of a checkpoint; collective before the first file is written.
+    def writer(self) -> Callable[[Path], Mapping[str, str]]:
+        """What writes this rank's tensors into the folder of a checkpoint; collective, so that writing need not be.
 
         Returns:
-            Name in the folder → SHA-256, of files that are on the disk and were hashed while they were written.
+            A function of the folder that exchanges nothing with other ranks, which may have failed. It returns name in
+            the folder → SHA-256, of files that are on the disk and were hashed while they were written.
+
+        Raises:
+            NotSavedError: on every rank, if any cannot prepare it.
         """
-        tensors = self.tensors()
-        if not tensors or distributed.rank() != 0:
-            return {}
-        return {str(_TENSORS): write_tensors(tensors, folder / _TENSORS)}
+
+        def write(folder: Path) -> dict[str, str]:
+            tensors = self.tensors()
+            if not tensors or distributed.rank() != 0:
+                return {}
+            return {str(_TENSORS): write_tensors(tensors, folder / _TENSORS)}
+
+        return write
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, at any number of ranks."""
+        """Read what `writer` wrote, at any number of ranks."""
         if (folder / _TENSORS).exists():
             self.load_tensors(load_file(folder / _TENSORS))
 

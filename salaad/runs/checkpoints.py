@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -112,17 +113,22 @@ class Checkpoints:
     keep_last: int = 0
     keep_every: int = 0
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint, if there is one; changes nothing, for whoever looks in beside a training."""
+    def latest(self, patience: float = 0) -> Path | None:
+        """The newest complete checkpoint, if there is one; changes nothing, for whoever looks in beside a training.
+
+        Args:
+            patience: seconds to wait for what a network file system may not show yet.
+        """
         pointer = self.folder / "latest"
         if not pointer.is_file():
             return None
         name = pointer.read_text(errors="replace").strip()
         if not NAME.fullmatch(name):
             raise UserError(f"{pointer} names {name[:80]!r}, which is no checkpoint; write a name such as step-0001000")
-        for path in (self.folder / name, self.folder / f".replaced-{name}"):  # between the two renames of `save`
-            if (path / "state" / "trainer.json").is_file():
-                return path
+        places = (name, f".replaced-{name}")  # the latter between the two renames of `save`
+        for place, wait in (*((place, 0.0) for place in places), (name, patience)):
+            if not unseen(self.folder, [f"{place}/state/trainer.json"], wait):
+                return self.folder / place
         if pointer.read_text(errors="replace").strip() != name:  # there is a newer one since, and this one was deleted
             return self.latest()
         raise UserError(f"{pointer} names {name}, which is not there; write the name of a whole one into it")
@@ -145,16 +151,15 @@ class Checkpoints:
             UserError: there are some, and none is whole.
         """
         self._settle_replaced()
-        candidates, wrong = sorted(self._all(), reverse=True), []
+        patience, named, wrong = patience_for(self._all()), None, []
         try:
-            named = self.latest()
-            # Those behind it belong to a start that was given up, whose records are gone.
-            candidates = [path for path in candidates if named is None or path <= named]
+            named = self.latest(patience)
         except UserError as error:
             wrong.append(str(error))
-        for path in candidates:
+        # Those behind it belong to a start that was given up, whose records are gone.
+        for path in sorted((path for path in self._all() if named is None or path <= named), reverse=True):
             try:
-                verify(path, alone=True, patience=UNSEEN if distributed.machines() > 1 else 0)
+                verify(path, alone=True, patience=patience)
                 read(path)
             except UserError as error:
                 wrong.append(str(error))
@@ -169,20 +174,19 @@ class Checkpoints:
 
         Args:
             step: names it.
-            write: writes files; once it has written one it exchanges nothing with other ranks. It returns name in the
-                folder → SHA-256 of those that are on the disk and that nobody needs to read for their checksum.
+            write: writes files and exchanges nothing with other ranks. It returns name in the folder → SHA-256 of
+                those that are on the disk and that nobody needs to read for their checksum.
 
         Raises:
             NotSavedError: on every rank, if any could not write. `latest` names what it did before.
         """
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
-        hashed: dict[str, str] = {}
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
-            distributed.together(lambda: hashed.update(write(partial) or {}))
-            names, digests = zip(*distributed.gather((names_below(partial), hashed)), strict=True)
-            written, known = set().union(*names), dict(ChainMap(*digests))
+            known = dict(ChainMap(*distributed.together(lambda: write(partial) or {})))
+            # Only now, as some libraries write into files of passing names first.
+            written = set().union(*distributed.together(lambda: names_below(partial)))
             distributed.together(lambda: self._finish(partial, final, written, known), only=0)
         except NotSavedError:
             if distributed.rank() == 0:
@@ -220,7 +224,7 @@ class Checkpoints:
             raise UserError(f"{partial / min(absent)} was written on another machine and is not seen on the first one")
         with ThreadPoolExecutor(1) as pool:  # the other files are hashed from memory while the disk takes them
             flushing = pool.submit(lambda: [flush(partial / name) for name in written - known.keys()])
-            write_checksums(partial, known)
+            write_checksums(partial, known, written)
             flushing.result()
         for path in (partial / CHECKSUMS, *(path for path in partial.rglob("*") if path.is_dir()), partial):
             flush(path)
@@ -248,6 +252,17 @@ class Checkpoints:
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
             if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
                 delete_unless_kept(path)
+
+
+def patience_for(checkpoints: Iterable[Path]) -> float:
+    """Seconds to wait for files of these: other machines write them, or may have, where several ranks wrote one."""
+    if distributed.machines() > 1:
+        return UNSEEN
+    for checkpoint in checkpoints:
+        with suppress(UserError):
+            if RunState.read(checkpoint).world_size > 1:
+                return UNSEEN
+    return 0
 
 
 def _link(source: str, target: str) -> None:

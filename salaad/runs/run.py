@@ -10,13 +10,13 @@ from typing import Any
 
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError
-from salaad.common.files import PARTIAL, verify
+from salaad.common.files import CHECKSUMS, PARTIAL, unseen, verify
 from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
 from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
 from salaad.model.folders import has_tokenizer, local_folder
-from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState
+from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState, patience_for
 from salaad.runs.records import RECORDS
 
 _LOOKS = 20  # at a folder that another machine has written into
@@ -75,13 +75,15 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         locks.claim(folder)
     if options.resume not in ("auto", "none"):
         checkpoint = Path(options.resume)
+        patience = patience_for([checkpoint])
+        unseen(checkpoint, [CHECKSUMS], patience)
         if not (checkpoint / "state").is_dir():
             raise UserError(
                 f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000"
             )
         own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
         if own or not _begun(folder):
-            verify(checkpoint, alone=True)
+            verify(checkpoint, alone=True, patience=patience)
             state = RunState.read(checkpoint)
             _compare(state.config, config, checkpoint, () if own else tunable)
             if not own and state.step >= config.train.steps:

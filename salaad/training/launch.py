@@ -63,18 +63,20 @@ def patience(data: DataConfig) -> timedelta:
 
 
 def require_devices() -> None:
-    """Refuse several processes on a machine without a working GPU, unless they were meant for the CPU.
+    """Refuse several processes where a machine has no working GPU, unless they were meant for the CPU.
 
     Raises:
-        UserError: they were not: the GPUs are not hidden, and accelerate was not told to use the CPU.
+        UserError: they were not: accelerate was not told to use the CPU, and the devices were not set to -1. That none
+            is visible says nothing, as schedulers leave it so by mistake.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "none given")
-    on_cpu = hidden == "" or hidden.startswith("-1") or os.environ.get("ACCELERATE_USE_CPU") == "True"
-    if local > 1 and not on_cpu and not torch.cuda.is_available():
+    ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as cpu2.yaml has it for its processes
+    on_cpu = asked or os.environ.get("ACCELERATE_USE_CPU") == "True"
+    if ranks > 1 and not on_cpu and not torch.cuda.is_available():
         raise UserError(
-            f"{local} processes were launched on this machine, where torch {torch.__version__} finds no GPU; mend the "
-            "driver or install torch for it, or launch with configs/accelerate/cpu2.yaml to train on the CPU"
+            f"{ranks} processes were launched, {local} of them on this machine, where torch {torch.__version__} finds "
+            "no GPU; mend the driver, install torch for it or make GPUs visible, or launch with "
+            "configs/accelerate/cpu2.yaml to train on the CPU"
         )
 
 
@@ -84,6 +86,7 @@ def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parame
     After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
     or more that changes the order of sums. So a gradient that nobody uses goes first, in every start of a run alike.
     """
+    distributed.barrier()  # reading the weights may have taken some longer than devices may take for a sum
     distributed.exclude_from_averaging(loss, apart)
     if config.train.compile:
         accelerator.ddp_handler.bucket_cap_mb = compiled_bucket(loss.model, apart)

@@ -11,18 +11,21 @@ assumptions, the same for all devices. A prediction is good for comparing settin
     periodic work   of the most loaded rank, by the period of the method: for SALAAD an ADMM update of every block, by
                     the solver that is named, or the cheapest of `spectral.cost` at the target rank
     evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
+    a stop          when told to: up to three steps until the ranks have agreed, then a save
 
 Where activations are recomputed, the backward pass computes and moves all of a forward pass once more.
 """
 
 import math
+import os
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.formats import markdown_table
-from salaad.common.gpus import GPUS, Gpu
+from salaad.common.gpus import GPUS, Gpu, gpu_called
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
 from salaad.methods.work import Work
@@ -30,7 +33,7 @@ from salaad.model.build import outline, training_flops
 from salaad.model.parameters import count_parameters
 from salaad.training.fitting import changes_that_fit
 from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rows_at_once
-from salaad.training.saving import RATE, plan_saving
+from salaad.training.saving import PATIENCE, RATE, STEPS_BEFORE, plan_saving, stop_seconds
 
 REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
 LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
@@ -71,9 +74,8 @@ class Passes(NamedTuple):
 
 def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
     """Seconds of an average step by part; `exchange` is what the backward pass does not hide."""
-    method, model, train = method_of(config), outline(description), config.train
-    method.rebuild(model, config)
-    work, memory = method.work(model, config, ranks, device.rates), memory_by_kind(config, model, ranks)
+    model, train = rebuilt_outline(config, description), config.train
+    work, memory = method_of(config).work(model, config, ranks, device.rates), memory_by_kind(config, model, ranks)
     passes = _passes(config, model, work, device, ranks)
     touched = sum(memory[kind] for kind in ("weights", "gradients", "optimizer state"))
     through = device.link if ranks <= PER_MACHINE else device.network
@@ -90,6 +92,33 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
         "evaluation": evaluated / (_reached(config, device) * ranks) / (train.eval_every or train.steps),
         "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }
+
+
+def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
+    """The model as the method trains it, without numbers."""
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    return model
+
+
+def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int) -> str | None:
+    """A sentence for a run whose launcher is likely to kill it before it has stopped as told; None for others."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher of another kind, or none, waits
+        return None
+    patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", PATIENCE))
+    step = 0.0  # on a CPU nothing is known of it
+    if torch.cuda.is_available():
+        step = sum(predict(config, description, gpu_called(torch.cuda.get_device_name()), ranks).values())
+    saving = plan_saving(config, rebuilt_outline(config, description), ranks)
+    stop = stop_seconds(step, saving)
+    if stop <= patience:
+        return None
+    steps = f"{STEPS_BEFORE} steps of {step:.1f} s and " if step else ""
+    return (
+        f"when told to stop, this run takes about {stop:.0f} s ({steps}a checkpoint of {saving.whole / 1e9:.1f} GB at "
+        f"{RATE / 1e9:g} GB/s), but its launcher kills it after {patience:g} s; start it with "
+        f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={60 * math.ceil(2 * stop / 60)} in front of the command"
+    )
 
 
 def _passes(config: RunConfig, model: PreTrainedModel, work: Work, device: Gpu, ranks: int) -> Passes:
@@ -124,6 +153,9 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
     day = train.batch * config.data.sequence_length * 86_400
     rows.append(("a step, ms", *(f"{1000 * step:.1f}" for step in steps)))
     rows.append(("positions a day", *(f"{day / step / 1e9:.2f} B" for step in steps)))
+    model = rebuilt_outline(config, description)
+    stops = (stop_seconds(step, plan_saving(config, model, count)) for step, count in zip(steps, counts, strict=True))
+    rows.append(("a stop, s", *(f"{stop:.0f}" for stop in stops)))
     rows.append(("hours of the run", *(_hours(train.steps * step / 3600) for step in steps)))
     memory = [memory_of(config, description, count) for count in counts]
     rows += [(f"{kind}, GB", *(f"{kinds[kind] / 1e9:.2f}" for kinds in memory)) for kind in memory[0]]
@@ -140,9 +172,7 @@ def _hours(hours: float) -> str:
 
 def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> dict[str, float]:
     """Bytes by kind of the rank that needs most."""
-    model = outline(description)
-    method_of(config).rebuild(model, config)
-    return memory_by_kind(config, model, ranks)
+    return memory_by_kind(config, rebuilt_outline(config, description), ranks)
 
 
 def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts: list[int]) -> list[str]:
@@ -155,9 +185,7 @@ def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts
             notes.append(
                 f"{on}; {words} would." if words else f"{on}, whatever micro-batch, sharding or recomputation."
             )
-    model = outline(description)
-    method_of(config).rebuild(model, config)
-    notes += method_of(config).work(model, config, 1, device.rates).notes
+    notes += method_of(config).work(rebuilt_outline(config, description), config, 1, device.rates).notes
     if config.train.compile:
         notes.append("What train.compile saves is not counted, nor the minutes of its first steps.")
     return [*notes, *unused_cores(config, description, device)]

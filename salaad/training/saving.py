@@ -13,8 +13,9 @@ from salaad.methods.registry import method_of
 from salaad.training.optimizer_files import writers_of
 from salaad.training.sharding import owners_of
 
-RATE = 1e9  # bytes a second of a disk
-_PATIENCE = 30  # seconds that torch's launcher waits unless it is told otherwise
+RATE = 1e9  # bytes a second of a disk, assumed, and no less of a core that hashes what is written
+STEPS_BEFORE = 3  # at most, after a request: the ranks agree a step later, and a host runs a step ahead of its device
+PATIENCE = 30  # seconds that torch's launcher waits unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Saving:
     def whole(self) -> float:
         """All bytes."""
         return sum(self.parts.values())
+
+
+def stop_seconds(step: float, saving: Saving) -> float:
+    """How long a run takes to end that is told to stop, with steps of so many seconds, on a disk that all share."""
+    return STEPS_BEFORE * step + saving.whole / RATE
 
 
 def plan_saving(config: RunConfig, model: PreTrainedModel, ranks: int) -> Saving:
@@ -66,6 +72,11 @@ def saving_rows(saving: Saving) -> list[tuple[str, str]]:
         (
             "seconds of a save",
             f"{saving.most / RATE:.1f} where a process writes {RATE / 1e9:g} GB/s, {saving.whole / RATE:.1f} where all "
-            f"together do; a launcher waits {_PATIENCE} unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set",
+            "together do",
+        ),
+        (
+            "when told to stop",
+            f"up to {STEPS_BEFORE} steps, then a save; a launcher waits {PATIENCE} s unless "
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more",
         ),
     ]

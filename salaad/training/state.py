@@ -1,6 +1,7 @@
 """The parts of a run that a checkpoint holds beside `RunState`: model, optimizer, method, random generators."""
 
 from collections import ChainMap
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel
 from salaad.model.folders import carry_over
+from salaad.model.hashed_saves import hashed_saves
 from salaad.model.second_moments import Moments, save_second_moments, second_moments
 from salaad.runs.checkpoints import TRAINED, RunState
 from salaad.runs.records import Recorder
@@ -86,41 +88,54 @@ class TrainingParts:
     schedule: LambdaLR
     sharded: bool = False
 
-    def write(self, folder: Path, state: RunState, recorder: Recorder) -> dict[str, str]:
-        """This rank's part of a checkpoint, and the records' lines up to it; collective before the first file.
+    def writer(self, state: RunState, recorder: Recorder) -> Callable[[Path], dict[str, str]]:
+        """What writes this rank's part of a checkpoint and the records' lines up to it; collective.
 
         Args:
-            folder: the checkpoint's.
             state: the step, the data position and what else JSON can say.
             recorder: its lines are on the disk before the checkpoint is.
 
         Returns:
-            Name in the folder → SHA-256, of files that were hashed while they were written.
+            A function of the checkpoint's folder that exchanges nothing with other ranks. It returns name in the folder
+            → SHA-256, of files that were hashed while they were written.
+
+        Raises:
+            NotSavedError: on every rank, if any cannot prepare it.
         """
-        moments = {} if self.method.replaces_modules else self._second_moments()
-        hashed = dict(self.method.save(folder) or {})
+        kept = [{}]  # by each rank
+        if self.sharded and not self.method.replaces_modules:
+            kept = distributed.together(lambda: second_moments(self.model, self.optimizer))
+        write_method = self.method.writer()
+        return lambda folder: self._write(folder, state, recorder, ChainMap(*kept), write_method)
+
+    def _write(
+        self,
+        folder: Path,
+        state: RunState,
+        recorder: Recorder,
+        kept: Moments,
+        write_method: Callable[[Path], Mapping[str, str]],
+    ) -> dict[str, str]:
+        hashed = dict(write_method(folder))
         torch.save(_random_state(), folder / "state" / _random_file())
         copies = 2 if self.method.replaces_modules else 1
         beside = copies * sum(p.nbytes for p in self.model.parameters())
         saved = save_optimizer(self.optimizer, folder / "state", self.sharded, beside)
         hashed |= {f"state/{name}": digest for name, digest in saved.items()}
         if distributed.rank() == 0:
-            self._export(folder / "model", recorder)
-            if self.method.replaces_modules:
-                save_model(self.model, str(folder / TRAINED))
+            with hashed_saves(folder) as weights:
+                self._export(folder / "model", recorder)
+                if self.method.replaces_modules:
+                    save_model(self.model, str(folder / TRAINED))
+            hashed |= weights
             self.tokenizer.save_pretrained(folder / "model")
             if isinstance(self.source, ModelFolder):
                 carry_over(self.source.path, folder / "model")
-            save_second_moments(moments, folder / "state")
+            if not self.method.replaces_modules:
+                save_second_moments({**second_moments(self.model, self.optimizer), **kept}, folder / "state")
             state.write(folder)
             recorder.secure()
         return hashed
-
-    def _second_moments(self) -> Moments:
-        """Those of all matrices, whichever rank keeps them; collective where each keeps some."""
-        if not self.sharded:
-            return second_moments(self.model, self.optimizer) if distributed.rank() == 0 else {}
-        return dict(ChainMap(*distributed.gather(second_moments(self.model, self.optimizer))))
 
     def _export(self, folder: Path, recorder: Recorder) -> None:
         try:

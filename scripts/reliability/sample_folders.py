@@ -23,7 +23,7 @@ from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.plugin import Salaad
-from salaad.methods.salaad.storage import save_surrogates
+from salaad.methods.salaad.storage import index_of, save_surrogates
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 WORDS = ("a", "b", "c")
@@ -88,7 +88,7 @@ def make_run(folder: Path) -> None:
     model.save_pretrained(checkpoint / "model")
     tokenizer().save_pretrained(checkpoint / "model")
     salaad = Salaad(model, SalaadConfig(rank_ratio=0.2))
-    save_surrogates(salaad.surrogates, checkpoint / "surrogate")
+    save_surrogates(salaad.surrogates, checkpoint / "surrogate", index_of(salaad.surrogates))
     trainer = {"step": 1, "config": RunConfig(sections={"salaad": SalaadConfig(rank_ratio=0.2)}).to_dict()}
     write_json(trainer, checkpoint / "state" / "trainer.json")
     write_checksums(checkpoint)

@@ -32,7 +32,7 @@ from salaad.training.prediction import (
     predict,
     prediction_table,
 )
-from salaad.training.saving import RATE, plan_saving
+from salaad.training.saving import RATE, STEPS_BEFORE, plan_saving, stop_seconds
 from salaad.training.sharding import owners_of
 from scripts.reproduction.grid import PAPERS
 from scripts.results_tables import RESULTS
@@ -51,6 +51,7 @@ def sections() -> dict[str, str]:
         "scaling-sharding": sharding_table(),
         "scaling-bf16": bf16_cost(),
         "scaling-saving": saving_table(),
+        "scaling-stops": stops_table(),
         "scaling-assumptions": assumptions(),
     }
 
@@ -157,6 +158,22 @@ def saving_table() -> str:
     return f"{markdown_table(header, rows)}\n\nA checkpoint is {parts}."
 
 
+def stops_table() -> str:
+    """Seconds in which a 1b that is told to stop has ended, by device, precision and number of GPUs."""
+    own, _ = read_command_line(["--config", "1b"])
+    description, rows = describe_model(own.model, own.data.sequence_length), []
+    model = outline(description)
+    for precision in ("fp32", "bf16-mixed"):
+        config = replace(own, train=replace(own.train, precision=precision))
+        for name in ("h100", "a100"):
+            steps = [sum(predict(config, description, GPUS[name], count).values()) for count in COUNTS[1:]]
+            savings = [plan_saving(config, model, count) for count in COUNTS[1:]]
+            stops = (stop_seconds(step, saving) for step, saving in zip(steps, savings, strict=True))
+            shown = (f"{STEPS_BEFORE * step:.1f}, {stop:.0f}" for step, stop in zip(steps, stops, strict=True))
+            rows.append((precision, name, *shown))
+    return markdown_table(("precision", "GPU", *(f"{count}" for count in COUNTS[1:])), rows)
+
+
 def assumptions() -> str:
     """What a prediction takes for granted of each device."""
     rows = [
@@ -202,7 +219,15 @@ def _assumed() -> Iterator[str]:
         "**Not counted**: reading and writing L, S and the dual, what `torch.compile` saves, merges of ReLoRA, "
         "projections of GaLore, waiting for text, and what the allocator loses to fragments."
     )
-    yield f"**Saving**: a disk that all processes share takes {RATE / 1e9:g} GB/s."
+    yield (
+        f"**Saving**: a disk takes {RATE / 1e9:g} GB/s, of one process or of all together; a core hashes what is "
+        "written no slower, as one with instructions for SHA-256 does (an older one takes twice as long). No file of "
+        "the model, the optimizer or the surrogates is read again."
+    )
+    yield (
+        f"**A stop**: up to {STEPS_BEFORE} steps end until the ranks have agreed, as an answer is read a step later "
+        "and a host runs a step ahead of its device; then all save to one disk."
+    )
 
 
 def _share(value: float) -> str:

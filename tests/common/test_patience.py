@@ -1,12 +1,20 @@
 """Ranks wait for one that is at a slow disk, longer than devices may take, and say for whom."""
 
 import io
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr
+from types import SimpleNamespace
 
 import torch
 
+import train
 from salaad.common import distributed
+from salaad.common.errors import Stopped
+from salaad.common.signals import StopRequest
 from tests.helpers.ranks import run_ranks
 
 
@@ -15,7 +23,6 @@ def after_a_slow_write(seconds: float) -> tuple[list[int], str]:
     distributed.TOLD_AFTER = 0.5
     said = io.StringIO()
     with redirect_stderr(said):
-        distributed.gather("before")
         if distributed.rank() == 1:
             time.sleep(seconds)
         found = distributed.gather(distributed.rank())
@@ -41,6 +48,41 @@ def device_sum_that_waits() -> str:
 
 def test_sums_on_devices_keep_the_launchers_limit(tmp_path):
     assert "gave up" in run_ranks(device_sum_that_waits, 2, tmp_path, timeout=2)
+
+
+class SlowText:
+    """A batch that comes after so many seconds, unless a stop is requested before."""
+
+    def __init__(self, seconds: float, request: StopRequest) -> None:
+        self.seconds, self.request = seconds, request
+
+    def __iter__(self) -> Iterator[str]:
+        with self.request.ends_waiting():
+            time.sleep(self.seconds)
+        yield "first"
+        yield "second"
+
+
+def beginning(seconds: float, signal_after: float | None) -> str:
+    """How a run begins whose rank 1 waits so long for its first text; then that rank alone gets a signal."""
+    request, slow = StopRequest(), distributed.rank() == 1
+    if slow and signal_after is not None:
+        threading.Timer(signal_after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    run = SimpleNamespace(step=0, request=request, stream=SlowText(seconds if slow else 0, request))
+    run.config = SimpleNamespace(train=SimpleNamespace(steps=5))
+    try:
+        batches = train.Trainer.begin(run)
+    except Stopped:
+        return "stopped"
+    return f"{next(batches)}, {next(batches)}, {int(distributed.all_sum(torch.ones(1)))}"
+
+
+def test_the_first_text_is_waited_for_longer_than_devices_may_take(tmp_path):
+    assert run_ranks(beginning, 2, tmp_path, 4.0, None, timeout=2) == ["first, second, 2"] * 2
+
+
+def test_all_ranks_end_when_one_is_told_to_before_its_first_text(tmp_path):
+    assert run_ranks(beginning, 2, tmp_path, 100.0, 1.0) == ["stopped"] * 2
 
 
 def order_of_ranks() -> list[str]:

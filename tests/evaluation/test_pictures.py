@@ -12,7 +12,7 @@ from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.evaluation.figures import loss_curve
 from salaad.evaluation.structure import RpcaRow
-from salaad.methods.salaad.storage import save_surrogates
+from salaad.methods.salaad.storage import index_of, save_surrogates
 from salaad.methods.salaad.surrogate import Surrogate
 from scripts.reproduction import pictures
 
@@ -61,7 +61,7 @@ def save_checkpoint(run, X) -> Surrogate:
     folder = run / "checkpoints" / "step-0000040"
     for part in ("surrogate", "state"):
         (folder / part).mkdir(parents=True)
-    save_surrogates({GATE: surrogate}, folder / "surrogate")
+    save_surrogates({GATE: surrogate}, folder / "surrogate", index_of({GATE: surrogate}))
     (folder / "state" / "trainer.json").write_text("{}")
     (folder.parent / "latest").write_text(folder.name)
     return surrogate

@@ -20,17 +20,21 @@ def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: An
     rank that waits for one that has failed does not wait for longer than `timeout` seconds.
     """
     folder = Path(mkdtemp(dir=tmp_path))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as a launcher keeps one
     # The ranks are forked from one process that has torch and the module of `fn` ready: seconds for each of them else.
     multiprocessing.get_context("forkserver").set_forkserver_preload([fn.__module__])
-    mp.start_processes(_rank, (world_size, folder, fn, args, timeout), nprocs=world_size, start_method="forkserver")
+    mp.start_processes(
+        _rank, (world_size, folder, store.port, fn, args, timeout), nprocs=world_size, start_method="forkserver"
+    )
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: tuple, timeout: float) -> None:
+def _rank(
+    rank: int, world_size: int, folder: Path, port: int, fn: Callable[..., Any], args: tuple, timeout: float
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-    )
+    store, limit = dist.TCPStore("localhost", port), timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     dist.barrier()  # a rank that ended before another has connected would leave that one without a peer
     try:
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps(fn(*args)))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -334,29 +335,43 @@ def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
 # ---- compressed gradients
 
 
-def one_step_with(hook: Any) -> str:
-    """What a step says whose gradients go to the other ranks by a communication hook."""
+def steps_with(hook: Any, first: int) -> str:
+    """What three steps say whose gradients go to the other ranks by a communication hook from the `first` on."""
     model = toy()
     wrapped = DistributedDataParallel(model)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Salaad(model, CONFIG) as salaad:
-        loss_of(wrapped(rows(0))).backward()
-        optimizer.step()
-        try:
-            salaad.step()
-        except UserError as error:
-            return str(error)
+        for step in range(3):
+            if step == first and isinstance(hook, BuiltinCommHookType):
+                wrapped._register_builtin_comm_hook(hook)
+            elif step == first:
+                wrapped.register_comm_hook(None, hook)
+            loss_of(wrapped(rows(0))).backward()
+            optimizer.step()
+            try:
+                salaad.step()
+            except UserError as error:
+                return f"step {step}: {error}"
     return ""
 
 
+BUILT_IN = BuiltinCommHookType
+
+
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
-    ("hook", "said"), [(None, ""), (allreduce_hook, ""), (fp16_compress_hook, "through fp16_compress_hook")]
+    ("hook", "name"),
+    [
+        (allreduce_hook, None),
+        (fp16_compress_hook, "fp16_compress_hook"),
+        (BUILT_IN.ALLREDUCE, None),
+        (BUILT_IN.FP16_COMPRESS, "BuiltinCommHookType.FP16_COMPRESS"),
+    ],
 )
-def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, said):
-    for found in run_ranks(one_step_with, 2, tmp_path, hook):
-        assert said in found if said else found == ""
+def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, name, first):
+    said = f"step {first}: DistributedDataParallel sends gradients through {name}, in whose" if name else ""
+    for found in run_ranks(steps_with, 2, tmp_path, hook, first):
+        assert found.startswith(said) if name else found == ""
 
 
 # ---- pure bfloat16: the blocks' gradients are kept and averaged in float32

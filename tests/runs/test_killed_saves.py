@@ -1,14 +1,17 @@
-"""A launcher whose patience ends in the middle of a save leaves the checkpoint before, from which the run goes on."""
+"""Launchers that end a run in the middle of a save, or that end before their processes have saved."""
 
+import signal
 import subprocess
 import time
 
+import psutil
+import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from salaad.common.files import verify
 from salaad.runs.checkpoints import Checkpoints
 from scripts.reliability.toy_run import ROOT, launch_command
-from tests.helpers.training import assert_same_records, last_checkpoint, launch, lines
+from tests.helpers.training import assert_same_records, last_checkpoint, launch, lines, start, wait_for_steps
 
 
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp_path):
@@ -56,3 +59,24 @@ def test_the_launcher_waits_as_long_as_it_is_told(monkeypatch):
     assert LaunchConfig(1, 1, 1).shutdown_timeout == 270
     for path in ("accelerate/gpu8.yaml", "accelerate/nodes4.yaml", "slurm/train.sbatch"):
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270" in (ROOT / "configs" / path).read_text()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGUSR1, signal.SIGKILL])  # of the job and all in it; of the launcher alone
+def test_two_processes_save_although_their_launcher_has_died(toy, tmp_path, ends):
+    launcher = start(toy(train__steps=100000), tmp_path / "run", processes=2)
+    try:
+        wait_for_steps(launcher, tmp_path / "run")
+        trainers = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.send_signal(ends)
+        if ends == signal.SIGUSR1:
+            for trainer in trainers:
+                trainer.send_signal(ends)
+        out, err = launcher.communicate(timeout=120)  # the trainers hold its pipes until they end
+    finally:
+        launcher.kill()
+    assert launcher.returncode == -ends
+    assert "go on with the same command" in out and "Traceback" not in err, err[-2000:]
+    assert not any(trainer.is_running() and trainer.status() != psutil.STATUS_ZOMBIE for trainer in trainers)
+    newest = last_checkpoint(tmp_path / "run")
+    assert int(newest.name.removeprefix("step-")) == lines(tmp_path / "run")[-1]["step"]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_whole() == (newest, [])

@@ -1,5 +1,6 @@
 """What a network file system shows late: waited for, and refused with a sentence where it never comes."""
 
+import hashlib
 import threading
 import time
 from pathlib import Path
@@ -8,9 +9,10 @@ import pytest
 
 from salaad.common import distributed, locks
 from salaad.common.errors import NotSavedError, UserError
-from salaad.common.files import unseen, verify, write_checksums
+from salaad.common.files import read_object, unseen, verify, write_checksums
+from salaad.config.command_line import TrainOptions, read_command_line
 from salaad.runs import checkpoints, run
-from salaad.runs.checkpoints import Checkpoints
+from salaad.runs.checkpoints import Checkpoints, RunState
 from tests.helpers.ranks import run_ranks
 
 
@@ -40,6 +42,55 @@ def test_a_checkpoint_is_not_rejected_for_a_shard_that_is_shown_late(tmp_path):
         verify(tmp_path)
     thread = later(0.5, lambda: (tmp_path.parent / "hidden").rename(tmp_path / "b"))
     assert verify(tmp_path, patience=20)
+    thread.join()
+
+
+@pytest.fixture
+def saved(toy, tmp_path) -> tuple:
+    """A configuration and the checkpoints of two ranks' run with it, after steps 1 and 2."""
+    config, _ = read_command_line(toy())
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        state = RunState(step, world_size=2, config=config.to_dict())
+        Checkpoints(folder).save(step, lambda partial, state=state: state.write(partial))
+    return config, folder
+
+
+def shown_late(path: Path, aside: Path) -> threading.Thread:
+    path.rename(aside / "hidden")
+    return later(0.5, lambda: (aside / "hidden").rename(path))
+
+
+@pytest.mark.parametrize("late", ["step-0000002", "step-0000002/checksums.json", "step-0000002/state/trainer.json"])
+@pytest.mark.parametrize("machines", ["1", "2"])
+def test_the_newest_checkpoint_is_not_passed_over_for_what_is_shown_late(saved, monkeypatch, capsys, late, machines):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)  # one goes on with what others may have written
+    _, folder = saved
+    thread = shown_late(folder / late, folder.parent)
+    assert Checkpoints(folder).newest_whole(RunState.read) == (folder / "step-0000002", [])
+    thread.join()
+    assert "waiting up to 60 s for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("machines", ["1", "2"])
+def test_a_checkpoint_of_which_a_file_never_comes_is_passed_over_and_named(saved, monkeypatch, machines):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+    monkeypatch.setattr(checkpoints, "UNSEEN", 0.3)
+    _, folder = saved
+    (folder / "step-0000002" / "state" / "trainer.json").unlink()
+    found, wrong = Checkpoints(folder).newest_whole(RunState.read)
+    assert found == folder / "step-0000001"
+    assert any("step-0000002" in sentence for sentence in wrong)
+
+
+@pytest.mark.parametrize("late", ["checksums.json", "state/trainer.json"])
+def test_a_checkpoint_that_was_named_is_waited_for(saved, tmp_path, monkeypatch, late):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    config, folder = saved
+    named = folder / "step-0000001"
+    thread = shown_late(named / late, tmp_path)
+    options = TrainOptions(output=str(tmp_path / "other"), resume=str(named))
+    assert run.open_run(config, options) == (tmp_path / "other", named)
     thread.join()
 
 
@@ -74,6 +125,27 @@ def test_what_another_machine_wrote_is_in_the_checksums_or_the_checkpoint_is_not
         assert not (tmp_path / "checkpoints" / "step-0000007").exists()
     else:
         assert "of-0" in first and "of-1" in first
+
+
+def saved_where_listings_lack_a_file(folder: Path) -> dict[str, str]:
+    """The checksums of two ranks' files, where the first can open the other's, but its listings do not show it."""
+    rglob = Path.rglob
+
+    def lacking(self: Path, pattern: str):
+        return (path for path in rglob(self, pattern) if distributed.rank() == 1 or path.name != "of-1")
+
+    Path.rglob = lacking
+    try:
+        Checkpoints(folder).save(7, lambda partial: (partial / f"of-{distributed.rank()}").write_text("x") and {})
+    finally:
+        Path.rglob = rglob
+    return read_object(folder / "step-0000007" / "checksums.json")
+
+
+def test_a_file_that_a_listing_lacks_has_its_checksum(tmp_path):
+    first, second = run_ranks(saved_where_listings_lack_a_file, 2, tmp_path, tmp_path / "checkpoints")
+    assert first == second == dict.fromkeys(["of-0", "of-1"], hashlib.sha256(b"x").hexdigest())
+    verify(tmp_path / "checkpoints" / "step-0000007", alone=True)
 
 
 def looks_of_two_machines(folder: Path, until: int) -> str:

@@ -8,15 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.launches import torch_launch
+
 SCRIPT = Path("configs/slurm/train.sbatch")
 # Each writes what it was called with into the folder it runs in.
 STAND_INS = {
-    "srun": """while [[ $1 == --* ]]; do shift; done; echo $$ > srun.pid; SLURM_NODEID=0 exec "$@" """,
+    "srun": """while [[ $1 == --* ]]; do shift; done; echo $$ > srun.pid; echo "${SRUN_CPUS_PER_TASK:-1}" > cpus
+SLURM_NODEID=0 exec "$@" """,
     "scontrol": """case $1 in show) echo first-host; echo second-host;; *) echo "$*" > requeued;; esac""",
     "scancel": """echo "$*" > cancelled; kill -TERM "$(cat srun.pid)" """,
     "accelerate": """printf '%s\\n' "$@" > launched; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > patience
 if [[ -n ${ENDS_WITH:-} ]]; then exit "$ENDS_WITH"; fi
 trap 'sleep 0.5; echo saved > saved; exit 0' TERM; touch ready; while :; do sleep 0.1; done""",
+}
+
+
+# The job's own, as Slurm says them to the script.
+JOB = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_CPUS_PER_TASK": "24",
 }
 
 
@@ -30,8 +43,7 @@ def job(tmp_path):
         (tools / name).chmod(0o755)
 
     def start(*arguments: str, **environment: str) -> subprocess.Popen:
-        own = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-        own |= {"PATH": f"{tools}:{os.environ['PATH']}", **environment}
+        own = {**JOB, "PATH": f"{tools}:{os.environ['PATH']}", **environment}
         command = ["bash", str(SCRIPT.absolute()), *arguments]
         return subprocess.Popen(command, cwd=tmp_path, env=os.environ | own, stdout=subprocess.PIPE, text=True)
 
@@ -46,7 +58,11 @@ def test_the_launcher_gets_nodes_processes_and_the_arguments_of_the_training(job
     assert words[:2] == ["launch", "--multi_gpu"]
     assert (options["--num_machines"], options["--num_processes"]) == ("2", "8")
     assert (options["--machine_rank"], options["--main_process_ip"]) == ("0", "first-host")
+    launch = torch_launch(words[1:])
+    assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("static", "first-host:29500")
+    assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node, launch.max_restarts) == (2, 2, 4, 0)
     assert words[-7:] == ["train.py", "--config", "1b.yaml", "--output", "runs/a b", "--resume", "auto"]
+    assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from the job by itself
     assert int((tmp_path / "patience").read_text()) < 300  # the signal comes so many seconds before the end
     assert not (tmp_path / "requeued").exists()
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from huggingface_hub.constants import DEFAULT_REQUEST_TIMEOUT
 from huggingface_hub.utils import http_backoff
@@ -18,26 +17,23 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from salaad.config.run import DataConfig
 from salaad.data.retries import UnreadableFile, longest_wait, read_with_retries
 from salaad.model.build import describe_model, outline
 from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
+from tests.helpers.launches import resolved, torch_launch
 from tests.helpers.ranks import run_ranks
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
 NUMBERS = {"two": 2, "four": 4, "eight": 8}
 
 
-def resolved(path: Path):
-    parsed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
-    return _validate_launch_command(parsed)[0]
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_what_its_first_line_says(path):
-    found = resolved(path)
+    found = resolved(["--config_file", str(path), "train.py"])
     said = [NUMBERS[word] for word in re.findall(r"two|four|eight", path.read_text().splitlines()[0].lower())]
     machines, each = said if len(said) == 2 else (1, said[0])
     assert (found.num_machines, found.num_processes) == (machines, machines * each)
@@ -47,7 +43,7 @@ def test_an_example_is_what_its_first_line_says(path):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_no_key_of_an_example_is_overruled(path):
-    found = resolved(path)
+    found = resolved(["--config_file", str(path), "train.py"])
     for line in path.read_text().splitlines():
         key, _, value = line.partition(":")
         value = value.partition("#")[0].strip().strip('"')
@@ -56,27 +52,58 @@ def test_no_key_of_an_example_is_overruled(path):
         assert str(getattr(found, key)).lower() == value.lower(), key
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_no_example_is_elastic_nor_says_so(path):
+    launch = torch_launch(["--config_file", str(path), "train.py"])
+    assert (launch.rdzv_backend, launch.max_restarts) == ("static", 0)
+    assert launch.min_nodes == launch.max_nodes
+    assert ("Not elastic" in path.read_text()) == (launch.max_nodes > 1)
+
+
+def comment_of(path: Path) -> str:
+    return " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_command_in_an_example_starts_what_it_says(path):
+    command = re.search(r"accelerate launch (.* train\.py --config \w+\.yaml)", comment_of(path))[1]
+    words = command.replace("--machine_rank N", "--machine_rank 2").replace("HOST", "first-host").split()
+    launch, found = torch_launch(words), resolved(words)
+    assert launch.nproc_per_node * launch.max_nodes == found.num_processes
+    assert found.training_script == "train.py" and Path("configs", found.training_script_args[-1]).is_file()
+    if launch.max_nodes > 1:
+        assert (launch.rdzv_endpoint, launch.rdzv_configs["rank"]) == ("first-host:29500", 2)
+
+
+def test_the_example_of_several_machines_says_how_long_they_wait_for_one_that_is_gone(monkeypatch):
+    said = comment_of(Path("configs/accelerate/nodes4.yaml"))
+    minutes, hours = int(re.search(r"(\d+) minutes", said)[1]), int(re.search(r"(\d+) hours", said)[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (minutes, hours) == (round(patience(DataConfig()).total_seconds() / 60), distributed.PATIENCE // 3600)
+
+
 @pytest.mark.parametrize(
     ("environment", "refused"),
     [
-        ({"LOCAL_WORLD_SIZE": "8"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "False"}, True),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, False),
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, False),
-        ({"LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, False),
-        ({"LOCAL_WORLD_SIZE": "1"}, False),
-        ({}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "8 processes were launched, 8 of them on this machine"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, "4 processes were launched, 1 of them on this machine"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, "8 processes"),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "False"}, "8 processes"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, "8 processes"),
+        ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, None),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, None),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, None),
+        ({}, None),
     ],
 )
 def test_processes_for_gpus_are_refused_where_there_are_none(monkeypatch, environment, refused):
-    for name in ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if refused:
-        with pytest.raises(UserError, match=r"8 processes were launched on this machine, where torch .* finds no GPU"):
+        with pytest.raises(UserError, match=rf"{refused}.*, where torch .* finds no GPU; mend the driver"):
             require_devices()
     else:
         require_devices()
@@ -92,7 +119,7 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
     done = subprocess.run(
         [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode != 0 and "2 processes were launched on this machine" in done.stderr
+    assert done.returncode != 0 and "2 processes were launched, 2 of them on this machine" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model
 from salaad.training.fitting import changes_that_fit
-from salaad.training.prediction import memory_of, predict, prediction_table, unused_cores
+from salaad.training.prediction import memory_of, predict, prediction_table, short_patience, unused_cores
 
 
 def setup(*words: str):
@@ -199,3 +199,44 @@ def test_a_device_only_predicts():
 def test_every_device_has_all_precisions():
     assert all(set(device.peaks) == {"fp32", "tf32", "bf16-mixed", "bf16"} for device in GPUS.values())
     assert all(isinstance(device, Gpu) for device in GPUS.values())
+
+
+# ---- how long a stop takes
+
+
+@pytest.fixture
+def a100(monkeypatch):
+    """A process of torch's launcher on a machine with this GPU."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+
+
+def test_a_run_says_that_its_launcher_has_too_little_patience_for_its_steps_and_its_checkpoint(a100, monkeypatch):
+    config, _ = read_command_line(["--config", "1b"])
+    description = describe_model(config.model, 256)
+    step = sum(predict(config, description, GPUS["a100"], 8).values())
+    said = short_patience(config, description, 8)
+    assert f"about {3 * step + 28.15:.0f} s (3 steps of {step:.1f} s and a checkpoint of 28.1 GB at 1 GB/s)" in said
+    assert "kills it after 30 s; start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", said.split("TIMEOUT=")[1].split()[0])
+    assert short_patience(config, description, 8) is None  # who does as it says is not told again
+
+
+def test_a_run_that_stops_in_time_or_that_no_such_launcher_kills_says_nothing(a100, monkeypatch):
+    config, description = setup("--train.precision=bf16-mixed")
+    assert short_patience(config, description, 8) is None
+    large, _ = read_command_line(["--config", "1b"])
+    description = describe_model(large.model, 256)
+    assert short_patience(large, description, 8)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert short_patience(large, description, 8) is None
+
+
+def test_the_table_counts_the_steps_before_a_save():
+    config, description = setup()
+    [row] = [line for line in prediction_table(config, description, "h100").splitlines() if line.startswith("| a stop")]
+    shown = [float(cell) for cell in row.split("|")[2:-1]]
+    step = sum(predict(config, description, GPUS["h100"], 1).values())
+    assert shown[0] == round(3 * step + 367.97e6 * 12 / 1e9 + 24 * (4 * 1024**2 + 3 * 1024 * 2736) * 10 / 1e9)

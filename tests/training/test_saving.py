@@ -1,7 +1,11 @@
 """What --dry-run says of a checkpoint: against counts by hand, and against the time of a save on a slow disk."""
 
+import io
 import time
+from contextlib import redirect_stderr
 from dataclasses import replace
+from importlib import import_module
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +13,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from salaad.common import distributed
+from salaad.common import distributed, files
+from salaad.common.errors import NotSavedError
+from salaad.common.files import verify
 from salaad.common.hashed_files import HashedFile
 from salaad.config.command_line import read_command_line
 from salaad.methods.registry import method_of
@@ -18,6 +24,7 @@ from salaad.model.loss import SummedLoss
 from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.training.plan import plan_table
 from salaad.training.saving import plan_saving
+from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts
 from tests.helpers.ranks import run_ranks
 
@@ -68,7 +75,7 @@ def test_the_plan_says_how_long_a_save_takes_and_a_launcher_waits():
     text = plan_table(config, describe_model(config.model, 256), 8)
     assert "28.15 GB (weights 5.36, optimizer state 10.71, L, S and dual 12.08), 6.87 by the fullest process" in text
     assert "6.9 where a process writes 1 GB/s, 28.1 where all together do" in text
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in text
+    assert "up to 3 steps, then a save; a launcher waits 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more" in text
 
 
 # ---- on a slow disk
@@ -78,37 +85,38 @@ SMALL += ["--model.num_hidden_layers=2", "--model.vocab_size=512", "--salaad.emb
 ALONE = 8.0  # seconds in which the slow disk would take what the first of two ranks wrote if it wrote all moments
 
 
-def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
-    """Of one checkpoint, each rank with a disk of its own that takes so many bytes a second."""
+def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, SimpleNamespace]:
+    """The parts of a run after a step, and its records."""
     config, _ = read_command_line(SMALL)
     model = model_source(config.model, config.data.sequence_length).build(config.seed, None, None)
     method = method_of(config)(model, config)
     optimizer, schedule = method.build_optimizer()
+    if sharded:
+        shard(optimizer)
     ids = torch.zeros(2, 8, dtype=torch.int64)
     SummedLoss(model)(ids, ids).backward()
     optimizer.step()
+    parts = TrainingParts(None, model, AutoTokenizer.from_pretrained(tokenizer), method, optimizer, schedule, sharded)
+    return parts, SimpleNamespace(secure=lambda: None)
 
-    write, save_pretrained = HashedFile.write, model.save_pretrained
+
+def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
+    """Of one checkpoint, each rank with a disk of its own that takes so many bytes a second."""
+    parts, recorder = small_run(tokenizer)
+    write = HashedFile.write
 
     def write_slowly(self: HashedFile, data: bytes | memoryview) -> int:
         time.sleep(len(data) / rate)
         return write(self, data)
 
-    def save_slowly(path: Path) -> None:
-        time.sleep(sum(p.nbytes for p in model.parameters()) / rate)
-        save_pretrained(path)
-
-    parts = TrainingParts(None, model, AutoTokenizer.from_pretrained(tokenizer), method, optimizer, schedule)
-    recorder = SimpleNamespace(secure=lambda: None)
-
     def seconds_of(step: int) -> float:
         distributed.barrier()
         begun = time.monotonic()
-        Checkpoints(folder).save(step, lambda partial: parts.write(partial, RunState(), recorder))
+        Checkpoints(folder).save(step, parts.writer(RunState(), recorder))
         return time.monotonic() - begun
 
     seconds_of(1)  # imports what is imported late
-    HashedFile.write, model.save_pretrained = write_slowly, save_slowly
+    HashedFile.write = write_slowly
     return seconds_of(2)
 
 
@@ -120,3 +128,76 @@ def test_a_save_takes_as_long_as_the_fullest_of_two_ranks_writes(tmp_path, tiny_
     for seconds in run_ranks(seconds_of_a_save, 2, tmp_path, tmp_path / "checkpoints", tiny_tokenizer_dir, rate):
         # The plan counts singular vectors too, which these blocks do not have yet.
         assert 0.9 * plan.most / rate < seconds < 0.5 * (plan.most / rate + ALONE)
+
+
+def slow_save(folder: Path, tokenizer: str, rate: float) -> tuple[float, float, str]:
+    """Seconds of a save where rank 1's disk alone is slow, a sum over devices after it, and what this rank said."""
+    distributed.TOLD_AFTER = 1
+    with redirect_stderr(io.StringIO()) as said:
+        seconds = seconds_of_a_save(folder, tokenizer, rate if distributed.rank() else inf)
+    return seconds, float(distributed.all_sum(torch.ones(1))), said.getvalue()
+
+
+def test_a_save_that_takes_longer_than_devices_may_is_waited_for_and_whole(tmp_path, tiny_tokenizer_dir):
+    config, _ = read_command_line(SMALL)
+    plan = plan_saving(config, outline(describe_model(config.model, config.data.sequence_length)), 2)
+    limit, order = 5, (tmp_path / "checkpoints", tiny_tokenizer_dir, plan.most / 9)
+    found = run_ranks(slow_save, 2, tmp_path, *order, timeout=limit)
+    assert all(seconds > limit and total == 2 for seconds, total, _ in found)
+    assert "rank 0 has waited 5 s for rank 1" in found[0][2]
+    newest = Checkpoints(tmp_path / "checkpoints").newest_whole()
+    assert newest == (tmp_path / "checkpoints" / "step-0000002", [])
+
+
+def test_no_large_file_of_a_checkpoint_is_read_again_for_its_checksum(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    read, digest = set(), files._digest
+    monkeypatch.setattr(files, "_digest", lambda path: read.add(path.name) or digest(path))
+    parts, recorder = small_run(tiny_tokenizer_dir)
+    saved = Checkpoints(tmp_path).save(1, parts.writer(RunState(), recorder))
+    sizes = {path.name: path.stat().st_size for path in saved.rglob("*") if path.is_file()}
+    largest = {"model.safetensors", "optimizer.pt", "shard-00000-of-00001.safetensors"}
+    assert largest == {name for name, size in sizes.items() if size > 50_000}
+    assert read == sizes.keys() - largest - {"checksums.json"}
+
+
+# ---- a rank that has no memory left
+
+
+def saves_of_which_one_fails(folder: Path, tokenizer: str, sharded: bool, place: tuple[str, str]) -> list[str]:
+    """What three saves end in, in the second of which rank 1 fails at a function; then it sums on."""
+    parts, recorder = small_run(tokenizer, sharded)
+    module, ended = import_module(place[0]), []
+    whole = getattr(module, place[1])
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    for step in (1, 2, 3):
+        if distributed.rank() == 1:
+            setattr(module, place[1], fails if step == 2 else whole)
+        try:
+            Checkpoints(folder).save(step, parts.writer(RunState(), recorder))
+            ended.append("saved")
+        except NotSavedError as error:
+            ended.append(str(error))
+    assert float(distributed.all_sum(torch.ones(1))) == 2
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("sharded", "place"),
+    [
+        (False, ("salaad.methods.salaad.storage", "norm_of")),
+        (False, ("salaad.methods.salaad.storage", "write_tensors")),
+        (True, ("salaad.training.state", "second_moments")),
+        (True, ("salaad.training.state", "save_optimizer")),
+    ],
+)
+def test_a_rank_without_memory_costs_a_checkpoint_and_no_rank_waits_for_it(
+    tmp_path, tiny_tokenizer_dir, sharded, place
+):
+    folder = tmp_path / "checkpoints"
+    order = (folder, tiny_tokenizer_dir, sharded, place)
+    assert run_ranks(saves_of_which_one_fails, 2, tmp_path, *order) == [["saved", "out of memory", "saved"]] * 2
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-0000001", "step-0000003"]
+    verify(folder / "step-0000003", alone=True)

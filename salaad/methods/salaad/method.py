@@ -1,6 +1,6 @@
 """SALAAD as a method: the penalty during backward, the ADMM on its schedule, L + S beside X at evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -129,8 +129,14 @@ class SalaadMethod(Method):
     def state_bytes(self) -> int:  # noqa: D102
         return sum(value.nbytes for s in self.salaad.surrogates.values() for value in s.state_dict().values())
 
-    def save(self, folder: Path) -> dict[str, str]:  # noqa: D102
-        return {f"surrogate/{name}": digest for name, digest in self.salaad.write(folder / "surrogate").items()}
+    def writer(self) -> Callable[[Path], dict[str, str]]:  # noqa: D102
+        index = self.salaad.index()
+
+        def write(folder: Path) -> dict[str, str]:
+            written = self.salaad.write(folder / "surrogate", index)
+            return {f"surrogate/{name}": digest for name, digest in written.items()}
+
+        return write
 
     def load(self, folder: Path) -> None:  # noqa: D102
         load_surrogates(self.salaad.surrogates, folder / "surrogate")

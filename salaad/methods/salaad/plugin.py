@@ -7,7 +7,7 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -339,24 +339,34 @@ class Salaad:
         Raises:
             UserError: the folder is there, or cannot be written.
         """
-        storage.save_folder(Path(folder), (self.model, tokenizer), self.write_all)
+        storage.save_folder(Path(folder), (self.model, tokenizer), self.writer)
 
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write all that `load` reads beside the model's weights, into a folder that is there; collective.
+    def index(self) -> dict[str, Any]:
+        """What `write` writes beside tensors: settings, counts, every rank's blocks and their norms; collective.
+
+        Raises:
+            NotSavedError: a rank has no memory for it.
+        """
+        return storage.index_of(self.surrogates, self.weights, settings=asdict(self.config), **self.counts())
+
+    def write(self, folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
+        """Write all that `load` reads beside the model's weights, into a folder that is there; exchanges nothing.
 
         Returns:
             Name → SHA-256 of this rank's large file.
         """
-        norms = {name: storage.norm_of(X) for name, X in self.weights.items()}
-        return storage.save_surrogates(
-            self.surrogates, folder, {"settings": asdict(self.config), **self.counts(), "norms": norms}
-        )
+        return storage.save_surrogates(self.surrogates, folder, index)
 
-    def write_all(self, folder: Path) -> None:
-        """The same, and what the optimizer knows of the gradients, by which compress.py cuts; collective."""
-        self.write(folder)
-        if distributed.rank() == 0:
-            save_second_moments(self.second_moments(), folder)
+    def writer(self) -> Callable[[Path], None]:
+        """What writes the same and what the optimizer knows of the gradients, by which compress.py cuts; collective."""
+        index = self.index()
+
+        def write(folder: Path) -> None:
+            self.write(folder, index)
+            if distributed.rank() == 0:
+                save_second_moments(self.second_moments(), folder)
+
+        return write
 
     def second_moments(self) -> Moments:
         """Of the optimizer that moves the weights; none before its first step."""

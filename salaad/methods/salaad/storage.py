@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,44 +20,66 @@ from salaad.methods.salaad.surrogate import Surrogate, target_of
 from salaad.model.weight_headers import FLOATS, is_count
 
 FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
+_AT_ONCE = 2**20  # entries of a weight whose squares are summed at once
 
 
-def save_surrogates(
-    surrogates: Mapping[str, Surrogate], folder: Path, about: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-    """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; collective.
+def index_of(
+    surrogates: Mapping[str, Surrogate], weights: Mapping[str, Tensor] | None = None, **about: Any
+) -> dict[str, Any]:
+    """The index of the shards that all ranks are about to write, the same on every rank; collective.
+
+    Args:
+        surrogates: block → its state, of the blocks that this rank owns.
+        weights: block → weight, which is then known again by its norm.
+        about: what else the index is to say, the same on every rank.
+
+    Raises:
+        NotSavedError: a rank has no memory for it.
+    """
+
+    def mine() -> tuple[dict[str, Any], dict[str, float]]:
+        entries = {
+            name: {"file": _shard(), "shape": list(s.T.shape), "rho": s.rho, "rank": s.rank, "nnz": s.nnz}
+            for name, s in surrogates.items()
+        }
+        return entries, {name: norm_of(weights[name]) for name in (surrogates if weights else ())}
+
+    blocks, norms = map(ChainMap, *distributed.together(mine))
+    return {"format": FORMAT, **about, "norms": dict(norms), "blocks": dict(blocks)}
+
+
+def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    """Write this rank's surrogates as one shard, and on rank 0 the index of all; exchanges nothing.
 
     Args:
         surrogates: block → its state, of the blocks that this rank owns.
         folder: one that is there.
-        about: what else the index is to say, the same on every rank.
+        index: from `index_of`.
 
     Returns:
         Name → SHA-256 of the shard.
     """
-    shard = f"shard-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
     tensors = {
         f"{name}/{key}": value
         for name, surrogate in surrogates.items()
         for key, value in surrogate.state_dict().items()
     }
-    entries = {
-        name: {"file": shard, "shape": list(s.T.shape), "rho": s.rho, "rank": s.rank, "nnz": s.nnz}
-        for name, s in surrogates.items()
-    }
-    index = {name: entry for part in distributed.gather(entries) for name, entry in part.items()}
-    if distributed.rank() == 0 and index:
-        write_json({"format": FORMAT, **(about or {}), "blocks": index}, folder / "index.json")
-    return {shard: write_tensors(tensors, folder / shard)} if tensors else {}
+    if distributed.rank() == 0 and index["blocks"]:
+        write_json(index, folder / "index.json")
+    return {_shard(): write_tensors(tensors, folder / _shard())} if tensors else {}
 
 
-def save_folder(folder: Path, parts: Iterable[Any], write: Callable[[Path], None]) -> None:
+def _shard() -> str:
+    return f"shard-{distributed.rank():05d}-of-{distributed.world_size():05d}.safetensors"
+
+
+def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callable[[Path], None]]) -> None:
     """A new folder, whole or not at all; collective.
 
     Args:
         folder: one that is not there yet.
         parts: a model and a tokenizer, of which rank 0 saves what has a `save_pretrained`.
-        write: writes every rank's share of `surrogate/`.
+        writer: collective; gives what writes this rank's share of `surrogate/` and exchanges nothing.
 
     Raises:
         UserError: the folder is there, or cannot be written.
@@ -77,6 +100,7 @@ def save_folder(folder: Path, parts: Iterable[Any], write: Callable[[Path], None
     distributed.first_decides(lambda: require_new(folder))
     try:
         distributed.together(prepare, only=0)
+        write = writer()
         distributed.together(lambda: write(partial / "surrogate"))
         distributed.together(finish, only=0)
     except NotSavedError as error:
@@ -87,8 +111,9 @@ def save_folder(folder: Path, parts: Iterable[Any], write: Callable[[Path], None
 
 
 def norm_of(X: Tensor) -> float:
-    """‖X‖_F, by which a weight is known again."""
-    return float(torch.linalg.vector_norm(X.detach().double()))
+    """‖X‖_F, by which a weight is known again; summed in float64, of which there is never a whole copy."""
+    rows = X.detach().split(max(1, _AT_ONCE // X.shape[1]))
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.double()) for part in rows])))
 
 
 def load_surrogates(

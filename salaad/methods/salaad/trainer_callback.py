@@ -94,7 +94,8 @@ class SalaadCallback(TrainerCallback):
         final = _checkpoint(args, state.global_step) / "surrogate"
         partial = final.with_name(".partial-surrogate")
         distributed.together(lambda: partial.mkdir(parents=True, exist_ok=True), only=0)
-        distributed.together(lambda: self.salaad.write_all(partial))
+        write = self.salaad.writer()
+        distributed.together(lambda: write(partial))
         distributed.together(lambda: partial.replace(final), only=0)
 
     def on_train_end(

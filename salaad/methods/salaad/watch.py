@@ -48,7 +48,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
         self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
-        self._compressors: list[str] = []  # at that time
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # at that time
         self._optimizer: weakref.ref[Optimizer] | None = None  # that took it
         # The hook is one of the process and must not keep the model.
         noticing = weakref.WeakMethod(self._notice)
@@ -77,7 +77,7 @@ class Watch:
             self._missed |= pending
             if self._scalers is None:
                 self._scalers = _scalers_of(optimizer)
-                self._compressors = _compressors_of(self._weights.values())
+                self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
                 self._optimizer = weakref.ref(optimizer)
 
     def check(self, scaler: Any) -> None:
@@ -116,11 +116,12 @@ class Watch:
                 "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
                 "Salaad(model, config, scaler=scaler)"
             )
-        if self._compressors:
-            raise UserError(
-                f"DistributedDataParallel sends gradients through {self._compressors[0]}, in whose few digits the "
-                "penalty would be lost; register no communication hook"
-            )
+        for wrapper in filter(None, (reference() for reference in self._wrappers)):
+            for hook in _compressors_of(wrapper):
+                raise UserError(
+                    f"DistributedDataParallel sends gradients through {hook}, in whose few digits the penalty would be "
+                    "lost; register no communication hook"
+                )
 
 
 def _check(name: str, X: nn.Parameter) -> None:
@@ -146,14 +147,21 @@ def _check(name: str, X: nn.Parameter) -> None:
         )
 
 
-def _compressors_of(weights: Iterable[nn.Parameter]) -> list[str]:
-    """Names of the communication hooks of whatever wraps these weights for data parallelism, but for the plain mean."""
+def _wrappers_of(weights: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
+    """What wraps these weights for data parallelism, found among all objects of the process: once."""
     if distributed.world_size() == 1:
         return []
     mine = {id(X) for X in weights}
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    around = [wrapper for wrapper in wrappers if any(id(p) in mine for p in wrapper.parameters())]
-    return [hook.__name__ for wrapper in around for hook, _ in wrapper._comm_hooks if hook is not allreduce_hook]
+    return [wrapper for wrapper in wrappers if any(id(p) in mine for p in wrapper.parameters())]
+
+
+def _compressors_of(wrapper: DistributedDataParallel) -> list[str]:
+    """Names of its communication hooks, but for the plain mean."""
+    hooks = [hook.__name__ for hook, _ in wrapper._comm_hooks if hook is not allreduce_hook]
+    # Those that torch has built in are in no list; the wrapper's own log has their name.
+    logged = wrapper._get_ddp_logging_data().get("comm_hook") or ""
+    return hooks + [logged] * (logged.startswith("BuiltinCommHookType") and not logged.endswith("ALLREDUCE"))
 
 
 def _scalers_of(optimizer: Optimizer) -> list[Any]:
