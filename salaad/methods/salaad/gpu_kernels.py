@@ -29,7 +29,7 @@ def divide_kernel(X, L, old_R, R, T, thresholds, partial, size, tiles, BLOCK: tl
         tiles: programs of a block.
         BLOCK: entries of a program, a power of 2.
     """
-    tile, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # a block may have 2³¹ entries
     i = tile * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     at = block * size + i
