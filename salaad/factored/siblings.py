@@ -42,6 +42,8 @@ class Siblings:
     def linear(self, layer: SlrLinear, x: Tensor) -> Tensor | None:
         """y (…×n) of one layer for x (…×m); None where the group cannot be computed together."""
         waiting, versions = self._waiting, self._versions(x)
+        if versions is None:
+            return None
         if waiting is not None and waiting.results:
             if waiting.x() is x and waiting.versions == versions and layer in waiting.results:
                 return waiting.results.pop(layer)
@@ -51,16 +53,18 @@ class Siblings:
         products = [each._native(x) for each in self.layers]
         if not products or not _fit(products, x):
             return None
-        biases = [each.bias for each in self.layers]
-        found = dict(zip(self.layers, gpu_products.linear_of_several(products, x, biases), strict=True))
+        parts, biases = [each._tensors for each in self.layers], [each.bias for each in self.layers]
+        results = gpu_products.linear_of_several(products, parts, x, biases)
+        found = dict(zip(self.layers, results, strict=True))
         y = found.pop(layer)
         self._waiting = _Waiting(weakref.ref(x), versions, found)
         return y
 
-    def _versions(self, x: Tensor) -> tuple[int, ...]:
-        """How often x and the weights were written to, as far as torch counts: it does not for inference tensors."""
+    def _versions(self, x: Tensor) -> tuple[int, ...] | None:
+        """How often x and the weights were written to; None where torch does not count, as of inference tensors."""
         weights = (each._parameters[name] for each in self.layers for name in ("U", "V", "S_values"))
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (x, *weights))
+        tensors = (x, *weights, *(each.bias for each in self.layers if each.bias is not None))
+        return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without results that wait."""
