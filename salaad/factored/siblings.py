@@ -5,6 +5,7 @@ layers are made by the same launches and wait until they are asked for. A model'
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from salaad.factored import gpu_products
 from salaad.factored.layers import SlrLinear, SlrWeight
+from salaad.model.roles import role_of
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Role → what all layers of these roles in one module are given, where they have one width.
+_GIVEN = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward", "up": "feed-forward"}
 _MOST_WASTED = 8  # times that results were not asked for, after which a group is given up
 
 
@@ -79,14 +82,17 @@ def _fit(products: list, x: Tensor) -> bool:
 
 
 def join_siblings(layers: Mapping[str, SlrWeight]) -> None:
-    """Make groups of the layers (by module name) whose names say that they are given the same x."""
-    for name in layers:
-        own = name.rpartition(".")[2]
-        group = next((group for group in GROUPS if group[0] == own), ())
-        names = [name.removesuffix(own) + end for end in group]
-        together = tuple(layers[each] for each in names if each in layers)
-        linear = all(isinstance(layer, SlrLinear) and layer.nnz for layer in together)
-        if len(together) > 1 and linear and len({layer.in_features for layer in together}) == 1:
-            siblings = Siblings(together)
-            for layer in together:
-                layer.siblings = siblings
+    """Make groups of the layers (by module name) whose roles say that they are given the same x.
+
+    A layer with an empty S stays alone: two thin products are all that it needs.
+    """
+    groups = defaultdict(list)
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        given = None if own.isdigit() else _GIVEN.get(role_of(name))  # experts by number have each their own x
+        if given and isinstance(layer, SlrLinear) and layer.nnz:
+            groups[parent, given, layer.in_features].append(layer)
+    for together in groups.values():
+        siblings = Siblings(tuple(together)) if len(together) > 1 else None
+        for layer in together:
+            layer.siblings = siblings

@@ -224,6 +224,18 @@ def test_a_group_whose_results_nobody_asks_for_is_given_up(attention, launched):
     assert set(launched) == {1, 3} and launched[-1] == 1
 
 
+def test_a_layer_without_entries_leaves_the_others_of_its_group_together(launched):
+    module = Attention().requires_grad_(False)
+    layers = {
+        name: parts(one.out_features, 24, 2, 0 if name == "k_proj" else 10) for name, one in module.named_children()
+    }
+    factor(module, layers)
+    x = torch.randn(2, 24)
+    found, exact = module.requires_grad_(False)(x), expected_of(module, map(dense, layers.values()), x)
+    assert all(distance(y, z) < 1e-6 for y, z in zip(found, exact, strict=True))
+    assert launched == [2]
+
+
 def test_a_model_in_parts_computes_what_the_dense_one_does(launched):
     model = llama()
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "lm_head"]

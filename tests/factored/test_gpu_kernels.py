@@ -221,6 +221,32 @@ def test_a_copy_of_grouped_layers_is_a_group_of_its_own():
     assert model["up_proj"].siblings.layers == tuple(model.values())
 
 
+def test_layers_are_given_the_same_x_by_their_roles_and_widths():
+    widths = {
+        "decoder.0.self_attn.q_proj": 8,
+        "decoder.0.self_attn.k_proj": 8,
+        "decoder.0.self_attn.v_proj": 8,
+        "decoder.0.self_attn.out_proj": 8,
+        "decoder.0.fc1": 8,
+        "layers.1.self_attn.q_a_proj": 8,  # DeepSeek's, of which the second ones are given each their own
+        "layers.1.self_attn.kv_a_proj_with_mqa": 8,
+        "layers.1.self_attn.q_b_proj": 6,
+        "layers.1.self_attn.kv_b_proj": 5,
+        "layers.2.mlp.experts.0.gate_proj": 8,
+        "layers.2.mlp.experts.0.up_proj": 8,
+        "layers.2.mlp.experts.1.gate_proj": 8,
+        "layers.3.mlp.experts.gate_up_proj.0": 8,
+        "layers.3.mlp.experts.gate_up_proj.1": 8,
+        "h.0.attn.c_attn": 8,
+    }
+    layers = {name: SlrLinear.from_slr(parts(7, width, 2, 5)) for name, width in widths.items()}
+    join_siblings(layers)
+    names = {layer: name for name, layer in layers.items()}
+    groups = {tuple(names[one] for one in layer.siblings.layers) for layer in names if layer.siblings}
+    every = list(layers)
+    assert groups == {tuple(every[:3]), tuple(every[5:7]), tuple(every[9:11])}
+
+
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # whoever imports it is told that it is not there
