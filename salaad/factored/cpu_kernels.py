@@ -61,17 +61,16 @@ class Products:
 
     Args:
         shape: (n, m).
-        parts: the tensors that the calls will have.
+        rank: r of U·V.
+        addresses: of the tensors that the calls will have.
     """
 
     on_cpu, joins = True, False  # no launches that several layers could share
     __slots__ = ("_S_alone", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
 
-    def __init__(self, shape: tuple[int, int], parts: Parts) -> None:
-        self.n, self.m, self.rank = *shape, len(parts[1])
-        self._work = self.rank * sum(shape)
-        addresses = [tensor.data_ptr() for tensor in parts]
-        self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
+    def __init__(self, shape: tuple[int, int], rank: int, *addresses: int) -> None:
+        self.n, self.m, self.rank, self._work = *shape, rank, rank * sum(shape)
+        self._weights = Weight(*shape, rank, *addresses), Weight(*shape, 0, *addresses)
         self._whole, self._S_alone = map(ctypes.addressof, self._weights)
         self._linear, self._rows = library()
 
@@ -143,7 +142,11 @@ def products(shape: tuple[int, int], parts: Parts) -> Products | None:
     numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
     if not (numbers and all(part.is_cpu and part.is_contiguous() for part in parts) and library()):
         return None
-    return Products(shape, parts)
+    return _products_at(shape, len(V), *(part.data_ptr() for part in parts))
+
+
+# A compiled model asks for the products in every call of a layer.
+_products_at = functools.lru_cache(maxsize=4096)(Products)
 
 
 def is_intercepted() -> bool:

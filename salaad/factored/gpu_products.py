@@ -64,17 +64,19 @@ class Products:
 
     Args:
         shape: (n, m).
-        parts: what the tensors of the calls are like.
+        rank: r of U·V.
+        nnz: entries of S.
+        kinds: dtypes of the numbers and of the columns of S.
+        device: where the tensors lie.
     """
 
     on_cpu, joins = False, True  # several layers can share launches
 
-    def __init__(self, shape: tuple[int, int], parts: Parts) -> None:
-        U, V, _, columns, values = parts
-        self.n, self.m, self.rank = *shape, len(V)
-        self.device, self.kinds = U.device, (U.dtype, columns.dtype)
-        gpu = gpu_of(U.device)
-        self._fewest_for_dense = fewest_rows_for_dense(shape, self.rank, len(values), U.dtype, gpu)
+    def __init__(
+        self, shape: tuple[int, int], rank: int, nnz: int, kinds: tuple[torch.dtype, torch.dtype], device: torch.device
+    ) -> None:
+        self.n, self.m, self.rank, self.kinds, self.device = *shape, rank, kinds, device
+        self._fewest_for_dense = fewest_rows_for_dense(shape, rank, nnz, kinds[0], gpu_of(device))
 
     def takes(self, x: Tensor) -> bool:
         """Whether x has the device and, unless it holds row numbers, the dtype of the weights."""
@@ -125,7 +127,12 @@ def products(shape: tuple[int, int], parts: Parts) -> Products | None:
     if unfit:
         native.warn_of_torch(f"a layer of {shape[0]}×{shape[1]} has {unfit}", device)
         return None
-    return Products(shape, parts)
+    U, V, _, columns, values = parts
+    return _products_like(shape, len(V), len(values), (U.dtype, columns.dtype), device)
+
+
+# A compiled model asks for the products in every call of a layer.
+_products_like = functools.lru_cache(maxsize=4096)(Products)
 
 
 def _unfit(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> str | None:

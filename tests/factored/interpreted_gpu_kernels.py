@@ -19,8 +19,9 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """A product that happens to be near zero would have a large relative error."""
+    """A product that happens to be near zero would have a large relative error; and no products of another test."""
     torch.manual_seed(0)
+    gpu_products._products_like.cache_clear()
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ class Weights(TorchDispatchMode):
 @pytest.fixture
 def model(monkeypatch) -> nn.Sequential:
     """Layers of one size, whose weights are made dense for as many rows as there are here."""
+    gpu_products._products_like.cache_clear()
     monkeypatch.setattr(gpu_products, "fewest_rows_for_dense", lambda *_: ROWS)
     monkeypatch.setattr(cpu_kernels, "is_intercepted", lambda: False)  # by the mode above
     return nn.Sequential(*(SlrLinear.from_slr(parts(WIDTH, WIDTH, 2, 50, seed=i)) for i in range(LAYERS)))
