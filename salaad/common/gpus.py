@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from salaad.common.gpu_names import known_as
 from salaad.spectral.cost import RATES, Rates
 
 
@@ -45,6 +46,6 @@ GPUS = {
 }
 
 
-def gpu_called(name: str) -> Gpu:
-    """The GPU by the name that its driver gives; one that is not known is taken for an A100."""
-    return next((gpu for known, gpu in GPUS.items() if known in name.lower()), GPUS["a100"])
+def gpu_of(device: torch.device) -> Gpu:
+    """The data sheet that a device goes by: that of an A100 for a GPU that is not known, with a warning."""
+    return GPUS[known_as(device)]

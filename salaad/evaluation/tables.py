@@ -74,7 +74,8 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     Rows that the file holds already stay, except those that a new row with the same settings replaces.
     """
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
-    measured = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
+    figures = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
+    measured = (*figures, "device", "triton")  # what is measured again elsewhere takes the place of what was
 
     def identity(row: Mapping[str, Any]) -> str:
         return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from salaad.common import native
 from salaad.common.files import digest_of, read_json_lines
 from salaad.compression.deployment import Deployment, own_text
 from salaad.compression.variants import Variant
@@ -69,7 +70,8 @@ class VariantEvaluation:
     def __call__(self, variant: Variant) -> dict[str, Any]:
         """The row of results of a variant: perplexity, parameters and the settings they belong to.
 
-        It takes one pass over the text unless the result is cached.
+        It takes one pass over the text unless the result is cached. `device` and `triton` tell which device computed
+        it, and whether our kernels for GPUs could be used there; rows cached by older versions have neither.
         """
         deployment = self.deployment
         of = {
@@ -86,6 +88,7 @@ class VariantEvaluation:
         if key not in self.cached:
             with deployment.opened(variant, getattr(torch, self.dtype)) as (model, parameters, kappa):
                 result = evaluate(SummedLoss(model), self._batches(variant.name), model.device)
+                device = model.device
             row = {
                 "perplexity": result.perplexity,
                 "loss": result.loss,
@@ -93,6 +96,8 @@ class VariantEvaluation:
                 "tokens": result.tokens,
                 "parameters": parameters,
                 "implied_kappa": kappa,
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "triton": native.uses_triton(device),
             }
             self.cached[key] = {"of": of, **row}
             with suppress(OSError):  # without a writable cache the next call only takes longer

@@ -1,18 +1,13 @@
 """The compiled product of a factored layer under autograd."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import is_autocast_available
 
 from salaad.factored import operators
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
-    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
+from salaad.factored.autocast import without_autocast
+from salaad.factored.parts import positions
 
 
 class CompiledLinear(torch.autograd.Function):
@@ -32,7 +27,8 @@ class CompiledLinear(torch.autograd.Function):
     ) -> Tensor:
         """y (…×n) of x (…×m)."""
         ctx.save_for_backward(x, U, V, starts, columns, values)
-        return products.linear(x, bias)
+        ctx.products = products
+        return products.linear(x, bias, (U, V, starts, columns, values))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -43,12 +39,12 @@ class CompiledLinear(torch.autograd.Function):
         G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         with without_autocast(gradient.device):
             return (
-                gradient @ operators.dense(U, V, starts, columns, values) if for_x else None,
+                gradient @ ctx.products.dense((U, V, starts, columns, values)) if for_x else None,
                 G.mT @ (rows @ V.mT) if for_U else None,
                 (G @ U).mT @ rows if for_V else None,
                 None,
                 None,
-                (G.mT @ rows).flatten()[operators.positions(starts, columns, len(V.mT))] if for_values else None,
+                (G.mT @ rows).flatten()[positions(starts, columns, len(V.mT))] if for_values else None,
                 G.sum(0) if for_bias else None,
                 None,
             )

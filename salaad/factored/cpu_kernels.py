@@ -25,6 +25,8 @@ from torch.autograd import forward_ad
 from salaad.common import native
 from salaad.common.cache_folder import cache_folder, made_once
 from salaad.common.errors import UserError
+from salaad.factored.autocast import without_autocast
+from salaad.factored.parts import Parts, positions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Sums may be reordered, since no loop could be vectorised otherwise; NaN and infinity keep their meaning.
@@ -52,19 +54,23 @@ class Weight(ctypes.Structure):
 
 
 class Products:
-    """Products with U·V + S (n×m), valid as long as its tensors keep their addresses.
+    """Products with U·V + S (n×m), valid for tensors of the same sizes at the same addresses, given with every call.
 
-    A call of a small layer takes microseconds, so everything that does not change between calls is prepared here.
+    A call of a small layer takes microseconds, so everything that does not change between calls is prepared here. The
+    tensors are not held: who takes them out of a layer, as offloading does, has them all.
+
+    Args:
+        shape: (n, m).
+        rank: r of U·V.
+        addresses: of the tensors that the calls will have.
     """
 
     on_cpu, joins = True, False  # no launches that several layers could share
-    __slots__ = ("_S_alone", "_U", "_V", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
+    __slots__ = ("_S_alone", "_linear", "_rows", "_weights", "_whole", "_work", "m", "n", "rank")
 
-    def __init__(self, shape: tuple[int, int], U: Tensor, V: Tensor, *S: Tensor) -> None:
-        self.n, self.m, self.rank = *shape, len(V)
-        self._U, self._V, self._work = U, V, self.rank * sum(shape)
-        addresses = [tensor.data_ptr() for tensor in (U, V, *S)]
-        self._weights = Weight(*shape, self.rank, *addresses), Weight(*shape, 0, *addresses)
+    def __init__(self, shape: tuple[int, int], rank: int, *addresses: int) -> None:
+        self.n, self.m, self.rank, self._work = *shape, rank, rank * sum(shape)
+        self._weights = Weight(*shape, rank, *addresses), Weight(*shape, 0, *addresses)
         self._whole, self._S_alone = map(ctypes.addressof, self._weights)
         self._linear, self._rows = library()
 
@@ -72,7 +78,7 @@ class Products:
         """Whether x, of a dtype that this module knows, lies where the weights do."""
         return x.is_cpu
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
 
         Raises:
@@ -84,8 +90,9 @@ class Products:
         x, rows, weight, add = x.contiguous(), x.numel() // width, self._whole, True
         if rows * self._work > _FEW and rows > 1:
             weight = self._S_alone
-            with torch.autocast("cpu", enabled=False):
-                y = F.linear(F.linear(x, self._V), self._U)
+            U, V, *_ = parts
+            with without_autocast(x.device):
+                y = F.linear(F.linear(x, V), U)
             y = y if bias is None else y.add_(bias)
         elif bias is not None:
             y = x.new_empty(*outer, self.n).copy_(bias)
@@ -95,7 +102,15 @@ class Products:
             self._linear(weight, rows, x.data_ptr(), y.data_ptr(), add, torch.get_num_threads())
         return y
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def dense(self, parts: Parts) -> Tensor:
+        """U·V + S (n×m); no second matrix of its size is made."""
+        U, V, starts, columns, values = parts
+        with without_autocast(U.device):
+            W = U @ V
+        W.view(-1).index_add_(0, positions(starts, columns, self.m), values)
+        return W
+
+    def rows(self, ids: Tensor, parts: Parts) -> Tensor:
         """Rows (…×m) of U·V + S at `ids` (…, int64).
 
         Raises:
@@ -104,31 +119,34 @@ class Products:
         ids, count = ids.contiguous(), ids.numel()
         add = count * self.rank * self.m > _FEW_IN_ROWS
         if add:
-            with torch.autocast("cpu", enabled=False):
-                y = F.embedding(ids, self._U) @ self._V
+            U, V, *_ = parts
+            with without_autocast(ids.device):
+                y = F.embedding(ids, U) @ V
         else:
-            y = self._V.new_empty(*ids.shape, self.m)
+            y = parts[1].new_empty(*ids.shape, self.m)
         weight = self._S_alone if add else self._whole
         if not self._rows(weight, count, ids.data_ptr(), y.data_ptr(), add, torch.get_num_threads()):
             raise IndexError(f"an index is outside the {self.n} rows of the embedding")
         return y
 
 
-def products(
-    shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
-) -> Products | None:
+def products(shape: tuple[int, int], parts: Parts) -> Products | None:
     """The compiled products with U·V + S (n×m).
 
     None where they cannot be used: tensors that are not on the CPU, not contiguous, not float32 with int32 indices, or
     of a subclass such as fake tensors; no compiler.
     """
-    tensors = (U, V, starts, columns, values)
-    if any(type(t) not in PLAIN for t in tensors):
+    if any(type(part) not in PLAIN for part in parts):
         return None
+    U, V, starts, columns, values = parts
     numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
-    if not (numbers and all(t.is_cpu and t.is_contiguous() for t in tensors) and library()):
+    if not (numbers and all(part.is_cpu and part.is_contiguous() for part in parts) and library()):
         return None
-    return Products(shape, *tensors)
+    return _products_at(shape, len(V), *(part.data_ptr() for part in parts))
+
+
+# A compiled model asks for the products in every call of a layer.
+_products_at = functools.lru_cache(maxsize=4096)(Products)
 
 
 def is_intercepted() -> bool:

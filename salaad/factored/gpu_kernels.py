@@ -17,16 +17,26 @@ How others store unstructured sparsity for decoding, what was taken and what not
   for many rows of x, with the whole weight in place of a tile: U·V must be made anyway, which a product of the vendor's
   library does best, S is added to it in place, and the dense product follows (`gpu_products`).
 
-Layers that share x (q, k, v; gate, up) are rows of one launch. A table in the device's memory holds a line per layer,
-so that a kernel does not depend on their number; its columns are the constants below.
+Layers that share x (q, k, v; gate, up) are rows of one launch. What a kernel has to know of them comes with the launch,
+as tuples: a table in the device's memory would have to outlive every CUDA graph that was captured with it.
 """
 
 import triton
 import triton.language as tl
 
-# A line of the table of layers: addresses, then sizes. `*_AT` count the numbers of a row of x before this layer's.
-LINE = tl.constexpr(10)
-V, U, STARTS, COLUMNS, VALUES, BIAS, RANK, N, HIDDEN_AT, Y_AT = map(tl.constexpr, range(10))
+# A layer as the kernels are given it: tensors (of which the bias may be None), then its sizes times `SIZE_UNIT`. Triton
+# compiles a kernel for each kind of integer, 1 and multiples of 16 among them; of these sizes there is one kind.
+V, U, STARTS, COLUMNS, VALUES, BIAS, Y, RANK, N = map(tl.constexpr, range(9))
+SIZE_UNIT = tl.constexpr(16)
+
+
+@triton.jit
+def _own(layers, FIELD: tl.constexpr):
+    """What this program's layer, that of its second number, has in a field."""
+    found = layers[0][FIELD]
+    for k in tl.static_range(1, len(layers)):
+        found = tl.where(tl.program_id(1) == k, layers[k][FIELD], found)
+    return found
 
 
 @triton.jit
@@ -55,71 +65,61 @@ def _add_entries_of_row(sums, starts, columns, values, i, x, m, batch, B: tl.con
     return sums
 
 
-@triton.jit
-def multiply_by_V(
-    layers, x, hidden, rows, m, NUMBER: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr, K: tl.constexpr
-):
+@triton.jit(do_not_specialize=["widest"])
+def multiply_by_V(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
     """hidden = x·Vᵀ of every layer, in float32: program (k, l, c) has row k of V of layer l and the c-th B rows of x.
 
+    Where every V lies at a multiple of 16 bytes, as Triton sees by itself, 16 bytes are read at once.
+
     Args:
-        layers: the table.
+        layers: a tuple for each, as above.
         x: rows×m.
-        hidden: for one layer after the other rows×rank.
+        hidden: layers × rows·widest, of which layer l has the first rows×rank of line l.
         rows: of x.
         m: width of x.
-        NUMBER: dtype of the weights.
-        ALIGNED: every V lies at a multiple of 16 bytes, so that eight numbers can be read at once.
+        widest: the largest rank.
         B: rows of x that a program has, a power of 2.
         K: columns at a time, a power of 2.
     """
-    k, line, first = tl.program_id(0).to(tl.int64), layers + tl.program_id(1) * LINE, tl.program_id(2) * B
-    rank = tl.load(line + RANK)
+    k, first, rank = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, RANK) // SIZE_UNIT
     if k < rank:
-        matrix = tl.load(line + V).to(tl.pointer_type(NUMBER))
-        if ALIGNED:
-            matrix = tl.multiple_of(matrix, 16)
         sums = tl.zeros((B, K), tl.float32)
-        sums = _add_row(sums, matrix, k, m, x + first.to(tl.int64) * m, rows - first, B, K)
+        sums = _add_row(sums, _own(layers, V), k, m, x + first * m, rows - first, B, K)
         b = first + tl.arange(0, B)
-        tl.store(hidden + rows * tl.load(line + HIDDEN_AT) + b * rank + k, tl.sum(sums, 1), mask=b < rows)
+        own = hidden + tl.program_id(1).to(tl.int64) * rows * widest
+        tl.store(own + b * rank + k, tl.sum(sums, 1), mask=b < rows)
 
 
-@triton.jit
-def multiply_by_U_and_S(
-    layers, x, hidden, y, rows, m, NUMBER: tl.constexpr, INDEX: tl.constexpr, B: tl.constexpr, K: tl.constexpr
-):
+@triton.jit(do_not_specialize=["widest"])
+def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
     """y = hidden·Uᵀ + x·Sᵀ + b of every layer: program (i, l, c) has row i of layer l and the c-th B rows of x.
 
     Args:
-        layers: the table.
+        layers: a tuple for each, as above.
         x: rows×m.
         hidden: what `multiply_by_V` wrote.
-        y: for one layer after the other rows×n.
         rows: of x.
         m: width of x.
-        NUMBER: dtype of the weights and of y.
-        INDEX: dtype of the columns of S.
+        widest: the largest rank.
         B: rows of x that a program has, a power of 2.
         K: columns or entries at a time, a power of 2.
     """
-    i, line, first = tl.program_id(0).to(tl.int64), layers + tl.program_id(1) * LINE, tl.program_id(2) * B
-    n = tl.load(line + N)
+    i, first, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, N) // SIZE_UNIT
     if i < n:
-        rank = tl.load(line + RANK)
-        starts = tl.load(line + STARTS).to(tl.pointer_type(tl.int32))
-        columns = tl.load(line + COLUMNS).to(tl.pointer_type(INDEX))
-        values = tl.load(line + VALUES).to(tl.pointer_type(NUMBER))
+        starts, columns, values = _own(layers, STARTS), _own(layers, COLUMNS), _own(layers, VALUES)
         sums = tl.zeros((B, K), tl.float32)
-        sums = _add_entries_of_row(sums, starts, columns, values, i, x + first.to(tl.int64) * m, m, rows - first, B, K)
-        matrix = tl.load(line + U).to(tl.pointer_type(NUMBER))
-        vectors = hidden + rows * tl.load(line + HIDDEN_AT) + first * rank
-        sums = _add_row(sums, matrix, i, rank, vectors, rows - first, B, K)
+        sums = _add_entries_of_row(sums, starts, columns, values, i, x + first * m, m, rows - first, B, K)
+        rank = _own(layers, RANK) // SIZE_UNIT
+        vectors = hidden + tl.program_id(1).to(tl.int64) * rows * widest + first * rank
+        sums = _add_row(sums, _own(layers, U), i, rank, vectors, rows - first, B, K)
         total = tl.sum(sums, 1)
-        bias = tl.load(line + BIAS)
-        if bias != 0:
-            total += tl.load(bias.to(tl.pointer_type(NUMBER)) + i).to(tl.float32)
-        b = first + tl.arange(0, B)
-        tl.store(y + rows * tl.load(line + Y_AT) + b * n + i, total.to(NUMBER), mask=b < rows)
+        for k in tl.static_range(len(layers)):
+            # Not chosen as the rest is: there may be none, or one of another dtype. Triton settles the first condition.
+            if layers[k][BIAS] is not None:  # noqa: SIM102
+                if tl.program_id(1) == k:
+                    total += tl.load(layers[k][BIAS] + i).to(tl.float32)
+        y, b = _own(layers, Y), first + tl.arange(0, B)
+        tl.store(y + b * n + i, total.to(y.dtype.element_ty), mask=b < rows)
 
 
 @triton.jit

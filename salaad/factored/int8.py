@@ -41,3 +41,12 @@ def decode_entries(numbers: Tensor, scales: Tensor) -> Tensor:
     """The entries (nnz) of `encode_entries`, in the dtype of the scales."""
     whole = F.pad(numbers, (0, len(scales) * GROUP - len(numbers)))
     return decode(whole.view(-1, GROUP), scales).flatten()[: len(numbers)]
+
+
+def outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
+    """The tensors by which a file holds U, V and the values of S (n×m) as int8, not filled."""
+    numbers = {"U": (rank, n), "V": (rank, m), "S": (nnz,)}
+    scales = {"U": rank, "V": rank, "S": groups(nnz)}
+    return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {
+        f"{x}_scales": torch.empty(count) for x, count in scales.items()
+    }

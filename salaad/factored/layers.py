@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from salaad.factored import cpu_kernels, gpu_products, int8, operators, packing
-from salaad.factored.compiled_linear import CompiledLinear, without_autocast
+from salaad.factored import cpu_kernels, int8, operators, packing
+from salaad.factored.autocast import without_autocast
+from salaad.factored.cached_sparse import CachedSparse
+from salaad.factored.compiled_linear import CompiledLinear
 from salaad.factored.computed_weight import ComputedWeight
+from salaad.factored.parts import Parts, column_dtype, columns_in, positions, stored_columns
 from salaad.factored.slr import Slr
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
@@ -46,13 +49,13 @@ class SlrWeight(nn.Module):
         nn.Module.__init__(self)
         self.shape, self.rank, self.nnz = (n, m), rank, nnz
         if in_int8:
-            for name, tensor in _int8_outlines(n, m, rank, nnz).items():
+            for name, tensor in int8.outlines(n, m, rank, nnz).items():
                 self.register_buffer(name, tensor)
         else:
             self._set_numbers(torch.empty(n, rank), torch.empty(rank, m), torch.empty(nnz))
         packed = torch.empty(packing.encoded_size(nnz, n * m), dtype=torch.uint8)
         self.register_buffer("S_packed", packed)
-        self._cached_S: tuple[tuple, Tensor] | None = None
+        self._sparse = CachedSparse()
         self._cached_products: tuple[tuple, operators.Products | None] | None = None
 
     def fill(self, slr: Slr) -> None:
@@ -72,19 +75,19 @@ class SlrWeight(nn.Module):
         if "U_int8" in self._buffers:
             U, V = (int8.decode(getattr(self, f"{x}_int8"), getattr(self, f"{x}_scales")) for x in "UV")
             values = int8.decode_entries(self.S_int8, self.S_scales)
-            for name in _int8_outlines(0, 0, 0, 0):
+            for name in int8.outlines(0, 0, 0, 0):
                 del self._buffers[name]
             self._set_numbers(U.mT.contiguous(), V, values)
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
-            positions = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
-            self._set_positions(positions.to(packed.device))
+            found = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
+            self._set_positions(found.to(packed.device))
 
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
         """The tensors of a file, as `unpack` reads them, without the bias."""
         n, m = self.shape
-        positions = operators.positions(self.S_starts, self.columns, m).cpu().numpy()
-        stored = {"S_packed": torch.from_numpy(packing.encode(positions, n * m))}
+        found = positions(self.S_starts, self.columns, m).cpu().numpy()
+        stored = {"S_packed": torch.from_numpy(packing.encode(found, n * m))}
         if not in_int8:
             return {**stored, "U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
         U, V, values = self.U.detach(), self.V.detach(), self.S_values.detach()
@@ -109,41 +112,40 @@ class SlrWeight(nn.Module):
     @property
     def columns(self) -> Tensor:
         """The columns of S's entries (nnz), in 16 bits on a GPU."""
-        stored = self._buffers["S_columns"]
-        return stored.view(torch.int16) if stored.dtype == torch.uint8 else stored
+        return columns_in(self._buffers["S_columns"])
 
     def _fit_columns(self) -> None:
-        """Store the columns as is best where they lie; 16 bits as bytes, since NCCL sends no integers of 16 bits."""
+        """Store the columns as is best where they lie."""
         stored = self._buffers.get("S_columns")
-        if stored is not None and stored.dtype != torch.int64 and not stored.is_meta:
-            columns = self.columns.to(gpu_products.column_dtype(stored.device, self.shape[1]))
-            self._buffers["S_columns"] = columns.view(torch.uint8) if columns.dtype == torch.int16 else columns
+        if stored is not None and not stored.is_meta:
+            self._buffers["S_columns"] = stored_columns(stored, column_dtype(stored.device, self.shape[1]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SlrWeight":
+        self._sparse.drop()
         super()._apply(fn, recurse)
         self._fit_columns()
         return self
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """As torch does, with columns that were stored on another kind of device."""
+        key, own = f"{prefix}S_columns", self._buffers.get("S_columns")
+        if own is not None and key in state_dict:
+            assigned, given = local_metadata.get("assign_to_params_buffers", False), state_dict[key]
+            wanted = column_dtype(given.device, self.shape[1]) if assigned else columns_in(own).dtype
+            state_dict[key] = stored_columns(given, wanted)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.U, self.V, self.S_starts, self.columns, self.S_values
+    def _tensors(self) -> Parts:
+        """What products read, in few steps, since every forward does."""
+        parameters, buffers = self._parameters, self._buffers
+        return parameters["U"], parameters["V"], buffers["S_starts"], self.columns, parameters["S_values"]
 
     def _S(self) -> Tensor:
-        """S as a sparse tensor of torch (n×m), which shares the memory of S_values; cached unless that is trained.
-
-        Making one takes as long as a small product. The cached one keeps its memory, so no other tensor can get its
-        address.
-        """
-        values, starts = self._parameters["S_values"], self._buffers["S_starts"]
-        key = (values.data_ptr(), starts.data_ptr(), values.device)
-        if torch.is_grad_enabled() and values.requires_grad:
-            return operators.sparse_rows(starts, self.columns, values, self.shape[1])
-        if self._cached_S is None or self._cached_S[0] != key:
-            with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
-                S = operators.sparse_rows(starts, self.columns, values, self.shape[1])
-            self._cached_S = (key, S) if S.dtype == values.dtype else None  # else it would be a copy
-            return S
-        return self._cached_S[1]
+        """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
+        return self._sparse.get(self._parameters["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
 
     def _native(self, x: Tensor) -> operators.Products | None:
         """The compiled products where they can be used: float32 on a CPU, and on a GPU with Triton.
@@ -156,13 +158,12 @@ class SlrWeight(nn.Module):
             return None
         parameters, buffers = self._parameters, self._buffers
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
-        if self.activation is not None:
-            U, V = _no_terms_of(U, V)
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
-        key = *addresses, U.numel(), V.numel()  # a U or V cut in place keeps its address
+        # A U or V cut in place keeps its address; of other dtypes, other tensors may have got the same.
+        key = *addresses, U.numel(), V.numel(), U.dtype, V.dtype, values.dtype
         if self._cached_products is None or self._cached_products[0] != key:
-            self._cached_products = key, operators.compiled_products(self.shape, U, V, starts, self.columns, values)
+            self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
         products = self._cached_products[1]
         if products is None or not (x.is_cpu if products.on_cpu else products.takes(x)):
             return None
@@ -174,7 +175,7 @@ class SlrWeight(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the caches, which hold addresses of this object's memory."""
-        return self.__dict__ | {"_cached_S": None, "_cached_products": None}
+        return self.__dict__ | {"_sparse": CachedSparse(), "_cached_products": None}
 
     @property
     def weight(self) -> Tensor:
@@ -232,7 +233,7 @@ class SlrLinear(SlrWeight, nn.Linear):
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
                 return CompiledLinear.apply(x, *self._tensors, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
-            return products.linear(x, self.bias) if y is None else y
+            return products.linear(x, self.bias, self._tensors) if y is None else y
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -281,11 +282,17 @@ class SlrActivated(SlrWeight):
             return y
         products = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
         if products is not None:
-            return products.linear(x, None).add_(y)
-        nothing = _no_terms_of(self.U, self.V)
+            return products.linear(x, None, self._tensors).add_(y)
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
-            return y + F.linear(x, operators.dense(*nothing, self.S_starts, self.columns, self.S_values))
-        return y + operators.linear_in_torch(x, *nothing, self._S(), None)
+            return y + F.linear(x, operators.dense(*self._tensors))
+        U, V, *_ = self._tensors
+        return y + operators.linear_in_torch(x, U, V, self._S(), None)
+
+    @property
+    def _tensors(self) -> Parts:
+        """Those of S alone, U (n×0) and V (0×m) without terms: an activation stands between the layer's own."""
+        U, V, *S = super()._tensors
+        return U.detach()[:, :0], V.detach()[:0], *S
 
     @property
     def weight(self) -> Tensor:
@@ -295,11 +302,6 @@ class SlrActivated(SlrWeight):
             AttributeError: always.
         """
         raise AttributeError("a layer with an activation between its factors has no weight")
-
-
-def _no_terms_of(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """U (n×0) and V (0×m), with which U·V + S is S alone: what multiplies x where an activation stands between them."""
-    return U.detach()[:, :0], V.detach()[:0]
 
 
 class SlrEmbedding(SlrWeight):
@@ -331,17 +333,8 @@ class SlrEmbedding(SlrWeight):
             return operators.rows(ids, *self._tensors)
         products = None if compiling or self._is_trained() else self._native(ids)
         if products is not None and ids.dtype == torch.int64:
-            return products.rows(ids)
+            return products.rows(ids, self._tensors)
         # As many places as entries are known only where the host sees them.
         rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):
             return rows(ids, *self._tensors)
-
-
-def _int8_outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
-    """The tensors by which a file holds U, V and the values of S as int8, not filled."""
-    numbers = {"U": (rank, n), "V": (rank, m), "S": (nnz,)}
-    scales = {"U": rank, "V": rank, "S": int8.groups(nnz)}
-    return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {
-        f"{x}_scales": torch.empty(count) for x, count in scales.items()
-    }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from salaad.common import native
 from salaad.factored import cpu_kernels, gpu_products
+from salaad.factored.parts import Parts, positions
 
 # Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
 # a dense product (measured on a CPU, widths of 128 to 2736).
@@ -20,12 +21,10 @@ ON_CPU = (torch.float32, torch.int64, *(gpu_products.DTYPES if native.INTERPRETE
 Products = cpu_kernels.Products | gpu_products.Products
 
 
-def compiled_products(
-    shape: tuple[int, int], U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
-) -> Products | None:
+def compiled_products(shape: tuple[int, int], parts: Parts) -> Products | None:
     """The compiled products with U·V + S (n×m) where its tensors lie; None where there are none."""
-    kernels = cpu_kernels if U.is_cpu and not native.INTERPRETED else gpu_products
-    return kernels.products(shape, U, V, starts, columns, values)
+    kernels = cpu_kernels if parts[0].is_cpu and not native.INTERPRETED else gpu_products
+    return kernels.products(shape, parts)
 
 
 def sparse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -41,12 +40,6 @@ def sparse_rows(starts: Tensor, columns: Tensor, values: Tensor, m: int) -> Tens
     values = values.to(sparse_dtype(values.device, values.dtype))
     columns = columns.to(starts.dtype)  # from 16 bits, on a GPU
     return torch.sparse_csr_tensor(starts, columns, values, size=(len(starts) - 1, m), check_invariants=False)
-
-
-def positions(starts: Tensor, columns: Tensor, m: int) -> Tensor:
-    """Row-major positions (nnz, int64) of S's entries."""
-    entries = torch.arange(len(columns), device=columns.device, dtype=starts.dtype)
-    return torch.searchsorted(starts[1:], entries, right=True) * m + columns
 
 
 def dense(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
@@ -110,9 +103,10 @@ def linear(
     x: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor, bias: Tensor | None
 ) -> Tensor:
     """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m), without gradients."""
-    products = compiled_products((len(U), V.shape[1]), U, V, starts, columns, values)
+    parts = U, V, starts, columns, values
+    products = compiled_products((len(U), V.shape[1]), parts)
     if products is not None and products.takes(x) and x.dtype == U.dtype:
-        return products.linear(x, bias)
+        return products.linear(x, bias, parts)
     return linear_in_torch(x, U, V, sparse_rows(starts, columns, values, V.shape[1]), bias)
 
 
@@ -124,9 +118,10 @@ def _(x: Tensor, U: Tensor, *_: Tensor | None) -> Tensor:
 @torch.library.custom_op("salaad::rows", mutates_args=())
 def rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Rows (…×m) of U·V + S at `ids` (…), without gradients."""
-    products = compiled_products((len(U), V.shape[1]), U, V, starts, columns, values)
+    parts = U, V, starts, columns, values
+    products = compiled_products((len(U), V.shape[1]), parts)
     if products is not None and products.takes(ids) and ids.dtype == torch.int64:
-        return products.rows(ids)
+        return products.rows(ids, parts)
     return rows_in_torch(ids, U, V, starts, columns, values)
 
 

@@ -5,6 +5,7 @@ layers are made by the same launches and wait until they are asked for. A model'
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from salaad.factored import gpu_products
 from salaad.factored.layers import SlrLinear, SlrWeight
+from salaad.model.roles import role_of
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Role → what all layers of these roles in one module are given, where they have one width.
+_GIVEN = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward", "up": "feed-forward"}
 _MOST_WASTED = 8  # times that results were not asked for, after which a group is given up
 
 
@@ -42,6 +45,8 @@ class Siblings:
     def linear(self, layer: SlrLinear, x: Tensor) -> Tensor | None:
         """y (…×n) of one layer for x (…×m); None where the group cannot be computed together."""
         waiting, versions = self._waiting, self._versions(x)
+        if versions is None:
+            return None
         if waiting is not None and waiting.results:
             if waiting.x() is x and waiting.versions == versions and layer in waiting.results:
                 return waiting.results.pop(layer)
@@ -51,16 +56,18 @@ class Siblings:
         products = [each._native(x) for each in self.layers]
         if not products or not _fit(products, x):
             return None
-        biases = [each.bias for each in self.layers]
-        found = dict(zip(self.layers, gpu_products.linear_of_several(products, x, biases), strict=True))
+        parts, biases = [each._tensors for each in self.layers], [each.bias for each in self.layers]
+        results = gpu_products.linear_of_several(products, parts, x, biases)
+        found = dict(zip(self.layers, results, strict=True))
         y = found.pop(layer)
         self._waiting = _Waiting(weakref.ref(x), versions, found)
         return y
 
-    def _versions(self, x: Tensor) -> tuple[int, ...]:
-        """How often x and the weights were written to, as far as torch counts: it does not for inference tensors."""
+    def _versions(self, x: Tensor) -> tuple[int, ...] | None:
+        """How often x and the weights were written to; None where torch does not count, as of inference tensors."""
         weights = (each._parameters[name] for each in self.layers for name in ("U", "V", "S_values"))
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (x, *weights))
+        tensors = (x, *weights, *(each.bias for each in self.layers if each.bias is not None))
+        return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without results that wait."""
@@ -75,14 +82,17 @@ def _fit(products: list, x: Tensor) -> bool:
 
 
 def join_siblings(layers: Mapping[str, SlrWeight]) -> None:
-    """Make groups of the layers (by module name) whose names say that they are given the same x."""
-    for name in layers:
-        own = name.rpartition(".")[2]
-        group = next((group for group in GROUPS if group[0] == own), ())
-        names = [name.removesuffix(own) + end for end in group]
-        together = tuple(layers[each] for each in names if each in layers)
-        linear = all(isinstance(layer, SlrLinear) and layer.nnz for layer in together)
-        if len(together) > 1 and linear and len({layer.in_features for layer in together}) == 1:
-            siblings = Siblings(together)
-            for layer in together:
-                layer.siblings = siblings
+    """Make groups of the layers (by module name) whose roles say that they are given the same x.
+
+    A layer with an empty S stays alone: two thin products are all that it needs.
+    """
+    groups = defaultdict(list)
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        given = None if own.isdigit() else _GIVEN.get(role_of(name))  # experts by number have each their own x
+        if given and isinstance(layer, SlrLinear) and layer.nnz:
+            groups[parent, given, layer.in_features].append(layer)
+    for together in groups.values():
+        siblings = Siblings(tuple(together)) if len(together) > 1 else None
+        for layer in together:
+            layer.siblings = siblings

@@ -23,7 +23,7 @@ def cross_entropy_kernel(
 
     Args:
         logits: tokens×vocabulary; with a gradient overwritten by it, softmax(logits) − 1 at the target.
-        targets: token ids (tokens), int64.
+        targets: token ids (tokens), int64; of one that is none of the vocabulary's the loss is NaN.
         losses: tokens, float32.
         vocabulary: logits of a token.
         ignored: the target of a token that has no loss.
@@ -34,7 +34,7 @@ def cross_entropy_kernel(
     row, target = logits + token * vocabulary, tl.load(targets + token)
     # Read before the reductions, at which the program's warps wait for each other: later one may have overwritten it.
     counts = target != ignored
-    at_target = tl.load(row + target, mask=counts, other=0.0).to(tl.float32)
+    at_target = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
     # Largest logit so far, and the sum of the exponentials relative to it, in every lane by itself. It begins with a
     # finite number, so that infinity is never taken from infinity where a lane has no logit. NaN stays NaN.
     largest = tl.full((BLOCK,), -3.0e38, tl.float32)
@@ -61,7 +61,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, with_gradient:
 
     Args:
         logits: contiguous, of any floating dtype of at most 32 bits.
-        targets: token ids (tokens, int64).
+        targets: token ids (tokens, int64); of one that is none of the vocabulary's the loss is NaN.
         ignored: the target of a token that has no loss.
         with_gradient: whether to overwrite the logits by the gradient of the sum.
     """

@@ -30,7 +30,8 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
     Args:
         hidden: tokens × width.
         head: vocabulary × width.
-        targets: token ids (tokens); −100 is ignored.
+        targets: token ids (tokens) below vocabulary; −100 is ignored. For any other torch raises IndexError on a CPU,
+            and on a GPU our kernel's loss is NaN.
 
     Under autocast the products are computed in its dtype, the sums in float32.
     """
@@ -60,30 +61,30 @@ def _tokens_at_once(device: str, vocabulary: int) -> int:
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
-        """The summed loss; with `with_gradients` also both gradients, saved for `backward`."""
+        """The summed loss; with `with_gradients` also the gradients that are needed, saved for `backward`."""
+        for_hidden, for_head = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if with_gradients else None
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if for_head else None
         size = _tokens_at_once(hidden.device.type, len(head))
         for start in range(0, len(hidden), size):
             chunk = slice(start, start + size)
             h, t = hidden[chunk], targets[chunk]
-            loss, grad = _loss_and_gradient(h @ head.mT, t, with_gradients)
+            loss, grad = _loss_and_gradient(h @ head.mT, t, for_hidden or for_head)
             total += loss
-            if with_gradients:
+            if for_hidden:
                 torch.mm(grad, head, out=grad_hidden[chunk])
-                if head.dtype == torch.float32:
-                    grad_head.addmm_(grad.mT, h)
-                else:
-                    grad_head += grad.mT @ h
-        if with_gradients:
-            ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
+            if for_head and head.dtype == torch.float32:
+                grad_head.addmm_(grad.mT, h)
+            elif for_head:
+                grad_head += grad.mT @ h
+        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype) if for_head else None)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad_total, grad_head * grad_total, None, None
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_head = (None if grad is None else grad * grad_total for grad in ctx.saved_tensors)
+        return grad_hidden, grad_head, None, None
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from salaad.common.gpu_names import known_as
 from salaad.spectral import products, stacks
 
 Solver = Literal["ladder", "gram", "products"]
@@ -50,11 +51,8 @@ RATES = {
 
 @cache
 def rates_of(device: torch.device) -> Rates:
-    """The rates of a device by its name; those of an A100 for one that is not in the table."""
-    if device.type == "cpu":
-        return RATES["cpu"]
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    return next((rates for known, rates in RATES.items() if known in name), RATES["a100"])
+    """The rates of a device by its name; those of an A100 for a GPU that is not in the table, with a warning."""
+    return RATES["cpu" if device.type == "cpu" else known_as(device)]
 
 
 def seconds(solver: Solver, n: int, m: int, q: int, rates: Rates) -> float:

@@ -95,15 +95,16 @@ def product_errors(case: Case, dtype: torch.dtype, device: str | torch.device) -
     n, m, rank, nnz, rows, *_ = case
     weights = [random_slr(n + 2 * i, m, rank + i * (rank > 0), nnz, dtype) for i in range(case.layers)]
     exact = [slr.to("cpu", torch.float64).dense() for slr in weights]
-    layers = [products_of(slr, device, case.wide, case.shifted) for slr in weights]
+    layers, stored = zip(*(products_of(slr, device, case.wide, case.shifted) for slr in weights), strict=True)
     x, ids = torch.randn(rows, m).to(dtype), torch.randint(n, (2, 3))
     biases = [torch.randn(layer.n).to(dtype) for layer in layers]
-    found = gpu_products.linear_of_several(layers, x.to(device), [b.to(device) for b in biases])
+    found = gpu_products.linear_of_several(layers, stored, x.to(device), [b.to(device) for b in biases])
     expected = [x.double() @ W.mT + b.double() for W, b in zip(exact, biases, strict=True)]
     return {
         "multiply_by_U_and_S": max(map(distance, found, expected)),
         "add_rows_of_S": max(
-            distance(layers[0].dense(), exact[0]), distance(layers[0].rows(ids.to(device)), exact[0][ids])
+            distance(layers[0].dense(stored[0]), exact[0]),
+            distance(layers[0].rows(ids.to(device), stored[0]), exact[0][ids]),
         ),
     }
 
@@ -142,8 +143,10 @@ def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
     return Slr((n, m), U.to(dtype), V.to(dtype), torch.randperm(n * m)[:nnz].int(), values.to(dtype))
 
 
-def products_of(slr: Slr, device: str | torch.device, wide: bool, shifted: bool) -> gpu_products.Products:
-    """The products of the kernels with a matrix on a device, where `Case` says how it lies there.
+def products_of(
+    slr: Slr, device: str | torch.device, wide: bool, shifted: bool
+) -> tuple[gpu_products.Products, gpu_products.Parts]:
+    """The products of the kernels with a matrix on a device, and its tensors, which lie there as `Case` says.
 
     Raises:
         RuntimeError: the kernels are not used on this device.
@@ -151,10 +154,11 @@ def products_of(slr: Slr, device: str | torch.device, wide: bool, shifted: bool)
     U, V, starts, columns, values = SlrLinear.from_slr(slr).to(device)._tensors
     if shifted:
         V = torch.cat([V.new_empty(1), V.flatten()])[1:].view(V.shape)
-    found = gpu_products.products(slr.shape, U, V, starts, columns.int() if wide else columns, values)
+    stored = (U, V, starts, columns.int() if wide else columns, values)
+    found = gpu_products.products(slr.shape, stored)
     if found is None or columns.dtype != torch.int16:
         raise RuntimeError(f"torch's operations take the place of the kernels on {device}")
-    return found
+    return found, stored
 
 
 def distance(found: Tensor, exact: Tensor) -> float:

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -18,7 +17,7 @@ from salaad.methods.salaad import gpu_kernels as admm
 from salaad.model import gpu_kernels as loss
 
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
-_TYPES = {"float32": ("*fp32", tl.float32), "bfloat16": ("*bf16", tl.bfloat16), "float16": ("*fp16", tl.float16)}
+_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,20 @@ class Case:
     Args:
         kernel: to be compiled.
         dtype: of the weights, the gradient or the logits.
-        types: argument → type, where that is no integer of 32 bits.
+        types: argument → type, where that is no integer of 32 bits; of a tuple the types in it.
         constants: the constexpr arguments.
         warps: of a program.
         what: to tell it from other cases of the kernel.
+        aligned: V lies at a multiple of 16 bytes, as all other tensors do.
     """
 
     kernel: Any
     dtype: str
-    types: Mapping[str, str]
+    types: Mapping[str, str | tuple]
     constants: Mapping[str, Any]
     warps: int
     what: str = ""
+    aligned: bool = True
 
     @property
     def name(self) -> str:
@@ -49,8 +50,8 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Every kernel in every dtype that it takes: of the ADMM only those that are trained in."""
-    for dtype, (pointer, number) in _TYPES.items():
-        yield from product_cases(dtype, pointer, number)
+    for dtype, pointer in _TYPES.items():
+        yield from product_cases(dtype, pointer)
         if dtype != "float16":
             yield from admm_cases(dtype, pointer)
         logits = {"logits": pointer, "targets": "*i64", "losses": "*fp32"}
@@ -59,27 +60,31 @@ def cases() -> Iterator[Case]:
             yield Case(loss.cross_entropy_kernel, dtype, logits, how, 8, "with gradient" if gradient else "")
 
 
-def product_cases(dtype: str, pointer: str, number: tl.dtype) -> Iterator[Case]:
-    """The products for one row of x and for eight; also with V anywhere, and with columns of 32 bits."""
-    table = {"layers": "*i64", "x": pointer, "hidden": "*fp32", "y": pointer}
-    one = {"NUMBER": number, "B": 1, "rows": 1}  # Triton knows an argument that is 1
-    eight = {"NUMBER": number, "B": 8}
-    for how, K, aligned, what in (
-        (one, 1024, True, "B=1"),
-        (one, 1024, False, "B=1, not aligned"),
-        (eight, 256, True, "B=8"),
-    ):
-        yield Case(products.multiply_by_V, dtype, table, {**how, "ALIGNED": aligned, "K": K}, 4, what)
-    for how, K, index, what in (
-        (one, 512, tl.int16, "B=1"),
-        (eight, 128, tl.int16, "B=8"),
-        (eight, 128, tl.int32, "B=8, 32 bits"),
-    ):
-        yield Case(products.multiply_by_U_and_S, dtype, table, {**how, "INDEX": index, "K": K}, 1, what)
+def product_cases(dtype: str, pointer: str) -> Iterator[Case]:
+    """The products for every number of rows of x that a program has; for a group's layers; and in other layouts."""
+    for B in (1, 2, 4, 8):
+        yield from launches(dtype, pointer, B, what=f"B={B}")
+    for layers in (2, 3):
+        yield from launches(dtype, pointer, 1, layers, what=f"B=1, {layers} layers")
+    yield next(launches(dtype, pointer, 1, what="B=1, not aligned", aligned=False))
+    yield from list(launches(dtype, pointer, 8, columns="*i32", what="B=8, 32 bits"))[1:]
     for columns, bits in (("*i16", ""), ("*i32", ", 32 bits")):
         S = {"y": pointer, "ids": "*i64", "starts": "*i32", "columns": columns, "values": pointer}
         yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": True, "K": 128}, 1, f"chosen{bits}")
         yield Case(products.add_rows_of_S, dtype, S, {"CHOSEN": False, "ids": None, "K": 128}, 1, f"all{bits}")
+
+
+def launches(
+    dtype: str, pointer: str, B: int, layers: int = 1, columns: str = "*i16", aligned: bool = True, *, what: str
+) -> Iterator[Case]:
+    """The two launches by which layers with a bias are multiplied: by V, and by U and S."""
+    layer = {"V": pointer, "U": pointer, "STARTS": "*i32", "COLUMNS": columns, "VALUES": pointer, "BIAS": pointer}
+    fields = tuple({**layer, "Y": pointer, "RANK": "i32", "N": "i32"}.values())
+    given = {"layers": (fields,) * layers, "x": pointer, "hidden": "*fp32"}
+    rows = {"rows": 1} if B == 1 else {}  # Triton knows an argument that is 1
+    of_V, of_U = {"B": B, "K": max(256, 1024 // B)}, {"B": B, "K": max(128, 512 // B)}
+    yield Case(products.multiply_by_V, dtype, given, {**rows, **of_V}, 4, what, aligned)
+    yield Case(products.multiply_by_U_and_S, dtype, given, {**rows, **of_U}, 1, what, aligned)
 
 
 def admm_cases(dtype: str, pointer: str) -> Iterator[Case]:
@@ -107,14 +112,25 @@ def resources(case: Case, architecture: int) -> dict[str, Any]:
 
 
 def compile_for(case: Case, architecture: int) -> Any:
-    """The case compiled down to a cubin; tensors and their rows of m numbers lie at multiples of 16 bytes."""
+    """The case compiled down to a cubin; tensors and rows of m numbers lie at multiples of 16 bytes, unless it says."""
     names = case.kernel.arg_names
     given = {name: case.types.get(name, "i32") for name in names}
     types = {name: "constexpr" if name in case.constants else given[name] for name in names}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name == "m" or "*" in types[name]}
+    aligned = {path: [["tt.divisibility", 16]] for path in _aligned(types, case)}
     source = ASTSource(case.kernel, types, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": case.warps})
+
+
+def _aligned(types: Mapping[str, str | tuple], case: Case) -> Iterator[tuple[int, ...]]:
+    """Where among the arguments stands what is a multiple of 16: addresses, the width of x, and sizes by 16."""
+    for at, (name, kind) in enumerate(types.items()):
+        if isinstance(kind, tuple):
+            for layer, fields in enumerate(kind):
+                shifted = () if case.aligned else (products.V.value,)
+                yield from ((at, layer, field) for field in range(len(fields)) if field not in shifted)
+        elif name == "m" or "*" in kind:
+            yield (at,)
 
 
 def _assembled(ptx: str, architecture: int) -> str:

@@ -19,8 +19,9 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """A product that happens to be near zero would have a large relative error."""
+    """A product that happens to be near zero would have a large relative error; and no products of another test."""
     torch.manual_seed(0)
+    gpu_products._products_like.cache_clear()
 
 
 @pytest.fixture
@@ -28,9 +29,9 @@ def launched(monkeypatch):
     """How many layers each pair of launches had."""
     counts, usual = [], gpu_products.linear_of_several
 
-    def counted(layers, x, biases):
+    def counted(layers, *rest):
         counts.append(len(layers))
-        return usual(layers, x, biases)
+        return usual(layers, *rest)
 
     monkeypatch.setattr(gpu_products, "linear_of_several", counted)
     return counts
@@ -56,6 +57,42 @@ def test_many_rows_are_multiplied_by_the_dense_weight(dtype, launched, monkeypat
         with torch.no_grad():
             assert distance(layer(x), x.double() @ dense(slr).T) < TOLERANCE[dtype]
         assert launched == expected
+
+
+@pytest.mark.parametrize("rows", [3, 4])  # as they are, and by the dense weight
+def test_autocast_changes_nothing(rows, monkeypatch):
+    monkeypatch.setattr(gpu_products, "fewest_rows_for_dense", lambda *_: 4)
+    slr, x, ids = parts(9, 33, 4, 60), torch.randn(rows, 33, requires_grad=True), torch.tensor([[0, 3, 8]])
+    layer, embedding = SlrLinear.from_slr(slr, torch.randn(9)), SlrEmbedding.from_slr(slr).requires_grad_(False)
+    wanted = [*layer.parameters(), x]
+    expected = layer(x), embedding(ids)
+    gradients = torch.autograd.grad(expected[0].square().sum(), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x), embedding(ids)
+        assert all(map(torch.equal, found, expected))
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected[0])
+        assert all(map(torch.equal, torch.autograd.grad(found[0].square().sum(), wanted), gradients))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert all(map(torch.equal, torch.autograd.grad(found.square().sum(), wanted), gradients))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_result_may_be_written_into(rows, monkeypatch):
+    monkeypatch.setattr(gpu_products, "fewest_rows_for_dense", lambda *_: 4)
+    slr, x = parts(9, 33, 4, 60), torch.randn(rows, 33, requires_grad=True)
+    y = SlrLinear.from_slr(slr)(x).relu_()
+    y.sum().backward()
+    before = x.detach().double() @ dense(slr).T
+    assert distance(x.grad, (before > 0).double() @ dense(slr)) < 1e-6
+
+
+def test_more_rows_than_a_grid_can_have_are_multiplied_by_the_dense_weight(launched, monkeypatch):
+    monkeypatch.setattr(gpu_products, "MOST_ROWS", 16)
+    layer = SlrLinear.from_slr(parts(3000, 4000, 1, 1)).requires_grad_(False)  # far smaller in parts
+    x = torch.randn(17, 4000)
+    assert layer._native(x).has_few(x[:16]) and not layer._native(x).has_few(x)
 
 
 def test_columns_are_wider_where_a_row_is():
@@ -154,11 +191,50 @@ def test_a_result_that_waits_is_not_used_after_x_or_a_weight_has_changed(attenti
     assert launched == [3, 3, 3]
 
 
+def test_what_torch_does_not_count_is_not_waited_with(attention, launched):
+    module, weights = attention
+    with torch.inference_mode():
+        x = torch.randn(2, 24)
+        module.q_proj(x)
+        x.mul_(2)
+        assert distance(module.k_proj(x), expected_of(module, weights, x)[1]) < 1e-6
+    assert launched == [1, 1]
+
+
+def test_a_bias_that_has_changed_is_added(attention):
+    module, weights = attention
+    x = torch.randn(2, 24)
+    module.q_proj(x)
+    module.k_proj.bias.add_(1)
+    assert distance(module.k_proj(x), expected_of(module, weights, x)[1]) < 1e-6
+
+
+def test_results_of_a_group_may_be_written_into(attention):
+    module, weights = attention
+    x = torch.randn(2, 24)
+    found = [y.relu_() for y in module(x)]
+    assert all(
+        distance(y, exact.relu()) < 1e-6 for y, exact in zip(found, expected_of(module, weights, x), strict=True)
+    )
+
+
 def test_a_group_whose_results_nobody_asks_for_is_given_up(attention, launched):
     module, _ = attention
     for _ in range(12):
         module.q_proj(torch.randn(1, 24))
     assert set(launched) == {1, 3} and launched[-1] == 1
+
+
+def test_a_layer_without_entries_leaves_the_others_of_its_group_together(launched):
+    module = Attention().requires_grad_(False)
+    layers = {
+        name: parts(one.out_features, 24, 2, 0 if name == "k_proj" else 10) for name, one in module.named_children()
+    }
+    factor(module, layers)
+    x = torch.randn(2, 24)
+    found, exact = module.requires_grad_(False)(x), expected_of(module, map(dense, layers.values()), x)
+    assert all(distance(y, z) < 1e-6 for y, z in zip(found, exact, strict=True))
+    assert launched == [2]
 
 
 def test_a_model_in_parts_computes_what_the_dense_one_does(launched):
@@ -193,15 +269,15 @@ def test_a_layer_with_an_activation_multiplies_by_S_with_the_kernels(dtype, laun
 def test_nothing_waits_for_the_device():
     slr = parts(6, 20, 3, 30)
     layer, x, ids = SlrLinear.from_slr(slr).requires_grad_(False), torch.randn(2, 20), torch.tensor([1, 3])
-    products = layer._native(x)
+    products, tensors = layer._native(x), layer._tensors
     with HostReads() as reads:
-        products.linear(x, None), products.dense(), products.rows(ids)
-    assert reads.count == 0
+        products.linear(x, None, tensors), products.dense(tensors), products.rows(ids, tensors)
+    assert (reads.count, reads.uploads) == (0, 0)  # so a CUDA graph can hold a launch, and needs nothing beside it
 
 
 def test_numbers_that_the_kernels_do_not_know_are_left_to_torch_with_a_warning():
     layer, x = SlrLinear.from_slr(parts(6, 20, 3, 30, dtype=torch.float64)), torch.randn(2, 20).double()
     with pytest.warns(UserWarning, match=r"a layer of 6×20 has numbers in torch.float64, so torch's operations"):
-        gpu_products.products((6, 20), *layer._tensors)
+        gpu_products.products((6, 20), layer._tensors)
     with torch.no_grad():  # float64 on a CPU is nothing that kernels were asked for
         assert distance(layer(x), x @ dense(parts(6, 20, 3, 30, dtype=torch.float64)).T) < 1e-12

@@ -1,7 +1,10 @@
 """The ADMM's kernels for a GPU, which Triton interprets; `test_passes.py` runs this file."""
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from salaad.methods.salaad import gpu_kernels, passes
 
@@ -56,6 +59,24 @@ def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
     found = passes.divide(X, L, R, HIGH, True)
     seen = found.delta + found.total
     assert not seen[0].isfinite() and seen[1:].isfinite().all()
+
+
+def test_entries_are_counted_in_64_bits(monkeypatch):
+    """The program of the entries from 2³² on, of a block of 91: it has none of them."""
+    tile, size = 2**32 // gpu_kernels._BLOCK, 91
+    X, L, R = (matrix[0].flatten() for matrix in matrices(torch.float32, 7, 13))
+    after, T = torch.full((size,), 5.0), torch.full((size,), 5.0)
+    partial = torch.empty(tile + 1, 4)
+    usual = interpreter_builder.create_get_program_id
+    monkeypatch.setattr(
+        interpreter_builder,
+        "create_get_program_id",
+        lambda axis: TensorHandle(np.array([tile], np.int32), tl.int32) if axis == 0 else usual(axis),
+    )
+    gpu_kernels.divide_kernel[(1, 1)](
+        X, L, R, after, T, torch.ones(3), partial, size, tile + 1, BLOCK=gpu_kernels._BLOCK
+    )
+    assert (after == 5).all() and (T == 5).all() and not partial[-1].any()
 
 
 def test_the_penalty_joins_a_gradient(used):

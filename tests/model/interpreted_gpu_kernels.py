@@ -56,6 +56,12 @@ def test_a_logit_that_is_not_finite_is_not_hidden(wrong):
     assert not gradient[0].isfinite().all()
 
 
+@pytest.mark.parametrize("wrong", [7, 2**40, -1])
+def test_a_target_outside_of_the_vocabulary_is_not_hidden(wrong):
+    losses = gpu_kernels.cross_entropy_(torch.randn(2, 7), torch.tensor([wrong, 3]), IGNORED, with_gradient=True)
+    assert losses[0].isnan() and losses[1].isfinite()
+
+
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:divide by zero")
 def test_logits_far_apart_neither_overflow_nor_vanish():
     logits = torch.tensor([[300.0, -300.0, 299.0], [-1e30, 1e30, 0.0]])

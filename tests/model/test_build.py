@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -157,6 +158,20 @@ def test_cross_entropy_and_its_gradients_are_those_of_all_logits_at_once(tokens,
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_same_gradients(scale * loss, scale * expected, [hidden, head])
+
+
+@pytest.mark.parametrize(("frozen", "share"), [("nothing", 1), ("head", 2 / 3), ("hidden", 2 / 3), ("both", 1 / 3)])
+def test_cross_entropy_computes_no_gradient_that_is_not_asked_for(frozen, share):
+    hidden, head, targets = randn(300, 16).double(), randn(50, 16, seed=1).double(), torch.arange(300) % 50
+    hidden.requires_grad_(frozen not in ("hidden", "both")), head.requires_grad_(frozen not in ("head", "both"))
+    learned = [part for part in (hidden, head) if part.requires_grad]
+    expected = F.cross_entropy(hidden @ head.T, targets, reduction="sum")
+    with FlopCounterMode(display=False) as counter:
+        loss = summed_cross_entropy(hidden, head, targets)
+    assert counter.get_total_flops() == pytest.approx(3 * 2 * 300 * 16 * 50 * share)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    if learned:
+        assert_same_gradients(loss, expected, learned)
 
 
 @pytest.mark.parametrize("how", ["autocast", "pure"])

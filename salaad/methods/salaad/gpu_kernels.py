@@ -29,23 +29,23 @@ def divide_kernel(X, L, old_R, R, T, thresholds, partial, size, tiles, BLOCK: tl
         tiles: programs of a block.
         BLOCK: entries of a program, a power of 2.
     """
-    tile, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    at = block * size + i
+    # A block may have 2³¹ entries, so a program's first is found in 64 bits; the others, to save registers, in 32.
+    tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first, i = block * size + tile * BLOCK, tl.arange(0, BLOCK)
+    inside = i < tl.maximum(tl.minimum(size - tile * BLOCK, BLOCK), 0).to(tl.int32)
     tau_L, tau_S, tau_R = (
         tl.load(thresholds + 3 * block),
         tl.load(thresholds + 3 * block + 1),
         tl.load(thresholds + 3 * block + 2),
     )
-    x, low_rank = tl.load(X + at, mask=inside, other=0.0).to(tl.float32), tl.load(L + at, mask=inside, other=0.0)
-    old = tl.load(old_R + at, mask=inside, other=0.0)
+    x = tl.load(X + first + i, mask=inside, other=0.0).to(tl.float32)
+    low_rank, old = tl.load(L + first + i, mask=inside, other=0.0), tl.load(old_R + first + i, mask=inside, other=0.0)
     before = _clip(old, tau_R)
     new = tl.where(tau_L > 0, (x - low_rank) + before, old - before)
     dual = _clip(new, tau_S)
     target = (low_rank + new) - 2 * dual
-    tl.store(R + at, new, mask=inside)
-    tl.store(T + at, target, mask=inside)
+    tl.store(R + first + i, new, mask=inside)
+    tl.store(T + first + i, target, mask=inside)
     change = dual - before
     to = partial + (block * tiles + tile) * 4
     tl.store(to, tl.sum((new != dual).to(tl.float32), 0))

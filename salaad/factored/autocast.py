@@ -1,0 +1,11 @@
+"""Products in the dtype of the tensors they are given, whatever torch's autocast says."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.amp import is_autocast_available
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context for products in the tensors' own dtype: autocast would round them, and has no sparse product."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
