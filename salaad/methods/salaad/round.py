@@ -139,12 +139,13 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
     """The blocks that are updated together, by their places."""
-    kinds: dict[tuple[Kind, torch.device], list[int]] = {}
-    for i, (surrogate, X) in enumerate(blocks):
-        kind = _kind(surrogate, rates_of(X.device))
+    kinds: dict[Kind, list[int]] = {}
+    rates = rates_of(blocks[0][1].device)
+    for i, (surrogate, _) in enumerate(blocks):
+        kind = _kind(surrogate, rates)
         if kind.solver != "ladder":
-            kinds.setdefault((kind, X.device), []).append(i)
-    for (kind, _), members in kinds.items():
+            kinds.setdefault(kind, []).append(i)
+    for kind, members in kinds.items():
         most = max(1, MOST_ENTRIES // (kind.n * kind.m))
         for first in range(0, len(members), most):
             yield kind, members[first : first + most]
