@@ -8,7 +8,7 @@ from salaad.common.formats import markdown_table
 from salaad.common.gpus import GPUS
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model, outline
-from salaad.spectral.cost import COLUMN_KERNELS
+from salaad.spectral.cost import COLUMN_KERNELS, REFILL
 from salaad.training.prediction import (
     BACKWARD,
     COUNTS,
@@ -101,8 +101,9 @@ def _assumed() -> Iterator[str]:
     )
     yield (
         f"**ADMM**: a call takes {rates.launch * 1e6:g} µs at least; products reach {rates.products:.0%} of the peak "
-        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column; "
-        "so the thresholds are computed by products alone (`salaad/spectral/cost.py`)."
+        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column, "
+        f"and the device for {REFILL} calls of the host after it; so the thresholds are computed by products alone at "
+        "the target rank (`salaad/spectral/cost.py`)."
     )
     yield f"**Saving**: a disk that all processes share takes {RATE / 1e9:g} GB/s."
 

@@ -1,11 +1,16 @@
-"""One ADMM update of all blocks that are due, during which the host reads the device once at most.
+"""One ADMM update of all blocks that are due, of which the host reads the results once.
 
 Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
-together by a solver that looks at none: `gram` or `products`, whichever is predicted to be the cheaper. Each leaves
-behind whether its result holds, with the four numbers by which the host plans the next update, and one read brings
-those of all blocks. A block whose result does not hold is still as it was, and is updated alone, as every block is on a
-CPU, by the solvers that decide by what they find. That makes the host wait many times. So `gram` takes the update that
-follows one in which products have failed, and every one after it until τ_L is large enough beside the singular values.
+together by a solver whose results it does not look at: `gram` or `products`, whichever is predicted to be the cheaper.
+Each leaves behind whether its result holds, with the four numbers by which the host plans the next update, and one read
+brings those of all blocks. By products that is the only wait of a round. An eigensolver waits inside, for whether it
+has converged, so every stack by `gram` is one wait more, and with `beside` the forward pass is begun after the last of
+them. Those are the stacks without a threshold yet, and on most GPUs, while many singular values are kept, those of wide
+matrices: products alone would cost more there than the waits (results/admm/README.md has the figures).
+
+A block whose result does not hold is still as it was, and is updated alone, as every block is on a CPU, by the solvers
+that decide by what they find. That makes the host wait many times. So `gram` takes the update that follows one in which
+products have failed, and every one after it until τ_L is large enough beside the singular values.
 
 A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
 own last rank.
