@@ -15,7 +15,7 @@ from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
 
 
-def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
+def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_gpu: bool = False) -> str:
     """Parameters, tokens, steps, memory per rank by kind, operations and the method's own rows: a Markdown table."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
@@ -24,6 +24,9 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> 
     memory = memory_by_kind(config, model, ranks) | {
         "activations (estimate)": activation_bytes(config, description, ranks)
     }
+    moment, beside = method.memory_for_a_moment(model, config, ranks) if on_gpu else (0.0, False)
+    if moment:
+        memory[f"ADMM, for a moment {'beside' if beside else 'in place of'} activations"] = moment
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),

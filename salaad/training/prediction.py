@@ -101,10 +101,13 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
 
 
 def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
-    """Bytes a rank needs, all kinds together."""
+    """Bytes a rank needs, all kinds together, when it needs most."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
-    return sum(memory_by_kind(config, model, ranks).values()) + activation_bytes(config, description, ranks)
+    activations = activation_bytes(config, description, ranks)
+    moment, beside = method.memory_for_a_moment(model, config, ranks)
+    passing = activations + moment if beside else max(activations, moment)
+    return sum(memory_by_kind(config, model, ranks).values()) + passing
 
 
 def unused_cores(config: RunConfig, description: PretrainedConfig, name: str) -> list[str]:

@@ -17,6 +17,7 @@ from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import KEPT
 from salaad.spectral.cost import RATES
 from salaad.spectral.products import MOST_SPREAD
+from scripts.bench_training import LiveTensors
 from scripts.host_reads import HostReads
 from tests.helpers.ranks import run_ranks
 
@@ -317,6 +318,23 @@ def test_large_stacks_are_cut(device, monkeypatch):
     for name, found in matrices(parts).items():
         for part, value in matrices(whole)[name].items():
             torch.testing.assert_close(found[part], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "solver"), [((64, 64), "products"), ((64, 172), "products"), ((64, 320), "gram")])
+def test_the_memory_of_an_update_is_what_the_plan_says(device, monkeypatch, shape, solver):
+    """At most: by products with as many columns as there are, of a wide matrix by any solver."""
+    layers, blocks = weights((shape,) * 4), []
+    for layer in layers:
+        block = Surrogate(layer.weight, 1e-6, SalaadConfig(method=solver))
+        block.load_state_dict(block.state_dict() | {"thresholds": torch.tensor([0.3, 0.01, 0.01])})
+        block.width = 64
+        blocks.append((block, layer.weight))
+    with LiveTensors() as tensors:
+        admm_round.update_round(blocks)
+    said = admm_round.bytes_for_a_moment(*shape, 4)
+    assert 0.95 * said < tensors.peak < 1.05 * said
+    monkeypatch.setattr(admm_round, "MOST_ENTRIES", 2 * 64 * 64)
+    assert admm_round.bytes_for_a_moment(64, 64, 4) == admm_round.bytes_for_a_moment(64, 64, 2)
 
 
 def trained_on_a_device() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from salaad.common.errors import UserError
 from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model
-from salaad.training.prediction import predict, prediction_table
+from salaad.training.plan import activation_bytes, plan_table
+from salaad.training.prediction import memory_of, predict, prediction_table
 
 
 def setup(*words: str):
@@ -73,3 +74,21 @@ def test_a_device_only_predicts():
 def test_every_device_has_all_precisions():
     assert all(set(device.peaks) == {"fp32", "tf32", "bf16-mixed", "bf16"} for device in GPUS.values())
     assert all(isinstance(device, Gpu) for device in GPUS.values())
+
+
+def test_an_update_takes_memory_in_place_of_activations_or_beside_them():
+    """Of 350m on one GPU: stacks of 64 blocks of 1024×1024 in float32, at most nineteen times their size."""
+    stack = 19 * 4 * 64 * 1024 * 1024
+    config, description = setup("--train.micro_batch=1")
+    beside, _ = setup("--train.micro_batch=1", "--salaad.overlap=true")
+    exact, _ = setup("--train.micro_batch=1", "--salaad.method=exact")
+    kept = activation_bytes(config, description, 1)
+    assert kept < stack
+    usual, beside, alone = (memory_of(one, description, 1) for one in (config, beside, exact))
+    states = 8 * 24 * (4 * 1024 * 1024 + 3 * 1024 * 2736)  # R and T as they were before the update
+    assert beside - usual == kept + states
+    assert usual - alone == stack - max(kept, 9 * 4 * 1024 * 2736)
+    assert memory_of(config, description, 8) < usual
+    shown = plan_table(config, description, 1, on_gpu=True)
+    assert f"ADMM, for a moment in place of activations | {stack / 2**20:,.1f} MiB" in " ".join(shown.split())
+    assert "for a moment" not in plan_table(config, description, 1)

@@ -35,7 +35,7 @@ from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack, wi
 from salaad.spectral.results import StackResult
 from salaad.spectral.stacks import gram_stack
 
-MOST_ENTRIES = 2**26  # of the weights in a stack; an update needs about ten times their memory for a moment
+MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes nine to nineteen times their memory for a moment
 PARTS = [field.name for field in fields(State)]
 Block = tuple[Surrogate, Tensor]
 
@@ -68,6 +68,16 @@ class Attempt:
     rows: Tensor
     sigma: Tensor | None
     verdict: Tensor
+
+
+def bytes_for_a_moment(n: int, m: int, count: int) -> int:
+    """Bytes that a device needs while it updates stacks of `count` blocks (n×m, n ≤ m), at most.
+
+    The new states among them. Counted: of a wide matrix most are there at once while S and T are computed, of a square
+    one while its rank is found in as many columns as it has.
+    """
+    stacked = min(count, max(1, MOST_ENTRIES // (n * m)))
+    return 4 * stacked * max(9 * n * m, 5 * n * m + 14 * n * n)
 
 
 def update_round(blocks: Sequence[Block]) -> list[Tensor]:
