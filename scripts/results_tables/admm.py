@@ -88,7 +88,8 @@ def trajectory_table() -> str:
 def reads_table() -> str:
     """What scripts/count_reads.py counted."""
     result = read_json(ADMM / "reads.json")
-    return f"{count_table(result['rows'])}\n\n{result['versions']}, commit {result['commit']}."
+    commits = f"now commit {result['commit']}, before {result['other']}"
+    return f"{count_table(result['rows'])}\n\n{result['versions']}; {commits}."
 
 
 def stacked_table() -> str:
