@@ -85,7 +85,7 @@ def counts_in(checkout: Path) -> dict[str, Counts]:
         UserError: it failed.
     """
     paths = os.pathsep.join([str(checkout.absolute()), str(ROOT)])
-    command = [sys.executable, str(ROOT / "scripts" / "counted_rows.py")]
+    command = [sys.executable, "-c", "from scripts.counted_rows import print_rows; print_rows()"]
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:

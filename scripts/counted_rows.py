@@ -1,7 +1,7 @@
-"""What a checkout of this project asks of a device in a step, a forward pass and an ADMM update of one block after the
-other: rows that `count_reads.py` counts here, and in another checkout by running this file with that one's modules.
+"""The rows of `count_reads.py` that every checkout of this project can count: steps, forward passes, blocks one by one.
 
-So nothing is imported that only one of them has, but for the counter itself.
+That script runs them here, and in another checkout with that one's modules. So nothing is imported that only one of
+them has, but for the counter itself.
 """
 
 import json
@@ -133,5 +133,6 @@ def drawn(shape: tuple[int, int], seed: int, solver: str) -> tuple[Surrogate, Te
     return surrogate, X
 
 
-if __name__ == "__main__":
+def print_rows() -> None:
+    """Every row, as JSON."""
     json.dump(list(all_rows()), sys.stdout)
