@@ -54,7 +54,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     accelerator = start_accelerator(config)
     check_run(config, source.config)
     if options.dry_run:
-        accelerator.print(plan_table(config, source.config, distributed.world_size()))
+        on_gpu = options.device is not None or accelerator.device.type == "cuda"
+        accelerator.print(plan_table(config, source.config, distributed.world_size(), on_gpu))
         if options.device:  # which needs no text, and is asked for where there may be no network
             accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
         else:

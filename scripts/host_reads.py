@@ -1,34 +1,55 @@
-"""How often the host waits for a device, counted on the CPU by the operations that would make it wait."""
+"""How often the host waits for a device, counted on the CPU by the operations that would make it wait.
+
+On the CPU both have one memory, so a tensor is on the host by where it comes from: made without a device being named,
+brought there by `cpu()` or `to("cpu")`, or computed from such tensors alone. All others are on the device, which is
+`DEVICE` itself; they say so too, and whatever else is equal to it is the host.
+"""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from pytest import MonkeyPatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+DEVICE = torch.device("cpu")
 
 aten = torch.ops.aten
 # A value on the host, or a shape that depends on values.
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.is_nonzero}
 # They look inside whether they have converged.
 CHECKED = {aten._linalg_eigh, aten._linalg_svd, aten._linalg_check_errors, aten.linalg_inv_ex}
+MAKING = ("tensor", "as_tensor", "from_numpy", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint")
+WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))
+GROUPING = "_group_tensors_by_device_and_dtype"
+_LONG_AGO = -1  # that a tensor of the host was enqueued for it: there is nothing to wait for
 
 
 class HostReads(TorchDispatchMode):
     """Counts the operations that make the host wait for a device.
 
+    A copy that the host does not wait for is counted when its numbers are looked at: if it was enqueued in this step
+    under `count`, else under `earlier`. Steps are told apart by `next_step`.
+
     Attributes:
-        count: reads of a value, of many at once (`tolist`, `numpy`, `cpu`), and shapes that depend on values.
+        count: reads of a value, of many at once (`tolist`, `numpy`, copies to the host), shapes that depend on values,
+            and waits for an event, a stream or the whole device.
+        earlier: looks at what an earlier step has enqueued a copy of.
         decompositions: calls of a vendor's eigensolver or SVD, which wait inside for their error code.
         uploads: tensors made of numbers of the host, which would be copied to the device.
         operators: all operations, by name.
-        read: the tensors of which a single value was read.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.count = self.decompositions = self.uploads = 0
+        self.count = self.earlier = self.decompositions = self.uploads = 0
         self.operators = Counter()
-        self.read = []
+        self._step = 0
+        self._on_host = WeakTensorKeyDictionary()  # tensor → the step in which the copy of its numbers was enqueued
         self._patch = MonkeyPatch()
 
     @property
@@ -36,37 +57,129 @@ class HostReads(TorchDispatchMode):
         """All operations."""
         return self.operators.total()
 
-    def __enter__(self):
+    def put_on_host(self, *tensors: Tensor) -> None:
+        """These were made on the host before counting began."""
+        self._place(tensors, _LONG_AGO)
+
+    def next_step(self) -> None:
+        """What is enqueued from now on belongs to another step."""
+        self._step += 1
+
+    def __enter__(self) -> "HostReads":
         # A mode of torch's functions would see nothing of the hooks of gradients: `backward` is such a function itself.
-        for name in ("tolist", "numpy", "cpu", "to"):
-            self._patch.setattr(torch.Tensor, name, self._counting(name))
+        set_, on_host = self._patch.setattr, self._on_host
+        for name in ("tolist", "numpy"):
+            set_(Tensor, name, self._looking(getattr(Tensor, name)))
+        set_(Tensor, "to", self._moving(Tensor.to))
+        set_(Tensor, "cpu", lambda tensor: tensor.to("cpu"))
+        set_(Tensor, "device", property(lambda tensor: torch.device("cpu") if tensor in on_host else DEVICE))
+        for name in MAKING:
+            set_(torch, name, self._making(getattr(torch, name)))
+        # Where torch itself sends one tensor to where others are.
+        set_(torch._C, GROUPING, self._grouping(getattr(torch._C, GROUPING)))
+        for owner, name in WAITS:
+            set_(owner, name, self._waiting(getattr(owner, name)))
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patch.undo()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         packet, kwargs = func.overloadpacket, kwargs or {}
         self.operators[packet.__name__] += 1
-        masks = [index for index in args[1] if index is not None] if packet in (aten.index, aten.index_put_) else []
-        self.count += packet in WAITING or any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
-        self.count += packet is aten.repeat_interleave and kwargs.get("output_size") is None
-        self.decompositions += packet in CHECKED
-        if packet is aten._local_scalar_dense:
-            self.read.append(args[0])
         self.uploads += packet is aten.lift_fresh
-        return func(*args, **kwargs)
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if packet is aten.copy_:
+            self.count += args[0] in self._on_host and args[1] not in self._on_host
+            return func(*args, **kwargs)
+        masks = [index for index in args[1] if index is not None] if packet in (aten.index, aten.index_put_) else []
+        unknown = any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
+        unknown |= packet is aten.repeat_interleave and kwargs.get("output_size") is None
+        if packet in WAITING or unknown:
+            self._look(*given)
+        if packet in CHECKED:
+            self.decompositions += not all(tensor in self._on_host for tensor in given)
+        made = func(*args, **kwargs)
+        if given:
+            known = [self._on_host.get(tensor) for tensor in given]
+            self._place(made, None if None in known else max(known))
+        return made
 
-    def _counting(self, name):
-        """A method of tensors that takes a whole one to the host, which on the CPU is no operation."""
-        method = getattr(torch.Tensor, name)
+    def _look(self, *tensors: Tensor) -> None:
+        """Count that the host needs numbers of these."""
+        known = [self._on_host.get(tensor) for tensor in tensors]
+        if None in known or self._step in known:
+            self.count += 1
+        elif any(step != _LONG_AGO for step in known):
+            self.earlier += 1
 
-        def counted(tensor, *args, **kwargs):
-            before = self.count
-            result = method(tensor, *args, **kwargs)
-            to_host = name != "to" or any(isinstance(value, str) and value == "cpu" for value in args)
-            self.count = before + 1 if to_host else self.count
-            return result
+    def _place(self, made: Any, enqueued: int | None) -> None:
+        """Note that tensors are on the host, as they are from the step `enqueued` on, or for None on the device."""
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._on_host.pop(tensor, None)
+                if enqueued is not None:
+                    self._on_host[tensor] = enqueued
 
-        return counted
+    def _looking(self, method: Callable) -> Callable:
+        """A method of tensors that gives a whole one to the host, which on the CPU is no operation."""
+
+        def look(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._look(tensor)
+            with _disable_current_modes():
+                return method(tensor, *args, **kwargs)
+
+        return look
+
+    def _moving(self, method: Callable) -> Callable:
+        """`to`, which makes a tensor of its own of one that goes to the host or to the device."""
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            moved = method(tensor, *args, **kwargs)
+            kwargs.pop("copy", None)
+            place, _, waits_not, _ = torch._C._nn._parse_to(*args, **kwargs)
+            if place is None or place.type != "cpu":
+                return moved
+            named = kwargs.get("device", args[0] if args else None)
+            to_host = (named.device if isinstance(named, Tensor) else named) is not DEVICE
+            if to_host == (tensor in self._on_host):
+                return moved
+            if moved is tensor:
+                with _disable_current_modes():
+                    moved = tensor.clone()
+            self.count += to_host and not waits_not
+            self._place(moved, None if not to_host else self._step if waits_not else _LONG_AGO)
+            return moved
+
+        return to
+
+    def _making(self, function: Callable) -> Callable:
+        """A function that makes a tensor where it is told to, else on the host."""
+
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            made = function(*args, **kwargs)
+            if kwargs.get("device") in (None, "cpu") and all(made is not value for value in args):
+                self._place(made, _LONG_AGO)
+            return made
+
+        return make
+
+    def _grouping(self, function: Callable) -> Callable:
+        """A function that gives tensors by device and dtype; nobody asks it for those of the host."""
+
+        def group(*args: Any) -> dict:
+            return {(DEVICE, dtype): tensors for (_, dtype), tensors in function(*args).items()}
+
+        return group
+
+    def _waiting(self, function: Callable) -> Callable:
+        """A function that waits for what the device was given."""
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return function(*args, **kwargs)
+
+        return wait

@@ -8,15 +8,14 @@ import torch
 KNOWN = ("h100", "h200", "a100", "4090")
 
 
-@functools.cache
 def known_as(device: torch.device) -> str:
-    """The one of `KNOWN` that a GPU's own name holds; a100 for any other, which a warning says once.
+    """The one of `KNOWN` that a device goes by; a100 without a GPU, as for Triton's interpreter on the CPU."""
+    return known_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else "a100"
 
-    Without a GPU, as for Triton's interpreter on the CPU, it is a100 too.
-    """
-    if device.type != "cuda":
-        return "a100"
-    name = torch.cuda.get_device_name(device)
+
+@functools.cache
+def known_name(name: str) -> str:
+    """The one of `KNOWN` that a GPU's own name holds; a100 for any other, which a warning says once."""
     found = next((known for known in KNOWN if known in name.lower()), None)
     if found is None:
         choice = "kernels and solvers are chosen as for an A100, which may be slower"

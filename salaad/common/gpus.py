@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from salaad.common.gpu_names import known_as
+from salaad.common.gpu_names import known_as, known_name
 from salaad.spectral.cost import RATES, Rates
 
 
@@ -49,3 +49,8 @@ GPUS = {
 def gpu_of(device: torch.device) -> Gpu:
     """The data sheet that a device goes by: that of an A100 for a GPU that is not known, with a warning."""
     return GPUS[known_as(device)]
+
+
+def gpu_called(name: str) -> Gpu:
+    """The same by a GPU's own name."""
+    return GPUS[known_name(name)]

@@ -49,10 +49,12 @@ class SalaadConfig(MethodConfig):
         owners: how the blocks are dealt to the processes: round_robin in order of cost, or balanced, each to the one
             that has least to do so far.
         overlap: a GPU computes the ADMM updates beside the next step's forward pass, with the same results; the weights
-            must then not be changed between the optimizer's step and the next backward.
+            must then not be changed between the optimizer's step and the next backward. Only products are beside all
+            of it; eigenvectors make the host wait before it begins.
         method: how the singular-value threshold is computed: exact (full SVD), gram (eigh of the Gram matrix), subspace
             (its leading eigenvectors from those of the last update, to a tolerance that is checked), products (matrix
-            products alone, checked as well) or auto, the cheapest of them on the device.
+            products alone, checked as well) or auto, the one predicted to be the cheapest on the device. On a GPU the
+            host waits once an update by products, and once more for each stack of blocks by gram.
     """
 
     tunable = (

@@ -104,6 +104,11 @@ class Method:
         }
 
     @classmethod
+    def memory_for_a_moment(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> tuple[float, bool]:
+        """Bytes on a GPU that periodic work after a step takes, and whether the next activations are beside them."""
+        return 0.0, False
+
+    @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         """Rows that the method adds to --dry-run; `model` is the rebuilt one without numbers."""
         return []

@@ -2,7 +2,9 @@
 
 The rates of the CPU were measured (`scripts/bench_admm.py`, one thread of an AMD EPYC). Those of the GPUs are none of
 ours: peaks are from the data sheets, and the parts of them that are reached are assumptions, the same for all. An
-eigensolver goes column by column and waits for a few kernels at each, in a stack too.
+eigensolver goes column by column and waits for a few kernels at each, in a stack too; then the host waits for it, for
+whether it has converged, and has to start some calls before the device is busy again. An update beside the forward pass
+is given no discount: products fill the device alone, and while the host waits it cannot begin that pass.
 
 A CPU is not one of the stacked: on it the host sees every value at once, so the solvers of `ladder`, which decide by
 what they find, are the cheapest there, and a stack was no faster than one matrix after the other.
@@ -19,6 +21,7 @@ from salaad.spectral import products, stacks
 
 Solver = Literal["ladder", "gram", "products"]
 COLUMN_KERNELS = 4  # that an eigensolver starts for each column, one after the other
+REFILL = 20  # calls of the host after a wait until the device does not wait for it any more; charged to every matrix
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def seconds(solver: Solver, n: int, m: int, q: int, rates: Rates) -> float:
         return work / (rates.peak * rates.products) + calls * rates.launch
     work, eigenvectors = stacks.operations(n, m)
     time = (work / rates.products + eigenvectors / rates.eigenvectors) / rates.peak
-    return time + (n * COLUMN_KERNELS * rates.launch if rates.waits else 0.0)
+    return time + ((n * COLUMN_KERNELS + REFILL) * rates.launch if rates.waits else 0.0)
 
 
 def cheapest(n: int, m: int, q: int, rates: Rates) -> Solver:

@@ -1,4 +1,11 @@
-"""What the ranks tell each other at every step without waiting: tokens, a request to stop, numbers gone wrong."""
+"""What the ranks tell each other at every step: tokens, a request to stop, numbers gone wrong.
+
+The answer is the one thing that the host reads of the device in every step, and it was enqueued a step before, ahead of
+that step's forward pass. So the host waits for nothing else that this step or the one before computes: it waits only
+when it is more than a step ahead of the device, which then has a whole step queued. To look whether the answer is there
+already would never wait, but each rank would look at another moment, and they have to stop and to give up at the same
+step.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +14,7 @@ from salaad.common import distributed
 
 
 class Agreement:
-    """One small sum over the ranks per step. Its answer is read a step later, so that no GPU is waited for.
+    """One small sum over the ranks per step, whose answer is read a step later.
 
     Attributes:
         stop: a rank was asked to stop, as of the step before.
@@ -36,7 +43,7 @@ class Agreement:
         return values[0]
 
     def read(self) -> None:
-        """Take in the answer of the last exchange."""
+        """Take in the answer of the last exchange, which belongs to the step before."""
         if self._answer is not None:
             if self._arrived:
                 self._arrived.synchronize()

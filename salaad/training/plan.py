@@ -17,13 +17,13 @@ from salaad.training.sharding import largest_share
 KEPT_VALUES = 34  # of the hidden size, that a layer keeps of a token for its backward pass
 
 
-def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int) -> str:
+def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_gpu: bool = False) -> str:
     """Parameters, tokens, steps, memory per rank by kind, operations and the method's own rows: a Markdown table."""
     method, model = method_of(config), outline(description)
     method.rebuild(model, config)
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
-    memory = memory_by_kind(config, model, ranks)
+    memory = memory_by_kind(config, model, ranks, on_gpu)
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
@@ -69,9 +69,10 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
         )
 
 
-def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, float]:
-    """Bytes of the rank that needs most, on a GPU; `model` is the rebuilt one without numbers."""
-    memory, train = method_of(config).memory(model, config, ranks), config.train
+def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool = True) -> dict[str, float]:
+    """Bytes of the rank that needs most, when it needs most; `model` is the rebuilt one without numbers."""
+    method, train = method_of(config), config.train
+    memory = method.memory(model, config, ranks)
     if train.shard == "optimizer":
         trained = [p for p in model.parameters() if p.requires_grad]
         memory["optimizer state"] *= largest_share(trained, ranks)
@@ -82,10 +83,16 @@ def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int) -> dic
         )
     head, rows = model.get_output_embeddings().weight, rows_at_once(config, ranks)
     size = loss_bytes(rows * config.data.sequence_length, head.shape[1], head.shape[0], element_bytes(config))
-    return memory | {
+    passing = {
         "logits and their gradients": size,
         "activations (estimate)": activation_bytes(config, model.config, ranks),
     }
+    moment, beside = method.memory_for_a_moment(model, config, ranks) if on_gpu else (0.0, False)
+    if moment:
+        # It takes the place of what a forward and a backward pass have given back, or comes on top of that.
+        where, taken = ("beside", 0) if beside else ("beyond", sum(passing.values()))
+        passing[f"periodic work, {where} activations"] = max(0.0, moment - taken)
+    return memory | passing
 
 
 def sizes_in_words(description: PretrainedConfig) -> str:

@@ -1,63 +1,131 @@
-"""How often the host waits for a GPU: never in a training step, once in a round of the ADMM."""
+"""How often the host waits for a GPU: never in a training step, once in a round of the ADMM and in each eigensolver."""
 
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
+import train
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.round import update_round
+from salaad.methods.salaad import round as admm_round
 from salaad.methods.salaad.surrogate import Surrogate
-from scripts.bench_training import Contender
+from salaad.training.agreement import Agreement
 from scripts.on_device.check import Check, matrix, not_made
-from scripts.on_device.trainings import batches_of, small_run
+from scripts.reliability.toy_run import toy_arguments, write_text, write_tokenizer
 
 SAID = "called a synchronizing CUDA operation"  # torch's warning in the mode that watches for waits
-ALLOWED = {"a training step": 0, "a round of the ADMM": 1}
+NAMES = ("a training step", "a training step with a round of the ADMM", "a round of the ADMM")
+STEPS, EVERY = 12, 3  # of the training; its first round comes before kernels are compiled and is not counted
+# Wide enough for the rates of a GPU to choose products.
+WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
 BEFORE = 2  # rounds after which the host knows how many singular values lie above the threshold
+Found = tuple[Counter[str], int]  # waits of the host by file and line, and stacks whose eigenvectors were looked for
 
 
 def waits(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Waits of the host in a step of SALAAD without an update, and in a round, each against what it may have."""
+    """Waits of the host in the steps of a training and in a round, each against what it may have."""
     if device.type == "cpu":
-        for name in ALLOWED:
+        for name in NAMES:
             yield not_made(f"waits in {name}", "nothing waits for a CPU")
         return
-    for name, work in (("a training step", step(device, tiny)), ("a round of the ADMM", round_(device, tiny))):
-        places = waits_in(work)
-        told = ", ".join(f"{place}: {count}" for place, count in places.items())
-        count = places.total()
-        yield Check(f"waits in {name}", count, ALLOWED[name], told if count > ALLOWED[name] else "")
+    steps = list(enumerate(steps_of_a_training(tiny), 1))[EVERY:]
+    yield most(NAMES[0], [found for step, found in steps if step % EVERY], 0)
+    yield most(NAMES[1], [found for step, found in steps if step % EVERY == 0], 1)
+    with watching() as found:
+        work = round_(device, tiny)
+        found.next()
+        work()
+    yield most(NAMES[2], found.parts()[1:], 1)
 
 
-def waits_in(work: Callable[[], object]) -> Counter[str]:
+def most(name: str, found: list[Found], allowed: int) -> Check:
+    """The check of the part with the most waits beyond one for each stack by eigenvectors."""
+    places, stacks = max(found, key=lambda part: part[0].total() - part[1])
+    count = places.total() - stacks
+    told = ", ".join(f"{place}: {waits}" for place, waits in places.items())
+    return Check(f"waits in {name}", max(count, 0), allowed, told if count > allowed else "")
+
+
+class Watch:
+    """Waits that torch has warned of and stacks by eigenvectors, in parts."""
+
+    def __init__(self, said: list[warnings.WarningMessage]) -> None:
+        self._said, self.stacks = said, 0
+        self._ends: list[tuple[int, int]] = []
+
+    def next(self) -> None:
+        """Another part begins."""
+        self._ends.append((len(self._said), self.stacks))
+
+    def parts(self) -> list[Found]:
+        """What was found in each, from the beginning on."""
+        ends = [(0, 0), *self._ends, (len(self._said), self.stacks)]
+        return [(places_of(self._said[a:b]), after - before) for (a, before), (b, after) in pairwise(ends)]
+
+
+def places_of(said: list[warnings.WarningMessage]) -> Counter[str]:
     """How often the host waited, by file and line."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
     return Counter(f"{note.filename}:{note.lineno}" for note in said if SAID in str(note.message))
 
 
-def step(device: torch.device, tiny: bool) -> Callable[[], None]:
-    """One training step; those before it, which compile kernels and make the optimizer's state, are done."""
-    config = read_command_line([*small_run(tiny), "--method=salaad"])[0]
-    contender = Contender(config, device)
-    first, second, last = ({key: ids.to(device) for key, ids in batch.items()} for batch in batches_of(config, 3))
-    contender.step(first)
-    contender.step(second)
-    return lambda: contender.step(last)
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Within this context every wait is noted."""
+    mode, by_eigenvectors = torch.cuda.get_sync_debug_mode(), admm_round.gram_stack
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        watch = Watch(said)
+
+        def counted(*given: object) -> object:
+            watch.stacks += 1
+            return by_eigenvectors(*given)
+
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with patch.object(admm_round, "gram_stack", counted):
+                yield watch
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
-def round_(device: torch.device, tiny: bool) -> Callable[[], None]:
-    """One round of two blocks by products; those before it are done."""
-    config = SalaadConfig(delta_alpha=0.0, delta_beta=0.0, method="products")
+def steps_of_a_training(tiny: bool) -> list[Found]:
+    """Of each step of the trainer but the last, which writes what was measured."""
+    look = Agreement.read
+    with tempfile.TemporaryDirectory() as work, watching() as watch:
+
+        def begin(agreement: Agreement) -> None:
+            watch.next()
+            look(agreement)
+
+        with patch.object(Agreement, "read", begin):
+            train_a_toy(Path(work), tiny)
+    return watch.parts()[1:-1]
+
+
+def train_a_toy(folder: Path, tiny: bool) -> None:
+    """A training by train.py, in this process and on the device that it finds."""
+    sizes = {} if tiny else {f"model__{key}": value for key, value in WIDE.items()}
+    steps = {"train__steps": STEPS, "train__log_every": STEPS, "salaad__every": EVERY}
+    texts, tokenizer = write_text(folder), write_tokenizer(folder / "tokenizer")
+    words = toy_arguments(texts, tokenizer, **steps, **sizes)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with redirect_stdout(StringIO()):
+        train.main(*read_command_line([*words, f"--output={folder / 'run'}"]))
+
+
+def round_(device: torch.device, tiny: bool) -> Callable[[], object]:
+    """One round of two blocks by the solver that is predicted to be the cheapest; those before it are done."""
+    config = SalaadConfig(delta_alpha=0.0, delta_beta=0.0)
     blocks = []
     for n, m in ((24, 40), (40, 40)) if tiny else ((512, 1376), (512, 512)):
         X = matrix(n, m).float().to(device)
@@ -65,5 +133,5 @@ def round_(device: torch.device, tiny: bool) -> Callable[[], None]:
         block.load_state_dict(block.state_dict() | {"thresholds": X.new_tensor([0.3, 0.01, 0.01])})
         blocks.append((block, X))
     for _ in range(BEFORE):
-        update_round(blocks)
-    return lambda: update_round(blocks)
+        admm_round.update_round(blocks)
+    return lambda: admm_round.update_round(blocks)

@@ -1,6 +1,7 @@
 """The tables of results/admm: the singular-value threshold, its solvers, host reads, how evenly ranks share blocks."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,14 @@ from typing import get_args
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
+from salaad.common.gpus import GPUS
 from salaad.config.command_line import read_command_line
 from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
-from salaad.spectral.products import operations
+from salaad.spectral.cost import RATES, cheapest, seconds
+from salaad.spectral.products import operations, width_of
+from salaad.training.prediction import predict
 from scripts.count_reads import table as count_table
 from scripts.results_tables import RESULTS
 
@@ -29,6 +33,7 @@ def sections() -> dict[str, str]:
         "trajectory": trajectory_table(),
         "reads": reads_table(),
         "stacked": stacked_table(),
+        "choice": choice_table(),
         "balance": balance_table(),
     }
 
@@ -83,7 +88,8 @@ def trajectory_table() -> str:
 def reads_table() -> str:
     """What scripts/count_reads.py counted."""
     result = read_json(ADMM / "reads.json")
-    return f"{count_table(result['rows'])}\n\n{result['versions']}, commit {result['commit']}."
+    commits = f"now commit {result['commit']}, before {result['other']}"
+    return f"{count_table(result['rows'])}\n\n{result['versions']}; {commits}."
 
 
 def stacked_table() -> str:
@@ -110,6 +116,41 @@ def stacked_table() -> str:
     _, calls = operations(n, m, n)
     told = f"Products alone are {calls} calls. {result['machine']}, commit {result['commit']}."
     return f"{markdown_table(header, rows)}\n\n{told}"
+
+
+def choice_table() -> str:
+    """The solver of every size by the rates of two GPUs, and what products alone would cost more while it is another.
+
+    Of one GPU that updates all blocks at once, at the rank ratios that scripts/bench_admm.py recorded.
+    """
+    rows = []
+    for name, device in product(SCALES, ("h100", "a100")):
+        recorded = read_json(ADMM / f"{name}.json")["rows"]
+        ratios = {(*row["shape"], row["phase"]): row["rank_ratio"] for row in recorded if row["rung"] == "auto"}
+        config, _ = read_command_line(["--config", name])
+        description = describe_model(config.model, config.data.sequence_length)
+        shapes = Counter(tuple(sorted(X.shape)) for X in find_blocks(outline(description), config.salaad).values())
+        cells = []
+        for phase in dict.fromkeys(phase for _, _, phase in ratios):
+            chosen, total = set(), Counter()
+            for (n, m), count in shapes.items():
+                q, rates = width_of(round(ratios[n, m, phase] * n), n), RATES[device]
+                solver = cheapest(n, m, q, rates)
+                chosen.add(solver)
+                total["chosen"] += count * seconds(solver, n, m, q, rates)
+                total["products"] += count * seconds("products", n, m, q, rates)
+            more = total["products"] - total["chosen"]
+            shares = []
+            for precision in ("fp32", "bf16-mixed"):
+                trained = replace(config, train=replace(config.train, precision=precision))
+                parts = predict(trained, description, GPUS[device], 1)
+                steps = config.salaad.every * (sum(parts.values()) - parts["ADMM"])
+                shares.append(f"{more / steps:.1%}")
+            cells.append(f"{', '.join(sorted(chosen))}, {total['chosen']:.1f} s")
+            cells.append("–" if chosen == {"products"} else f"{more:.1f} s: {', '.join(shares)}")
+        rows.append((name, device, *cells))
+    header = [f"{phase}{what}" for phase in ("early", "middle", "late") for what in ("", ": products alone")]
+    return markdown_table(("model", "GPU", *header), rows)
 
 
 def balance_table() -> str:

@@ -16,7 +16,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
-from salaad.spectral.cost import COLUMN_KERNELS
+from salaad.spectral.cost import COLUMN_KERNELS, REFILL
 from salaad.training.fitting import changes_that_fit
 from salaad.training.plan import KEPT_VALUES
 from salaad.training.prediction import (
@@ -210,8 +210,9 @@ def _assumed() -> Iterator[str]:
     )
     yield (
         f"**ADMM**: a call takes {rates.launch * 1e6:g} µs at least; products reach {rates.products:.0%} of the peak "
-        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column; "
-        "so the thresholds are computed by products alone (`salaad/spectral/cost.py`). A full SVD, where it is asked "
+        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column, "
+        f"and the device for {REFILL} calls of the host after it; so the thresholds are computed by products alone at "
+        "the target rank (`salaad/spectral/cost.py`). A full SVD, where it is asked "
         "for, takes 6·n²·m + 20·n³ operations at the eigensolver's rate and waits at twice as many columns. With "
         "`salaad.overlap` a round hides behind the next forward pass as far as that takes."
     )

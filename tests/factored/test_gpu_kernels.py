@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from salaad.common import native
-from salaad.common.gpu_names import known_as
+from salaad.common.gpu_names import known_name
 from salaad.common.gpus import GPUS, gpu_of
 from salaad.factored import gpu_products
 from salaad.factored import layers as layer_module
@@ -170,7 +170,7 @@ def test_a_weight_that_is_small_in_parts_is_made_dense_only_where_a_grid_ends():
 
 def test_a_gpu_that_is_not_known_is_taken_for_another_with_one_warning(machine):
     machine()
-    known_as.cache_clear(), rates_of.cache_clear()
+    known_name.cache_clear(), rates_of.cache_clear()
     with pytest.warns(
         UserWarning, match=r"^Tesla V100 is not among .* \(h100, h200, a100, 4090\); .* as for an A100"
     ) as said:
@@ -188,7 +188,7 @@ def test_a_gpu_that_is_not_known_is_taken_for_another_with_one_warning(machine):
     ],
 )
 def test_a_gpu_is_known_by_its_own_name(name, known, monkeypatch):
-    known_as.cache_clear()
+    known_name.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from salaad.prox import effective_rank
-from salaad.spectral import cost
 from salaad.spectral.products import MOST_SPREAD, product_stack, width_of
 from salaad.spectral.results import TOLERANCE, StackResult
 from salaad.spectral.stacks import gram_stack
@@ -139,14 +138,3 @@ def test_no_solver_of_a_stack_looks_at_a_number():
 
 def test_the_width_leaves_room_for_a_rank_that_grows():
     assert [width_of(kept, 1024) for kept in (0, 10, 100, 400, 1000)] == [32, 32, 160, 608, 1024]
-
-
-def test_the_cheapest_solver_follows_the_rates():
-    h100 = cost.RATES["h100"]
-    assert cost.cheapest(1024, 2736, 1024, cost.RATES["cpu"]) == "ladder"
-    assert cost.cheapest(1024, 2736, 224, h100) == "products"
-    slow = cost.Rates(1e9, eigenvectors=0.3)
-    assert cost.cheapest(1024, 2736, 1024, slow) == "gram"
-    # By hand, in products of 1024×1024 matrices: 32 for the sign, 27 for the roots and 6 more, q columns beside them.
-    assert cost.seconds("products", 1024, 1024, 224, h100) > 65 * 2 * 1024**3 / (0.4 * 67e12)
-    assert cost.rates_of(torch.device("cpu")) is cost.RATES["cpu"]

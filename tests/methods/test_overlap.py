@@ -1,6 +1,7 @@
 """ADMM updates beside the next step's forward pass: the same numbers, and nothing is read too soon."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from salaad import Salaad, SalaadConfig
+from salaad.common.errors import NotFiniteError
 from salaad.methods.salaad import round as admm_round
 from salaad.spectral.cost import RATES
-from tests.methods.test_own_loop import Loop, assert_equal, llama, numbers
+from tests.methods.test_own_loop import IDS, Loop, assert_equal, llama, numbers
 
 CONFIG = SalaadConfig(rho=0.05, rank_ratio=0.2, density=0.2, delta_alpha=0.1, delta_beta=0.05, every=2)
 DEVICE = replace(RATES["h100"], eigenvectors=1e-7)
@@ -78,25 +80,110 @@ def test_closing_ends_the_update_before_the_weights_go_their_own_way():
     assert_equal(numbers(plain), numbers(beside))
 
 
-def test_rounds_of_a_device_share_a_stream_whose_memory_is_kept_once(monkeypatch):
-    """torch hands out 32 streams in turn, and its allocator never gives one stream the memory of another."""
-    made: list[torch.device] = []
+def test_closing_lets_the_model_go_where_the_last_update_met_a_weight_that_is_not_finite():
+    each = loop(replace(CONFIG, overlap=True))
+    each.run(0, 1)
+    block = each.salaad.weights[each.salaad.blocks[0]]
+    with torch.no_grad():
+        block[0, 0] = torch.inf
+    each.salaad.step()  # begins an update
+    with pytest.raises(NotFiniteError):
+        each.salaad.close()
+    with torch.no_grad():
+        block[0, 0] = 0
+    before = {name: p.clone() for name, p in each.model.named_parameters()}
+    other = llama()
+    other.load_state_dict(before)
+    for model in (each.model, other):
+        model(input_ids=IDS[0], labels=IDS[0]).loss.backward()
+    for mine, plain in zip(each.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)  # no penalty joined
+    Salaad(each.model, CONFIG).close()
 
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            made.append(device)
 
-        def wait_stream(self, other: object) -> None:
-            pass
+def test_an_update_is_recorded_at_its_step_though_no_gradient_came_after_it():
+    plain, beside = (loop(replace(CONFIG, overlap=overlap)) for overlap in (False, True))
+    for each in (plain, beside):
+        each.run(0, 2)
+        each.salaad.step()
+    assert plain.salaad.counts() == beside.salaad.counts()
+    assert plain.salaad.drain_records() == beside.salaad.drain_records()
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.__new__(Stream))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [])
-    # No more of a block and its weight on a GPU is looked at before there is a stack.
-    block = SimpleNamespace(state=SimpleNamespace(), update=lambda X: torch.zeros(8))
-    for index in (0, 1, 0, 1, 0):
-        weight = SimpleNamespace(device=torch.device("cuda", index))
-        admm_round.Round([(block, weight)], beside=True).end()
+
+class Streams:
+    """torch's streams without a GPU: what each is given, in order, and what its memory is kept for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[torch.device] = []
+        self.events: list[tuple[str, ...]] = []
+        self._active = ["main"]
+        streams = self
+
+        class Stream:
+            def __init__(self, device: torch.device, name: str = "side") -> None:
+                self.name = name
+                if name == "side":
+                    streams.made.append(device)
+
+            def wait_stream(self, other: "Stream") -> None:
+                streams.events.append((self.name, "waits for", other.name))
+
+        @contextmanager
+        def inside(stream: Stream) -> Iterator[None]:
+            streams._active.append(stream.name)
+            yield
+            streams._active.pop()
+
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, streams._active[-1]))
+        patch.setattr(torch.cuda, "stream", inside)
+
+    def note(self, what: str) -> None:
+        """Something is given to the stream that is active now."""
+        self.events.append((self._active[-1], what))
+
+
+@pytest.fixture
+def streams(monkeypatch) -> Iterator[Streams]:
+    yield Streams(monkeypatch)
     admm_round._stream_of.cache_clear()
-    assert made == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def fake_block(streams: Streams, index: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """A block and its weight on a GPU of which no more is looked at than where they are."""
+
+    def update(X: SimpleNamespace) -> torch.Tensor:
+        streams.note("ladder")
+        return torch.zeros(8)
+
+    kept = SimpleNamespace(record_stream=lambda stream: streams.note(f"keeps T for {stream.name}"))
+    block = SimpleNamespace(state=SimpleNamespace(T=kept), update=update, unfit=False)
+    return block, SimpleNamespace(device=torch.device("cuda", index))
+
+
+def test_rounds_of_a_device_share_a_stream_whose_memory_is_kept_once(streams, monkeypatch):
+    """torch hands out 32 streams in turn, and its allocator never gives one stream the memory of another."""
+    monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [])
+    for index in (0, 1, 0, 1, 0):
+        admm_round.Round([fake_block(streams, index)], beside=True).end()
+    assert streams.made == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_an_update_beside_comes_after_the_weights_and_before_what_uses_its_result(streams, monkeypatch):
+    verdict = SimpleNamespace(tolist=lambda: streams.note("read") or [[0.0] * 5])
+    attempt = SimpleNamespace(solver="products", verdict=verdict)
+    monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [("a kind", [0])])
+    monkeypatch.setattr(admm_round, "_attempt", lambda *_: streams.note("stack") or attempt)
+    monkeypatch.setattr(torch, "cat", lambda verdicts: verdicts[0])
+    begun = admm_round.Round([fake_block(streams)], beside=True)
+    streams.note("forward")
+    begun.end()
+    assert streams.events == [
+        ("side", "waits for", "main"),  # whose optimizer may still move the weights
+        ("main", "keeps T for side"),  # for that reads it after the block has let go of it
+        ("side", "stack"),
+        ("main", "forward"),
+        ("side", "read"),
+        ("side", "ladder"),
+        ("main", "waits for", "side"),  # before the penalty reads the new T
+    ]

@@ -17,6 +17,7 @@ from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import KEPT
 from salaad.spectral.cost import RATES
 from salaad.spectral.products import MOST_SPREAD
+from scripts.bench_training import LiveTensors
 from scripts.host_reads import HostReads
 from tests.helpers.ranks import run_ranks
 
@@ -37,9 +38,9 @@ def device(monkeypatch):
     play_device(monkeypatch)
 
 
-def weights() -> nn.ModuleList:
+def weights(shapes: tuple[tuple[int, int], ...] = SHAPES) -> nn.ModuleList:
     """Matrices whose singular values fall by a factor of twenty."""
-    layers = nn.ModuleList(nn.Linear(m, n, bias=False) for n, m in SHAPES)
+    layers = nn.ModuleList(nn.Linear(m, n, bias=False) for n, m in shapes)
     for i, layer in enumerate(layers):
         Z = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(i))
         U, s, Vh = torch.linalg.svd(Z, full_matrices=False)
@@ -114,6 +115,24 @@ def test_a_round_is_read_once_and_a_step_beside_it_never(device):
     # Eigenvectors are asked for once a stack while nothing is thresholded, and then no more.
     assert decompositions[1] == 3 and decompositions[-1] == 0
     assert {record.method for _, _, record in salaad.drain_records()[-len(SHAPES) :]} == {"products"}
+
+
+@pytest.mark.parametrize("name", ["h100", "a100"])
+def test_by_the_rates_of_a_gpu_as_they_are_each_stack_by_eigenvectors_is_one_wait_more(monkeypatch, name):
+    """Blocks of short side 24 are always by eigenvectors, those of 192 by products as soon as there is a threshold."""
+    monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES[name])
+    salaad = Salaad(weights(((24, 24), (24, 24), (192, 192), (192, 192), (192, 256))), SalaadConfig(**SETTINGS))
+    expected = []
+    for step in range(6):
+        stacks = {tuple(sorted(block.T.shape)) for block in salaad.surrogates.values() if not block.thresholded}
+        wander(salaad.model, step)
+        with HostReads() as reads:
+            salaad.step()
+        found = {block: record.method for _, block, record in salaad.drain_records()}
+        expected.append(len(stacks | {(24, 24)}))
+        assert (reads.count, reads.decompositions) == (1, expected[-1])
+    assert (expected[0], expected[-1]) == (3, 1)
+    assert found == {"0": "gram", "1": "gram", "2": "products", "3": "products", "4": "products"}
 
 
 def test_operators_of_a_round_do_not_grow_with_the_blocks_of_a_stack(device):
@@ -299,6 +318,23 @@ def test_large_stacks_are_cut(device, monkeypatch):
     for name, found in matrices(parts).items():
         for part, value in matrices(whole)[name].items():
             torch.testing.assert_close(found[part], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "solver"), [((64, 64), "products"), ((64, 172), "products"), ((64, 320), "gram")])
+def test_the_memory_of_an_update_is_what_the_plan_says(device, monkeypatch, shape, solver):
+    """At most: by products with as many columns as there are, of a wide matrix by any solver."""
+    layers, blocks = weights((shape,) * 4), []
+    for layer in layers:
+        block = Surrogate(layer.weight, 1e-6, SalaadConfig(method=solver))
+        block.load_state_dict(block.state_dict() | {"thresholds": torch.tensor([0.3, 0.01, 0.01])})
+        block.width = 64
+        blocks.append((block, layer.weight))
+    with LiveTensors() as tensors:
+        admm_round.update_round(blocks)
+    said = admm_round.bytes_for_a_moment(*shape, 4)
+    assert 0.95 * said < tensors.peak < 1.05 * said
+    monkeypatch.setattr(admm_round, "MOST_ENTRIES", 2 * 64 * 64)
+    assert admm_round.bytes_for_a_moment(64, 64, 4) == admm_round.bytes_for_a_moment(64, 64, 2)
 
 
 def trained_on_a_device() -> dict[str, Any]:

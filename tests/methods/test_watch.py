@@ -306,3 +306,10 @@ def test_a_wrapped_model_gets_the_coupled_gradient_however_early_it_was_wrapped(
 def test_sharded_weights_are_refused_on_every_rank(tmp_path, before):
     for sentence in run_ranks(sharded, 2, tmp_path, before):
         assert "spread over the processes" in sentence if before else "another weight in block" in sentence
+
+
+def test_a_model_that_is_spread_over_devices_is_refused():
+    model = toy()
+    model[1].to("meta")
+    with pytest.raises(UserError, match=r"block 0 is on cpu and block 1 on meta, .* load the model onto one"):
+        Salaad(model, CONFIG)

@@ -5,11 +5,13 @@ import math
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from salaad.common import native
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
@@ -134,39 +136,49 @@ def watched(monkeypatch):
     return modes
 
 
-def test_waits_are_counted_by_line_and_other_warnings_are_not(watched):
-    def work():
-        for _ in range(3):
-            warnings.warn(waiting.SAID, stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
+def wait_for_it():
+    warnings.warn(waiting.SAID, stacklevel=1)
 
-    [(place, count)] = waiting.waits_in(work).items()
-    assert count == 3 and place.startswith(__file__)
+
+def test_waits_are_counted_by_line_and_by_part_and_other_warnings_are_not(watched):
+    with waiting.watching() as watch:
+        wait_for_it()
+        watch.next()
+        for _ in range(3):
+            wait_for_it()
+        warnings.warn("something else", stacklevel=1)
     assert watched == ["warn", 0]
-    with pytest.raises(ZeroDivisionError):
-        waiting.waits_in(lambda: 1 / 0)
+    before, after = ([*places.items()] for places, _ in watch.parts())
+    [(place, count)] = after
+    assert count == 3 and place.startswith(__file__) and before == [(place, 1)]
+    with pytest.raises(ZeroDivisionError), waiting.watching():
+        1 / 0  # noqa: B018
     assert watched == ["warn", 0] * 2
 
 
-@pytest.mark.parametrize(("waits", "expected"), [((0, 1), (PASSES, PASSES)), ((1, 2), (FAILED, FAILED))])
-def test_a_step_may_not_wait_and_a_round_once(waits, expected, watched, monkeypatch):
-    def says(count):
-        return lambda: [warnings.warn(waiting.SAID, stacklevel=1) for _ in range(count)]
+def play_gpu(monkeypatch, rates) -> None:
+    """A training and a round on the CPU as on a GPU: a wait for each eigensolver and one for the results of a round."""
+    held, by_eigenvectors, begun = admm_round.Round._held, admm_round.gram_stack, waiting.round_
+    monkeypatch.setattr(admm_round, "rates_of", lambda device: rates)
+    monkeypatch.setattr(admm_round.Round, "_held", lambda self: wait_for_it() or held(self))
+    monkeypatch.setattr(admm_round, "gram_stack", lambda *given: wait_for_it() or by_eigenvectors(*given))
+    monkeypatch.setattr(waiting, "round_", lambda device, tiny: begun(CPU, tiny))
 
-    monkeypatch.setattr(waiting, "step", lambda *_: says(waits[0]))
-    monkeypatch.setattr(waiting, "round_", lambda *_: says(waits[1]))
-    assert tuple(outcomes(waiting.waits(torch.device("cuda"), True)).values()) == expected
+
+@pytest.mark.parametrize("rates", [RATES["h100"], replace(RATES["h100"], eigenvectors=1e-7)])
+def test_a_training_that_waits_for_rounds_and_eigensolvers_alone_passes(watched, monkeypatch, rates):
+    play_gpu(monkeypatch, rates)
+    found = list(waiting.waits(torch.device("cuda"), True))
+    assert outcomes(found) == {f"waits in {name}": PASSES for name in waiting.NAMES}
+    assert [check.error for check in found] == [0, 1, 1]
 
 
-def test_what_is_watched_reads_as_often_as_it_may(monkeypatch):
-    """On the CPU, told that it is a device for which the host waits."""
-    for work, allowed in ((waiting.step, 0), (waiting.round_, 1)):
-        with monkeypatch.context() as patched:
-            patched.setattr(admm_round, "rates_of", lambda device: RATES["h100"])
-            once = work(CPU, True)
-            with HostReads() as reads:
-                once()
-        assert (reads.count, reads.decompositions) == (allowed, 0)
+def test_a_training_that_waits_in_a_step_does_not_pass(watched, monkeypatch):
+    play_gpu(monkeypatch, RATES["h100"])
+    usual = train.step_unless
+    monkeypatch.setattr(train, "step_unless", lambda *given: wait_for_it() or usual(*given))
+    step, with_round, _ = waiting.waits(torch.device("cuda"), True)
+    assert (step.outcome, with_round.outcome) == (FAILED, FAILED) and __file__ in step.problem
 
 
 # ---- steps

@@ -9,6 +9,7 @@ from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model
 from salaad.training.fitting import changes_that_fit
+from salaad.training.plan import activation_bytes, plan_table
 from salaad.training.prediction import memory_of, predict, prediction_table, short_patience, unused_cores
 
 
@@ -86,8 +87,11 @@ def test_a_solver_that_is_named_is_the_one_that_is_counted():
     }
 
     def block(n, m):
-        """One eigensolver and three products; one SVD, whose columns are taken twice; each column is four calls."""
-        gram = 6 * n * n * m / (0.4 * 67e12) + 9 * n**3 / (0.03 * 67e12) + n * 4 * 5e-6
+        """One eigensolver and three products; one SVD, whose columns are taken twice; each column is four calls.
+
+        After the wait for the eigensolver the host has twenty to make.
+        """
+        gram = 6 * n * n * m / (0.4 * 67e12) + 9 * n**3 / (0.03 * 67e12) + (n * 4 + 20) * 5e-6
         return gram, (6 * n * n * m + 20 * n**3) / (0.03 * 67e12) + 2 * n * 4 * 5e-6
 
     gram, exact = (24 * (4 * a + 3 * b) / 10 for a, b in zip(block(1024, 1024), block(1024, 2736), strict=True))
@@ -199,6 +203,24 @@ def test_a_device_only_predicts():
 def test_every_device_has_all_precisions():
     assert all(set(device.peaks) == {"fp32", "tf32", "bf16-mixed", "bf16"} for device in GPUS.values())
     assert all(isinstance(device, Gpu) for device in GPUS.values())
+
+
+def test_an_update_takes_memory_in_place_of_activations_or_beside_them():
+    """Of 350m on one GPU: stacks of 64 blocks of 1024×1024 in float32, at most nineteen times their size."""
+    stack = 19 * 4 * 64 * 1024 * 1024
+    config, description = setup("--train.micro_batch=1")
+    beside, _ = setup("--train.micro_batch=1", "--salaad.overlap=true")
+    exact, _ = setup("--train.micro_batch=1", "--salaad.method=exact")
+    kept = activation_bytes(config, description, 1) + memory_of(config, description, 1)["logits and their gradients"]
+    assert kept < stack
+    usual, beside, alone = (sum(memory_of(one, description, 1).values()) for one in (config, beside, exact))
+    states = 8 * 24 * (4 * 1024 * 1024 + 3 * 1024 * 2736)  # R and T as they were before the update
+    assert beside - usual == kept + states
+    assert usual - alone == stack - max(kept, 9 * 4 * 1024 * 2736)
+    assert sum(memory_of(config, description, 8).values()) < usual
+    shown = " ".join(plan_table(config, description, 1, on_gpu=True).split())
+    assert f"periodic work, beyond activations | {(stack - kept) / 2**20:,.1f} MiB" in shown
+    assert "periodic work" not in plan_table(config, description, 1)
 
 
 # ---- how long a stop takes

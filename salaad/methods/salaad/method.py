@@ -1,5 +1,7 @@
 """SALAAD as a method: the penalty during backward, the ADMM on its schedule, L + S beside X at evaluation."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,6 +19,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.base import BlockRecord, Method
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
+from salaad.methods.salaad.round import bytes_for_a_moment
 from salaad.methods.salaad.storage import load_surrogates
 from salaad.methods.salaad.update import KEPT
 from salaad.methods.work import Work, most_loaded, svd_seconds
@@ -83,6 +86,23 @@ class SalaadMethod(Method):
             beside=settings.overlap,
             notes=_uncounted(settings),
         )
+
+    @classmethod
+    def memory_for_a_moment(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> tuple[float, bool]:  # noqa: D102
+        settings, blocks = config.settings, find_blocks(model, config.settings)
+        owned = [Counter() for _ in range(ranks)]  # short and long side → how many are updated at once
+        for name, owner in ownership.owners_of(blocks, ranks, settings.owners).items():
+            owned[owner][tuple(sorted(blocks[name].shape))] += 1
+        found = [0.0]
+        for shapes in owned:
+            if settings.schedule == "staggered":
+                shapes = {shape: math.ceil(count / settings.every) for shape, count in shapes.items()}
+            alone = settings.method in ("exact", "subspace")
+            sizes = [bytes_for_a_moment(n, m, 1 if alone else count) for (n, m), count in shapes.items()]
+            if settings.overlap:  # the states before it are there until all of it is done
+                sizes = [size + sum(8 * n * m * count for (n, m), count in shapes.items()) for size in sizes]
+            found += sizes
+        return max(found), settings.overlap
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102

@@ -121,15 +121,21 @@ class Salaad:
         self.close()
 
     def close(self) -> None:
-        """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay."""
-        self._end()
-        for hook in self._hooks:
-            hook.remove()
-        if self._pull is not None:
-            self._pull.end()
-        if not self.closed:
-            self._watch.end()
-        self.closed = True
+        """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay.
+
+        Raises:
+            NotFiniteError: a weight of the last update holds NaN or infinity; the model is let go all the same.
+        """
+        try:
+            self._end()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            if self._pull is not None:
+                self._pull.end()
+            if not self.closed:
+                self._watch.end()
+            self.closed = True
 
     def _rho(self, name: str) -> float:
         """Eq. 5: ρ = c / (N·sqrt(n·m)), unless an absolute ρ was given."""
@@ -172,6 +178,7 @@ class Salaad:
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
         self._watch.check(self.scaler)
+        self._end()  # of the step before, if no gradient has come since
         self.steps += 1
         self.skip()
         due = self._due()

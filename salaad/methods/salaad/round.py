@@ -1,11 +1,16 @@
-"""One ADMM update of all blocks that are due, during which the host reads the device once at most.
+"""One ADMM update of all blocks that are due, of which the host reads the results once.
 
 Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
-together by a solver that looks at none: `gram` or `products`, whichever is predicted to be the cheaper. Each leaves
-behind whether its result holds, with the four numbers by which the host plans the next update, and one read brings
-those of all blocks. A block whose result does not hold is still as it was, and is updated alone, as every block is on a
-CPU, by the solvers that decide by what they find. That makes the host wait many times. So `gram` takes the update that
-follows one in which products have failed, and every one after it until τ_L is large enough beside the singular values.
+together by a solver whose results it does not look at: `gram` or `products`, whichever is predicted to be the cheaper.
+Each leaves behind whether its result holds, with the four numbers by which the host plans the next update, and one read
+brings those of all blocks. By products that is the only wait of a round. An eigensolver waits inside, for whether it
+has converged, so every stack by `gram` is one wait more, and with `beside` the forward pass is begun after the last of
+them. Those are the stacks without a threshold yet, and on most GPUs, while many singular values are kept, those of wide
+matrices: products alone would cost more there than the waits (results/admm/README.md has the figures).
+
+A block whose result does not hold is still as it was, and is updated alone, as every block is on a CPU, by the solvers
+that decide by what they find. That makes the host wait many times. So `gram` takes the update that follows one in which
+products have failed, and every one after it until τ_L is large enough beside the singular values.
 
 A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
 own last rank.
@@ -30,7 +35,7 @@ from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack, wi
 from salaad.spectral.results import StackResult
 from salaad.spectral.stacks import gram_stack
 
-MOST_ENTRIES = 2**26  # of the weights in a stack; an update needs about ten times their memory for a moment
+MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes nine to nineteen times their memory for a moment
 PARTS = [field.name for field in fields(State)]
 Block = tuple[Surrogate, Tensor]
 
@@ -63,6 +68,16 @@ class Attempt:
     rows: Tensor
     sigma: Tensor | None
     verdict: Tensor
+
+
+def bytes_for_a_moment(n: int, m: int, count: int) -> int:
+    """Bytes that a device needs while it updates stacks of `count` blocks (n×m, n ≤ m), at most.
+
+    The new states among them. Counted: of a wide matrix most are there at once while S and T are computed, of a square
+    one while its rank is found in as many columns as it has.
+    """
+    stacked = min(count, max(1, MOST_ENTRIES // (n * m)))
+    return 4 * stacked * max(9 * n * m, 5 * n * m + 14 * n * n)
 
 
 def update_round(blocks: Sequence[Block]) -> list[Tensor]:
@@ -139,12 +154,13 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
     """The blocks that are updated together, by their places."""
-    kinds: dict[tuple[Kind, torch.device], list[int]] = {}
-    for i, (surrogate, X) in enumerate(blocks):
-        kind = _kind(surrogate, rates_of(X.device))
+    kinds: dict[Kind, list[int]] = {}
+    rates = rates_of(blocks[0][1].device)
+    for i, (surrogate, _) in enumerate(blocks):
+        kind = _kind(surrogate, rates)
         if kind.solver != "ladder":
-            kinds.setdefault((kind, X.device), []).append(i)
-    for (kind, _), members in kinds.items():
+            kinds.setdefault(kind, []).append(i)
+    for kind, members in kinds.items():
         most = max(1, MOST_ENTRIES // (kind.n * kind.m))
         for first in range(0, len(members), most):
             yield kind, members[first : first + most]

@@ -32,7 +32,8 @@ class Watch:
         pending: tells whether the penalty has yet to join the gradient of every block of this rank.
 
     Raises:
-        UserError: a weight is frozen, spread over processes, of a dtype without room for the penalty, or watched.
+        UserError: a weight is frozen, spread over processes, of a dtype without room for the penalty, or watched, or
+            the weights lie on several devices.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
@@ -43,6 +44,7 @@ class Watch:
             if not any(X is other for other in self._weights.values()):
                 self._weights[name] = X
         self._places = weights.places
+        _require_one_device(self._weights)
         for name, X in self._weights.items():
             _check(name, X)
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
@@ -122,6 +124,16 @@ class Watch:
                     f"DistributedDataParallel sends gradients through {hook}, in whose few digits the penalty would be "
                     "lost; register no communication hook"
                 )
+
+
+def _require_one_device(weights: dict[str, nn.Parameter]) -> None:
+    [[first, device], *others] = [(name, X.device) for name, X in weights.items()]
+    for name, other in others:
+        if other != device:
+            raise UserError(
+                f"block {first} is on {device} and block {name} on {other}, but the blocks of a process are updated on "
+                "one device; load the model onto one, without a device_map that spreads it"
+            )
 
 
 def _check(name: str, X: nn.Parameter) -> None:
