@@ -66,6 +66,7 @@ def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatc
     assert set(checks) - made == {
         "decoding in a CUDA graph",
         "waits in a training step",
+        "waits in a training step with a round of the ADMM",
         "waits in a round of the ADMM",
     }
     assert all(checks[name]["error"] <= checks[name]["limit"] for name in made)
