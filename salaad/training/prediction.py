@@ -18,6 +18,7 @@ Where activations are recomputed, the backward pass computes and moves all of a 
 
 import math
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -158,7 +159,7 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
     rows.append(("a stop, s", *(f"{stop:.0f}" for stop in stops)))
     rows.append(("hours of the run", *(_hours(train.steps * step / 3600) for step in steps)))
     memory = [memory_of(config, description, count) for count in counts]
-    rows += [(f"{kind}, GB", *(f"{kinds[kind] / 1e9:.2f}" for kinds in memory)) for kind in memory[0]]
+    rows += [(f"{kind}, GB", *sizes) for kind, *sizes in memory_rows(memory)]
     needs = [sum(kinds.values()) for kinds in memory]
     shown = (f"{need / 1e9:.1f}" + ("" if need < device.memory else ", too much") for need in needs)
     rows.append((f"memory a GPU, GB of {device.memory / 1e9:.0f}", *shown))
@@ -173,6 +174,13 @@ def _hours(hours: float) -> str:
 def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> dict[str, float]:
     """Bytes by kind of the rank that needs most."""
     return memory_by_kind(config, rebuilt_outline(config, description), ranks)
+
+
+def memory_rows(memory: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, ...]]:
+    """Kind and gigabytes of every kind of memory that any of these needs, each of which has the same kinds."""
+    for kind in memory[0]:
+        if any(kinds[kind] for kinds in memory):
+            yield kind, *(f"{kinds[kind] / 1e9:.2f}" for kinds in memory)
 
 
 def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts: list[int]) -> list[str]:

@@ -144,7 +144,7 @@ def choice_table() -> str:
             for precision in ("fp32", "bf16-mixed"):
                 trained = replace(config, train=replace(config.train, precision=precision))
                 parts = predict(trained, description, GPUS[device], 1)
-                steps = config.salaad.every * (sum(parts.values()) - parts["ADMM"])
+                steps = config.salaad.every * (sum(parts.values()) - parts["periodic work"])
                 shares.append(f"{more / steps:.1%}")
             cells.append(f"{', '.join(sorted(chosen))}, {total['chosen']:.1f} s")
             cells.append("–" if chosen == {"products"} else f"{more:.1f} s: {', '.join(shares)}")

@@ -29,6 +29,7 @@ from salaad.training.prediction import (
     PER_MACHINE,
     REACHED,
     memory_of,
+    memory_rows,
     predict,
     prediction_table,
 )
@@ -87,8 +88,7 @@ def memory_table() -> str:
         config, _ = read_command_line(["--config", size, f"--train.precision={precision}"])
         description = describe_model(config.model, config.data.sequence_length)
         found = [memory_of(config, description, count) for count in COUNTS]
-        for kind in found[0]:
-            rows.append((size, precision, kind, *(f"{kinds[kind] / 1e9:.2f}" for kinds in found)))
+        rows += [(size, precision, *row) for row in memory_rows(found)]
         rows.append((size, precision, "**together**", *(f"**{sum(kinds.values()) / 1e9:.2f}**" for kinds in found)))
     return markdown_table(("model", "precision", "GB of", *(f"{count}" for count in COUNTS)), rows)
 
