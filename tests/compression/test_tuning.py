@@ -4,6 +4,7 @@ How near a folder comes to the dense model is measured with transformers alone, 
 """
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ from transformers import (
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
-from salaad.compression.tuning.distillation import distill
+from salaad.compression.tuning.distillation import distill, sizes_in_turn
+from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.matching import layer_names, match
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
@@ -174,6 +176,33 @@ def test_layers_are_found_in_every_family_and_missed_in_a_sentence(tuned):
     tuned.model.config.num_hidden_layers = 7
     with pytest.raises(UserError, match=r"has 0 lists of 7 layers.*leave --match out"):
         layer_names(tuned.model)
+
+
+def test_every_step_trains_the_smallest_size_and_one_of_all():
+    at = sizes_in_turn(100, 1600, lambda size: size)  # four octaves
+    steps = [at(step) for step in range(160)]
+    assert {smallest for _, smallest in steps} == {100}
+    octaves = [math.log2(one / 100) for one, _ in steps]
+    for first in range(0, 160, 20):  # whatever stretch of steps is taken, an even share falls on each octave
+        counts = [sum(i <= place < i + 1 for place in octaves[first : first + 20]) for i in range(4)]
+        assert min(counts) >= 4 and max(counts) <= 6
+
+
+def test_a_step_goes_down_the_gradient_of_the_sum(tuned):
+    """Against torch's own Adam, at the first step of a schedule that warms up over one."""
+    parameters = list(tuned.trained())
+    wanted = [p.detach().clone().requires_grad_() for p in parameters]
+    fitting = Fitting(parameters, 10, 0.1)
+    goals = [torch.randn_like(p) for p in wanted]
+    losses = (lambda ps: sum((p - g).square().sum() for p, g in zip(ps, goals, strict=True)), lambda ps: ps[0].sum())
+    found = fitting.step(loss(parameters) for loss in losses)
+    total = sum(loss(wanted) for loss in losses)
+    assert found == pytest.approx(float(total.detach()))
+    total.backward()
+    rates = [0.1 * float(p.detach().square().mean().sqrt()) for p in wanted]
+    torch.optim.Adam([{"params": [p], "lr": lr} for p, lr in zip(wanted, rates, strict=True)], betas=(0.9, 0.95)).step()
+    torch.testing.assert_close(parameters, wanted, rtol=1e-5, atol=1e-6)
+    assert fitting.done == 1 and all(p.grad is None for p in parameters)
 
 
 class NeverAsked:

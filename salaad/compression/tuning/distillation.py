@@ -5,13 +5,14 @@
 q is what the dense model predicts, or that mixed with what the text says: a dense model is wrong here and there, and a
 cut one that learns from both can end nearer to text of that kind than one that learns from either.
 
-Of many sizes each step trains one: they follow the multiples of the golden ratio over the range, evenly spaced in the
-logarithm of the compressible parameters, so that every stretch of steps covers all of it.
+Of many sizes each step trains two on the same text. One is the smallest, which has least in common with the others and
+else falls behind. The other follows the multiples of the golden ratio over the range, evenly spaced in the logarithm of
+the compressible parameters, so that every stretch of steps covers all of it.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
@@ -37,7 +38,7 @@ def distill(
     saved: SavedTuning,
     request: StopRequest,
     text_share: float,
-    kept_at: Callable[[int], Kept | None] = lambda step: None,
+    kept_at: Callable[[int], Sequence[Kept | None]] = lambda step: [None],
 ) -> None:
     """Train `tuned` for so many batches, from the last step on that was saved.
 
@@ -48,7 +49,7 @@ def distill(
         saved: the state.
         request: to stop, after saving.
         text_share: of q.
-        kept_at: step → block → (rank, entries) of the size that is trained then; all units for None.
+        kept_at: step → the sizes that are trained then, alike: block → (rank, entries), all units for None.
 
     Raises:
         UserError: the text is shorter; or it cannot be read any further or a stop was requested, and what was done is
@@ -82,11 +83,11 @@ def distill(
                 )
             with torch.no_grad():
                 teacher = wrapper.hidden_and_head(ids)
-            summed = tuned.call(wrapper, ids, labels, teacher, kept=kept_at(fitting.done))
-            loss = summed / (labels != IGNORED).sum()
-            fitting.step(loss)
+            sizes = kept_at(fitting.done)
+            tokens = len(sizes) * (labels != IGNORED).sum()
+            loss = fitting.step(tuned.call(wrapper, ids, labels, teacher, kept=kept) / tokens for kept in sizes)
             bar.update()
-            bar.set_postfix_str(f"divergence {float(loss.detach()):.3f}", refresh=False)
+            bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
             if request.asked or time.monotonic() - since > _SECONDS:
                 save()
                 since = time.monotonic()
@@ -98,11 +99,11 @@ def distill(
         stream.close()
 
 
-def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], Kept]:
-    """Step → what a size between two counts of compressible parameters keeps, evenly spaced in their logarithm."""
+def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], list[Kept]]:
+    """Step → what two sizes keep: one between two counts of compressible parameters in turn, and the smallest."""
 
-    def kept_at(step: int) -> Kept:
+    def kept_at(step: int) -> list[Kept]:
         place = (step + 1) * _GOLDEN % 1
-        return keep(round(largest * (smallest / largest) ** place))
+        return [keep(round(largest * (smallest / largest) ** place)), keep(smallest)]
 
     return kept_at

@@ -31,13 +31,17 @@ class Fitting:
         self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
         self.schedule = LambdaLR(self.optimizer, warmup_and_cosine(_WARMUP, steps))
 
-    def step(self, loss: Tensor) -> None:
-        """One step down the gradient of `loss`."""
-        loss.backward()
+    def step(self, losses: Iterable[Tensor]) -> float:
+        """One step down the gradient of the sum of `losses`, which it returns; one is computed after the other."""
+        total = 0.0
+        for loss in losses:
+            loss.backward()
+            total += float(loss.detach())
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         self.done += 1
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two steps."""

@@ -107,9 +107,8 @@ def fit_module(
     for step in bar:
         i = step % len(calls)
         found = hidden_of(tuned.call_inside(name, calls[i].hidden, *calls[i].positional, **calls[i].named))
-        loss = (found[real[i]] - goals[i]).float().square().mean() / scale
-        fitting.step(loss)
-        bar.set_postfix_str(f"error {float(loss.detach()) ** 0.5:.3f}", refresh=False)
+        loss = fitting.step([(found[real[i]] - goals[i]).float().square().mean() / scale])
+        bar.set_postfix_str(f"error {loss**0.5:.3f}", refresh=False)
         if request.asked:
             raise UserError(f"interrupted while {name} was matched; the same command goes on with it")
 

@@ -1,7 +1,7 @@
 """Fitting a cut to the dense model on text: matching, then distillation, for one size or for all of a folder."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -81,7 +81,9 @@ class Tuning:
         match(tuned, texts, saved, self._request)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
-    def distilled(self, cut: Fitted, name: str, kept_at: Callable[[int], Kept | None] = lambda step: None) -> Fitted:
+    def distilled(
+        self, cut: Fitted, name: str, kept_at: Callable[[int], Sequence[Kept | None]] = lambda step: [None]
+    ) -> Fitted:
         """The cut called `name` after distillation at the sizes of `kept_at`; as it is if that is left out."""
         if not self.how.tokens:
             return cut
