@@ -48,7 +48,7 @@ from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
-FITTED = 0.27  # of the compressible parameters, at which the units of an elastic folder are fitted
+FITTED = 0.22  # of the compressible parameters, at which the units of an elastic folder are fitted
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
