@@ -17,8 +17,8 @@ from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import KEPT
 from salaad.spectral.cost import RATES
 from salaad.spectral.products import MOST_SPREAD
-from scripts.bench_training import LiveTensors
 from scripts.host_reads import HostReads
+from scripts.live_tensors import LiveTensors
 from tests.helpers.ranks import run_ranks
 
 SETTINGS = {"roles": ("re:.",), "every": 1, "rho": 0.05, "delta_alpha": 0.05, "delta_beta": 0.005}
