@@ -15,6 +15,8 @@ SPECTRA = {
     "two clusters": lambda n: torch.cat([torch.full((n // 3,), 1.0), torch.full((n - n // 3,), 0.05)]),
 }
 
+ALLOWED = {"two clusters": 0.05, "hyperbola": 0.08}  # of the eigenvalues
+
 
 def matrices(sigma: Tensor, n: int, count: int = 2) -> tuple[Tensor, Tensor]:
     """Symmetric M (count×n×n) with the eigenvalues `sigma` beside zeros, and projections on their eigenvectors."""
