@@ -42,7 +42,7 @@ from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
 from salaad.spectral import SvtResult, threshold
-from salaad.spectral.products import product_stack, width_of
+from salaad.spectral.products import product_stack
 from salaad.spectral.stacks import gram_stack
 from scripts.devices import now, require_device
 
@@ -112,11 +112,10 @@ def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.d
     return best
 
 
-def in_a_stack(solver: str, Z: Tensor, tau: float, width: int) -> tuple[Tensor, Tensor, str, float]:
+def in_a_stack(solver: str, Z: Tensor, tau: float) -> tuple[Tensor, Tensor, str, float]:
     """A stack of one matrix, as a device has them; without singular values the rank stands as so many of size 1."""
     stack, taus = Z[None], torch.full((1,), tau, device=Z.device)
-    q = width_of(width, len(Z))
-    found = gram_stack(stack, taus) if solver == "gram" else product_stack(stack, taus, q)
+    found = gram_stack(stack, taus) if solver == "gram" else product_stack(stack, taus)
     sigma = (torch.arange(len(Z), device=Z.device) < found.rank).float() if found.sigma is None else found.sigma[0]
     return found.L[0], sigma, found.solver, float(found.bound[0])
 
@@ -193,7 +192,7 @@ def measure(
 
     solvers: dict[str, Callable[[], Any]] = {solver: partial(by_solver, solver) for solver in SOLVERS}
     for name in ("gram", "products"):
-        solvers[f"{name}, stacked"] = partial(in_a_stack, name, Z, tau, width)
+        solvers[f"{name}, stacked"] = partial(in_a_stack, name, Z, tau)
     solvers["orthogonal"] = lambda: (*orthogonal_step(Z, tau, start), "orthogonal", 0.0)
     about = {}
     for name, work in solvers.items():

@@ -82,8 +82,8 @@ class Galore(Method):
 
     @classmethod
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
-        weights, rank = {name: layer.weight for name, layer in projections(model).items()}, config.settings.rank
-        subspaces = {name: seconds("gram", *sorted(W.shape), rank, rates) for name, W in weights.items()}
+        weights = {name: layer.weight for name, layer in projections(model).items()}
+        subspaces = {name: seconds("gram", *sorted(W.shape), rates) for name, W in weights.items()}
         periodic = most_loaded(subspaces, owners_of(weights, ranks), ranks)
         return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 

@@ -58,18 +58,18 @@ def rates_of(device: torch.device) -> Rates:
     return RATES["cpu" if device.type == "cpu" else known_as(device)]
 
 
-def seconds(solver: Solver, n: int, m: int, q: int, rates: Rates) -> float:
-    """Predicted seconds for one matrix (n×m, n ≤ m) of a stack that is looked for in q columns."""
+def seconds(solver: Solver, n: int, m: int, rates: Rates) -> float:
+    """Predicted seconds for one matrix (n×m, n ≤ m) of a stack."""
     if solver == "products":
-        work, calls = products.operations(n, m, q)
+        work, calls = products.operations(n, m)
         return work / (rates.peak * rates.products) + calls * rates.launch
     work, eigenvectors = stacks.operations(n, m)
     time = (work / rates.products + eigenvectors / rates.eigenvectors) / rates.peak
     return time + ((n * COLUMN_KERNELS + REFILL) * rates.launch if rates.waits else 0.0)
 
 
-def cheapest(n: int, m: int, q: int, rates: Rates) -> Solver:
+def cheapest(n: int, m: int, rates: Rates) -> Solver:
     """The solver of the fewest predicted seconds."""
     if not rates.waits:
         return "ladder"
-    return "products" if seconds("products", n, m, q, rates) < seconds("gram", n, m, q, rates) else "gram"
+    return "products" if seconds("products", n, m, rates) < seconds("gram", n, m, rates) else "gram"

@@ -18,10 +18,8 @@ Relative to ‖Z‖_F all of them grow with σ₁/τ. From 84 on the bound is to
 that fall exponentially or as 1/i, and for noise beside a large one, it is so from 60 to 80 on. `MOST_SPREAD` leaves
 room for worse spectra; only one that lies within some percent of τ as a whole fails there too.
 
-The effective rank needs the singular values of L only as sums over those above a cut t. The projection P = (I + sign)/2
-on what is kept has few dimensions. A random n×q matrix, projected by P and made orthonormal by the same iteration,
-spans them, and in its q coordinates M = B^(1/2) − τI is small: t is found by halving an interval, the sum of what lies
-below t from the sign of M − tI. That nothing was lost on the way is seen from the trace of M.
+The projection P = (I + sign)/2 on what is kept, and M = B^(1/2) − τI, whose eigenvalues are the singular values of L,
+give the effective rank (`density`).
 """
 
 import math
@@ -30,31 +28,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from salaad.spectral import density
 from salaad.spectral.results import ROUNDING, TOLERANCE, StackResult
 
 MOST_ENERGY = 0.9995  # γ up to which the rounding of M is small beside what the effective rank may leave out
 MOST_SPREAD = 25  # σ₁/τ up to which products are worth a try
 _FINEST = 1e-5  # eigenvalue of H, over the largest, whose sign is found
 _SMALLEST_ROOT = 0.02  # τ over the largest singular value for which the roots of B are found
-_SMALLEST_PROJECTED = 0.01  # singular value, over the Frobenius norm, of a projected random matrix
-_COARSE, _HALVINGS = 1e-3, 11  # of the cut t, over the largest singular value of L
 _SECOND_ORDER = 1.2
-_LOST = 0.25  # of the energy that the effective rank may leave out
 
 
-def width_of(kept: int, n: int) -> int:
-    """Columns q in which a matrix of short side n with so many singular values above τ is looked for next time."""
-    return min(n, 32 * math.ceil((kept + max(8, kept // 2)) / 32))
-
-
-def operations(n: int, m: int, q: int) -> tuple[float, int]:
-    """Operations for one matrix (n×m, n ≤ m) whose L is looked for in q columns, and the number of calls of a stack."""
-    signs, roots, projections, cuts = (
-        len(_factors(low)) for low in (_FINEST, _SMALLEST_ROOT, _SMALLEST_PROJECTED, _COARSE)
-    )
-    square, thin, small = 6 + 2 * signs + 3 * roots, 2 + 2 * projections, 2 * cuts * (_HALVINGS + 1)
-    calls = square + thin + small + 3 * _HALVINGS
-    return 2 * (2 * n * n * m + square * n**3 + 2 * n * n * q + thin * n * q * q + small * q**3), calls
+def operations(n: int, m: int) -> tuple[float, int]:
+    """Operations for one matrix (n×m, n ≤ m), and the number of calls of a stack."""
+    signs, roots = (len(_factors(low)) for low in (_FINEST, _SMALLEST_ROOT))
+    square, (rank, calls) = 6 + 2 * signs + 3 * roots, density.operations(n)
+    return 4 * n * n * m + 2 * square * n**3 + rank, square + calls
 
 
 def _factors(low: float) -> list[float]:
@@ -71,8 +59,8 @@ def _steps(low: float) -> Iterator[float]:
 
 
 @torch.no_grad()
-def product_stack(Z: Tensor, tau: Tensor, q: int, gamma: float = 0.999, energy: str = "nuclear") -> StackResult:
-    """Shrink the singular values of Z (b×n×m, n ≤ m) by `tau` > 0 (b), at most about two thirds of q of them kept."""
+def product_stack(Z: Tensor, tau: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> StackResult:
+    """Shrink the singular values of Z (b×n×m, n ≤ m) by `tau` > 0 (b)."""
     A, tau = Z @ Z.mT, tau[:, None, None]
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     top = torch.maximum(_largest(A), tau**2)
@@ -88,23 +76,17 @@ def product_stack(Z: Tensor, tau: Tensor, q: int, gamma: float = 0.999, energy: 
 
     M = top.sqrt() * root - tau * identity
     P = (identity + sign) / 2
-    rank, lost = _effective_rank(M, P, top.sqrt() - tau, min(q, len(identity)), gamma, energy)
     size = _norm(Z).clamp_min(torch.finfo(Z.dtype).tiny)
     rounding = ROUNDING * torch.finfo(Z.dtype).eps * top.sqrt() / tau
     bound = ((_SECOND_ORDER * unsigned + uneven) / size + rounding).flatten()
-    kept = _trace(P).flatten().round()
-    finite = (L.sum((-2, -1)) + size.flatten()).isfinite()
-    found = (lost.abs() <= _LOST * (1 - gamma)) | (kept == 0)
-    holds = finite & found & (bound <= TOLERANCE)
-    return StackResult(L, None, torch.where(kept > 0, rank, 0), kept, bound, holds, "products")
+    kept = P.diagonal(dim1=-2, dim2=-1).sum(-1).round()
+    rank = density.effective_rank_of(M, P, kept, top.sqrt() - tau, gamma, energy)
+    holds = (L.sum((-2, -1)) + size.flatten()).isfinite() & (bound <= TOLERANCE)
+    return StackResult(L, None, rank, kept, bound, holds, "products")
 
 
 def _norm(X: Tensor) -> Tensor:
     return torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-
-
-def _trace(X: Tensor) -> Tensor:
-    return X.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
 def _step(identity: Tensor, X: Tensor, Y: Tensor, alpha: float) -> Tensor:
@@ -135,38 +117,3 @@ def _roots(B: Tensor, low: float) -> tuple[Tensor, Tensor]:
         step = _step(identity, inverse, root, alpha)
         root, inverse = torch.bmm(root, step), torch.bmm(step, inverse)
     return root, inverse
-
-
-def _spanning(P: Tensor, q: int) -> Tensor:
-    """Q (b×n×q) with QQᵀ = P, a projection (b×n×n) on fewer than q dimensions."""
-    n = P.shape[-1]
-    generator = torch.Generator(P.device).manual_seed(n)
-    Q = P @ torch.randn(n, q, generator=generator, dtype=P.dtype, device=P.device)
-    Q = Q / _norm(Q.mT @ Q).sqrt().clamp_min(torch.finfo(P.dtype).tiny)
-    identity = torch.eye(q, dtype=P.dtype, device=P.device)
-    for alpha in _factors(_SMALLEST_PROJECTED):
-        Q = torch.bmm(Q, _step(identity, Q.mT, Q, alpha))
-    return Q
-
-
-def _effective_rank(M: Tensor, P: Tensor, top: Tensor, q: int, gamma: float, energy: str) -> tuple[Tensor, Tensor]:
-    """The effective rank of M (b×n×n, no eigenvalue above `top`), which lies in the span of P, and the share lost."""
-    identity = torch.eye(q, dtype=M.dtype, device=M.device)
-    if q < M.shape[-1]:
-        Q = _spanning(P, q)
-        small = Q.mT @ M @ Q
-        lost = 1 - _trace(small).flatten() / (P * M).sum((-2, -1))
-    else:
-        small, lost = M, torch.zeros_like(top).flatten()
-
-    weights = small if energy == "nuclear" else small @ small
-    allowed = (1 - gamma) * _trace(weights)
-    low, high, above = torch.zeros_like(top), top, identity.expand_as(small)
-    for _ in range(_HALVINGS):
-        cut = (low + high) / 2
-        signs = _sign((small - cut * identity) / top, _COARSE)
-        below = _trace(weights) - (weights * (identity + signs)).sum((-2, -1), keepdim=True) / 2
-        fits = below <= allowed
-        low, high = torch.where(fits, cut, low), torch.where(fits, high, cut)
-        above = torch.where(fits, signs, above)
-    return (_trace(identity + above) / 2).flatten().round(), lost

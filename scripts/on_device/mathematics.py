@@ -12,7 +12,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.round import update_round
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.spectral import TOLERANCE, threshold
-from salaad.spectral.products import product_stack, width_of
+from salaad.spectral.products import product_stack
 from salaad.spectral.stacks import gram_stack
 from scripts.on_device.check import Check, matrix, relative
 
@@ -35,7 +35,7 @@ def solvers(device: torch.device, tiny: bool) -> Iterator[Check]:
                 found = threshold(Z32, tau, basis, asked)
             problem = "" if found.solver == rung else f"{found.solver} took over"
             yield Check(f"SVT by {rung}, {n}×{m}", relative(found.L, L, Z), TOLERANCE, problem)
-        yield from stacks(Z32.mT if n > m else Z32, tau, kept, L.mT if n > m else L)
+        yield from stacks(Z32.mT if n > m else Z32, tau, L.mT if n > m else L)
 
 
 def moved(basis: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ def moved(basis: Tensor) -> Tensor:
     return torch.linalg.qr(basis + 1e-3 * noise)[0]
 
 
-def stacks(Z: Tensor, tau: float, kept: int, L: Tensor) -> Iterator[Check]:
+def stacks(Z: Tensor, tau: float, L: Tensor) -> Iterator[Check]:
     """SVT_τ of a stack of one matrix (n×m, n ≤ m) by the two solvers that make no host wait."""
     taus = torch.tensor([tau], device=Z.device)
     for solver, found in (
         ("gram", gram_stack(Z[None], taus)),
-        ("products", product_stack(Z[None], taus, width_of(kept, len(Z)))),
+        ("products", product_stack(Z[None], taus)),
     ):
         problem = "" if bool(found.holds) else f"its bound, {float(found.bound):.1e}, does not hold"
         name = f"SVT of a stack by {solver}, {len(Z)}×{Z.shape[1]}"

@@ -16,7 +16,7 @@ from salaad.methods.salaad import ownership
 from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.spectral.cost import RATES, cheapest, seconds
-from salaad.spectral.products import operations, width_of
+from salaad.spectral.products import operations
 from salaad.training.prediction import predict
 from scripts.count_reads import table as count_table
 from scripts.results_tables import RESULTS
@@ -113,44 +113,32 @@ def stacked_table() -> str:
         )
     header = ("shape", "phase, rank ratio", "error in L by eigenvectors", "by products", "the bound of this")
     header += ("in Γ, in Υ by products", "time over one block alone: eigenvectors", "products")
-    _, calls = operations(n, m, n)
+    _, calls = operations(n, m)
     told = f"Products alone are {calls} calls. {result['machine']}, commit {result['commit']}."
     return f"{markdown_table(header, rows)}\n\n{told}"
 
 
 def choice_table() -> str:
-    """The solver of every size by the rates of two GPUs, and what products alone would cost more while it is another.
-
-    Of one GPU that updates all blocks at once, at the rank ratios that scripts/bench_admm.py recorded.
-    """
+    """What a round of all blocks would take on one GPU by products and by eigenvectors, and which one is taken."""
     rows = []
-    for name, device in product(SCALES, ("h100", "a100")):
-        recorded = read_json(ADMM / f"{name}.json")["rows"]
-        ratios = {(*row["shape"], row["phase"]): row["rank_ratio"] for row in recorded if row["rung"] == "auto"}
+    for name, device in product(SCALES, ("h100", "a100", "4090")):
         config, _ = read_command_line(["--config", name])
         description = describe_model(config.model, config.data.sequence_length)
         shapes = Counter(tuple(sorted(X.shape)) for X in find_blocks(outline(description), config.salaad).values())
-        cells = []
-        for phase in dict.fromkeys(phase for _, _, phase in ratios):
-            chosen, total = set(), Counter()
-            for (n, m), count in shapes.items():
-                q, rates = width_of(round(ratios[n, m, phase] * n), n), RATES[device]
-                solver = cheapest(n, m, q, rates)
-                chosen.add(solver)
-                total["chosen"] += count * seconds(solver, n, m, q, rates)
-                total["products"] += count * seconds("products", n, m, q, rates)
-            more = total["products"] - total["chosen"]
-            shares = []
-            for precision in ("fp32", "bf16-mixed"):
-                trained = replace(config, train=replace(config.train, precision=precision))
-                parts = predict(trained, description, GPUS[device], 1)
-                steps = config.salaad.every * (sum(parts.values()) - parts["periodic work"])
-                shares.append(f"{more / steps:.1%}")
-            cells.append(f"{', '.join(sorted(chosen))}, {total['chosen']:.1f} s")
-            cells.append("–" if chosen == {"products"} else f"{more:.1f} s: {', '.join(shares)}")
-        rows.append((name, device, *cells))
-    header = [f"{phase}{what}" for phase in ("early", "middle", "late") for what in ("", ": products alone")]
-    return markdown_table(("model", "GPU", *header), rows)
+        rates = RATES[device]
+        chosen = {cheapest(n, m, rates) for n, m in shapes}
+        total = {
+            solver: sum(count * seconds(solver, n, m, rates) for (n, m), count in shapes.items())
+            for solver in ("products", "gram")
+        }
+        shares = []
+        for precision in ("fp32", "bf16-mixed"):
+            trained = replace(config, train=replace(config.train, precision=precision))
+            parts = predict(trained, description, GPUS[device], 1)
+            shares.append(f"{parts['periodic work'] / sum(parts.values()):.1%}")
+        rows.append((name, device, ", ".join(sorted(chosen)), *(f"{t:.2f} s" for t in total.values()), *shares))
+    header = ("model", "GPU", "taken", "by products", "by eigenvectors", "part of a training, fp32", "bf16-mixed")
+    return markdown_table(header, rows)
 
 
 def balance_table() -> str:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from salaad.prox import effective_rank
-from salaad.spectral.products import MOST_SPREAD, product_stack, width_of
+from salaad.spectral.products import MOST_SPREAD, product_stack
 from salaad.spectral.results import TOLERANCE, StackResult
 from salaad.spectral.stacks import gram_stack
 from scripts.host_reads import HostReads
@@ -34,9 +34,9 @@ def errors(found: StackResult, Z: Tensor, tau: float) -> Tensor:
     return (found.L.double() - reference(Z, tau)[0]).norm(dim=(1, 2)) / Z.double().norm(dim=(1, 2))
 
 
-def by(solver: str, Z: Tensor, tau: float, q: int = 32, **kinds) -> StackResult:
+def by(solver: str, Z: Tensor, tau: float, **kinds) -> StackResult:
     taus = torch.full((len(Z),), tau)
-    return product_stack(Z, taus, q, **kinds) if solver == "products" else gram_stack(Z, taus, **kinds)
+    return product_stack(Z, taus, **kinds) if solver == "products" else gram_stack(Z, taus, **kinds)
 
 
 @pytest.mark.parametrize("energy", ["nuclear", "squared"])
@@ -45,7 +45,7 @@ def by(solver: str, Z: Tensor, tau: float, q: int = 32, **kinds) -> StackResult:
 @pytest.mark.parametrize("solver", ["gram", "products"])
 def test_a_stack_is_the_full_svd_of_each(solver, shape, tau, energy):
     Z = stack(*shape)
-    found = by(solver, Z, tau, 40, energy=energy)
+    found = by(solver, Z, tau, energy=energy)
     assert (found.solver, found.holds.tolist()) == (solver, [True] * 3)
     assert (errors(found, Z, tau) < 1e-5).all()  # sixty products in float32, each rounding to 6e-8
     _, sigma = reference(Z, tau)
@@ -61,7 +61,7 @@ def test_a_stack_is_the_full_svd_of_each(solver, shape, tau, energy):
 @given(st.integers(0, 10**6), st.floats(0.1, 1.5), st.integers(1, 20), st.floats(0.06, 0.99))
 def test_the_bound_of_the_products_holds_wherever_the_threshold_falls(seed, tau, kept, gap):
     Z = stack(40, 60, kept, seed, gap)
-    found = by("products", Z, tau, 40)
+    found = by("products", Z, tau)
     assert (errors(found, Z, tau)[found.holds] <= found.bound[found.holds]).all()
     assert (found.bound[found.holds] <= TOLERANCE).all()
 
@@ -69,7 +69,7 @@ def test_the_bound_of_the_products_holds_wherever_the_threshold_falls(seed, tau,
 def test_a_singular_value_at_the_threshold_makes_no_error():
     Z = stack(40, 60, gap=0.8)
     tau = float(torch.linalg.svdvals(Z[0].double())[20])
-    found = by("products", Z, tau, 40)
+    found = by("products", Z, tau)
     assert found.holds.all() and (errors(found, Z, tau) <= found.bound).all()
 
 
@@ -92,9 +92,9 @@ def test_products_hold_up_to_a_known_spread_and_not_at_four_times_that(kind, n):
     sigma = SPECTRA[kind](n)
     Z = ((U * sigma) @ V.mT).float()[None]
     for spread in (MOST_SPREAD / 5, MOST_SPREAD / 2, MOST_SPREAD):  # in noise τ then lies above it, and in the middle
-        found = by("products", Z, 1 / spread, width_of(int((sigma > 1 / spread).sum()), n))
+        found = by("products", Z, 1 / spread)
         assert found.holds.all() and found.bound < 0.7 * TOLERANCE
-    assert not by("products", Z, 1 / (4 * MOST_SPREAD), n).holds.any()
+    assert not by("products", Z, 1 / (4 * MOST_SPREAD)).holds.any()
 
 
 @pytest.mark.parametrize("solver", ["gram", "products"])
@@ -109,10 +109,8 @@ def test_a_matrix_that_is_not_finite_does_not_disturb_its_neighbours(solver, val
         torch.testing.assert_close(found.L[place], before.L[place])
 
 
-def test_too_few_columns_and_too_small_a_threshold_show():
-    Z = stack(64, 64, kept=40, gap=0.2)
-    assert not by("products", Z, 0.5, 32).holds.any()
-    assert not by("products", Z, 0.002, 64).holds.any()
+def test_too_small_a_threshold_shows():
+    assert not by("products", stack(64, 64, kept=40, gap=0.2), 0.002).holds.any()
 
 
 @pytest.mark.parametrize("solver", ["gram", "products"])
@@ -130,11 +128,7 @@ def test_no_threshold_returns_the_matrix_to_the_bit():
 
 def test_no_solver_of_a_stack_looks_at_a_number():
     Z, tau = stack(40, 60), torch.full((3,), 0.8)
-    for work, decompositions in ((lambda: gram_stack(Z, tau), 1), (lambda: product_stack(Z, tau, 32), 0)):
+    for work, decompositions in ((lambda: gram_stack(Z, tau), 1), (lambda: product_stack(Z, tau), 0)):
         with HostReads() as reads:
             work()
         assert (reads.count, reads.uploads, reads.decompositions) == (0, 0, decompositions)
-
-
-def test_the_width_leaves_room_for_a_rank_that_grows():
-    assert [width_of(kept, 1024) for kept in (0, 10, 100, 400, 1000)] == [32, 32, 160, 608, 1024]

@@ -26,7 +26,6 @@ from salaad.methods.work import Work, most_loaded, svd_seconds
 from salaad.model import coverage
 from salaad.model.roles import find_blocks
 from salaad.spectral.cost import Rates, cheapest, seconds
-from salaad.spectral.products import width_of
 
 _ADMM_BYTES = 10  # per parameter: R and T of `Surrogate` in float32, and singular vectors of up to half the short side
 
@@ -171,11 +170,10 @@ class SalaadMethod(Method):
 def _update_seconds(X: Tensor, settings: SalaadConfig, rates: Rates) -> float:
     """Predicted seconds of an update of a block with the weight X, by the solver that is asked for."""
     n, m = sorted(X.shape)
-    q = width_of(round(settings.rank_ratio * n), n)
     if settings.method == "exact":
         return settings.inner * svd_seconds(n, m, rates)
     named = {"gram": "gram", "products": "products", "subspace": "gram"}
-    return settings.inner * seconds(named.get(settings.method) or cheapest(n, m, q, rates), n, m, q, rates)
+    return settings.inner * seconds(named.get(settings.method) or cheapest(n, m, rates), n, m, rates)
 
 
 def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:

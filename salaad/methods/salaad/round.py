@@ -3,10 +3,9 @@
 Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
 together by a solver whose results it does not look at: `gram` or `products`, whichever is predicted to be the cheaper.
 Each leaves behind whether its result holds, with the four numbers by which the host plans the next update, and one read
-brings those of all blocks. By products that is the only wait of a round. An eigensolver waits inside, for whether it
-has converged, so every stack by `gram` is one wait more, and with `beside` the forward pass is begun after the last of
-them. Those are the stacks without a threshold yet, and on most GPUs, while many singular values are kept, those of wide
-matrices: products alone would cost more there than the waits (results/admm/README.md has the figures).
+brings those of all blocks. By products, the cheaper on every GPU in the table for matrices of about a hundred rows and
+columns or more, that is the only wait of a round. An eigensolver waits inside, for whether it has converged: once a
+stack by `gram`, which is taken while there is no threshold, as in the first round, and for smaller matrices.
 
 A block whose result does not hold is still as it was, and is updated alone, as every block is on a CPU, by the solvers
 that decide by what they find. That makes the host wait many times. So `gram` takes the update that follows one in which
@@ -31,23 +30,22 @@ from torch import Tensor
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import State, advance, statistics
 from salaad.spectral.cost import Rates, Solver, cheapest, rates_of
-from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack, width_of
+from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack
 from salaad.spectral.results import StackResult
 from salaad.spectral.stacks import gram_stack
 
-MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes nine to nineteen times their memory for a moment
+MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes nine to sixteen times their memory for a moment
 PARTS = [field.name for field in fields(State)]
 Block = tuple[Surrogate, Tensor]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the blocks of a stack have in common: solver, shape, columns of the solver, ρ and whether τ_L > 0."""
+    """What the blocks of a stack have in common: solver, shape, ρ and whether τ_L > 0."""
 
     solver: Solver
     n: int
     m: int
-    q: int
     rho: float
     thresholded: bool
 
@@ -74,10 +72,10 @@ def bytes_for_a_moment(n: int, m: int, count: int) -> int:
     """Bytes that a device needs while it updates stacks of `count` blocks (n×m, n ≤ m), at most.
 
     The new states among them. Counted: of a wide matrix most are there at once while S and T are computed, of a square
-    one while its rank is found in as many columns as it has.
+    one while its rank is found.
     """
     stacked = min(count, max(1, MOST_ENTRIES // (n * m)))
-    return 4 * stacked * max(9 * n * m, 5 * n * m + 14 * n * n)
+    return 4 * stacked * max(9 * n * m, 5 * n * m + 11 * n * n)
 
 
 def update_round(blocks: Sequence[Block]) -> list[Tensor]:
@@ -168,16 +166,16 @@ def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
 
 def _kind(surrogate: Surrogate, rates: Rates) -> Kind:
     n, m = sorted(surrogate.T.shape)
-    method, q = surrogate.config.method, width_of(surrogate.width, n)
+    method = surrogate.config.method
     solver: Solver = "gram" if rates.waits else "ladder"
     if surrogate.thresholded and not surrogate.unfit and surrogate.config.gamma <= MOST_ENERGY:
         if method == "products":
             solver = "products"
         elif method == "auto":
-            solver = cheapest(n, m, q, rates)
+            solver = cheapest(n, m, rates)
     if method in ("exact", "subspace"):
         solver = "ladder"
-    return Kind(solver, n, m, q if solver == "products" else 0, surrogate.rho, surrogate.thresholded)
+    return Kind(solver, n, m, surrogate.rho, surrogate.thresholded)
 
 
 @torch.no_grad()
@@ -191,7 +189,7 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
 
     def solve(Z: Tensor) -> StackResult:
         if kind.solver == "products":
-            found = product_stack(Z, before.tau_L, kind.q, config.gamma, config.energy)
+            found = product_stack(Z, before.tau_L, config.gamma, config.energy)
         else:
             found = gram_stack(Z, tau, config.gamma, config.energy)
         holds.logical_and_(found.holds)
