@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from salaad.common.gpu_names import known_as, known_name
 from salaad.spectral.cost import RATES, Rates
+from salaad.spectral.gpu_names import known_as, known_name
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from salaad.common.gpu_names import known_as
 from salaad.spectral import products, stacks
+from salaad.spectral.gpu_names import known_as
 
 Solver = Literal["ladder", "gram", "products"]
 COLUMN_KERNELS = 4  # that an eigensolver starts for each column, one after the other

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from salaad.common import native
-from salaad.common.gpu_names import known_name
 from salaad.common.gpus import GPUS, gpu_of
 from salaad.factored import gpu_products
 from salaad.factored import layers as layer_module
@@ -21,6 +20,7 @@ from salaad.factored.layers import SlrLinear
 from salaad.factored.parts import column_dtype
 from salaad.factored.siblings import join_siblings
 from salaad.spectral.cost import rates_of
+from salaad.spectral.gpu_names import known_name
 from tests.helpers.interpreted import needs_triton, passes_interpreted
 from tests.helpers.slr_weights import parts
 
