@@ -64,14 +64,26 @@ def times_of(found: Mapping[str, Any]) -> Times:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for all that is timed; a ratio above 1 means slower now."""
-    lines = []
+    """A line for all that is timed, and for factored over dense, timed in one process; above 1 means slower now."""
+    by_name, lines = {row["what"]: row for row in rows}, []
     for row in rows:
-        ratios = [now / before for before, now in zip(row["other"], row["here"], strict=True)]
         usual = (f"{statistics.median(row[label]):,.3g} ms" for label in ("other", "here"))
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append((row["what"], *usual, f"{statistics.median(ratios):.3f}", spread))
+        lines.append((row["what"], *usual, *_now_over_before(row["other"], row["here"])))
+        dense = by_name.get(row["what"].replace("factored", "dense"), row)
+        if dense is not row:
+            ratios = {
+                label: [ours / theirs for ours, theirs in zip(row[label], dense[label], strict=True)]
+                for label in ("other", "here")
+            }
+            usual = (f"{statistics.median(found):.3f}" for found in ratios.values())
+            lines.append((f"{row['what']}, over dense", *usual, *_now_over_before(ratios["other"], ratios["here"])))
     return markdown_table(("what", "before", "now", "now over before", "least to most"), lines)
+
+
+def _now_over_before(before: Sequence[float], now: Sequence[float]) -> tuple[str, str]:
+    """The median ratio of neighbours, and its least and largest."""
+    ratios = [later / earlier for earlier, later in zip(before, now, strict=True)]
+    return f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def main() -> None:

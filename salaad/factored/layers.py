@@ -141,7 +141,9 @@ class SlrWeight(nn.Module):
     def _tensors(self) -> Parts:
         """What products read, in few steps, since every forward does."""
         parameters, buffers = self._parameters, self._buffers
-        return parameters["U"], parameters["V"], buffers["S_starts"], self.columns, parameters["S_values"]
+        columns = buffers["S_columns"]
+        columns = columns_in(columns) if columns.dtype is torch.uint8 else columns
+        return parameters["U"], parameters["V"], buffers["S_starts"], columns, parameters["S_values"]
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
