@@ -141,20 +141,19 @@ class SlrWeight(nn.Module):
     def _tensors(self) -> Parts:
         """What products read, in few steps, since every forward does."""
         parameters, buffers = self._parameters, self._buffers
-        columns = buffers["S_columns"]
-        columns = columns_in(columns) if columns.dtype is torch.uint8 else columns
-        return parameters["U"], parameters["V"], buffers["S_starts"], columns, parameters["S_values"]
+        return parameters["U"], parameters["V"], buffers["S_starts"], self.columns, parameters["S_values"]
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
         return self._sparse.get(self._parameters["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
 
-    def _native(self, x: Tensor) -> operators.Products | None:
-        """The compiled products where they can be used: float32 on a CPU, and on a GPU with Triton.
+    def _native(self, x: Tensor) -> tuple[operators.Products, Parts] | None:
+        """The compiled products and what they read, where they can be used: float32 on a CPU, and on a GPU with Triton.
 
         Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
         """
-        if x.is_cpu and x.dtype not in operators.ON_CPU:
+        on_cpu = x.is_cpu
+        if on_cpu and x.dtype not in operators.ON_CPU:
             return None
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
@@ -167,9 +166,9 @@ class SlrWeight(nn.Module):
         if self._cached_products is None or self._cached_products[0] != key:
             self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
         products = self._cached_products[1]
-        if products is None or not (x.is_cpu if products.on_cpu else products.takes(x)):
+        if products is None or not (on_cpu if products.on_cpu else products.takes(x)):
             return None
-        return products
+        return products, (U, V, starts, columns if products.on_cpu else columns_in(columns), values)
 
     def _is_trained(self) -> bool:
         """Whether autograd records what is done with a parameter."""
@@ -230,12 +229,13 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
-        products = self._native(x) if self.nnz else None
-        if products is not None:
+        found = self._native(x) if self.nnz else None
+        if found is not None:
+            products, parts = found
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
-                return CompiledLinear.apply(x, *self._tensors, self.bias, products)
+                return CompiledLinear.apply(x, *parts, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
-            return products.linear(x, self.bias, self._tensors) if y is None else y
+            return products.linear(x, self.bias, parts) if y is None else y
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -282,9 +282,9 @@ class SlrActivated(SlrWeight):
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
         if not self.nnz:
             return y
-        products = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
-        if products is not None:
-            return products.linear(x, None, self._tensors).add_(y)
+        found = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
+        if found is not None:
+            return found[0].linear(x, None, self._tensors).add_(y)
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
             return y + F.linear(x, operators.dense(*self._tensors))
         U, V, *_ = self._tensors
@@ -333,9 +333,10 @@ class SlrEmbedding(SlrWeight):
         compiling = torch.compiler.is_compiling()
         if compiling and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             return operators.rows(ids, *self._tensors)
-        products = None if compiling or self._is_trained() else self._native(ids)
-        if products is not None and ids.dtype == torch.int64:
-            return products.rows(ids, self._tensors)
+        found = None if compiling or self._is_trained() else self._native(ids)
+        if found is not None and ids.dtype == torch.int64:
+            products, parts = found
+            return products.rows(ids, parts)
         # As many places as entries are known only where the host sees them.
         rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):

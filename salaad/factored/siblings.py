@@ -6,7 +6,7 @@ layers are made by the same launches and wait until they are asked for. A model'
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,17 @@ class Siblings:
             self._wasted += 1
             if self._wasted > _MOST_WASTED:
                 self.layers = ()
-        products = [each._native(x) for each in self.layers]
-        if not products or not _fit(products, x):
+        found = [each._native(x) for each in self.layers]
+        if not found or None in found:
             return None
-        parts, biases = [each._tensors for each in self.layers], [each.bias for each in self.layers]
+        products, parts = zip(*found, strict=True)
+        if not _fit(products, x):
+            return None
+        biases = [each.bias for each in self.layers]
         results = gpu_products.linear_of_several(products, parts, x, biases)
-        found = dict(zip(self.layers, results, strict=True))
-        y = found.pop(layer)
-        self._waiting = _Waiting(weakref.ref(x), versions, found)
+        waiting = dict(zip(self.layers, results, strict=True))
+        y = waiting.pop(layer)
+        self._waiting = _Waiting(weakref.ref(x), versions, waiting)
         return y
 
     def _versions(self, x: Tensor) -> tuple[int, ...] | None:
@@ -74,7 +77,7 @@ class Siblings:
         return self.__dict__ | {"_waiting": None}
 
 
-def _fit(products: list, x: Tensor) -> bool:
+def _fit(products: Sequence, x: Tensor) -> bool:
     """Whether all layers have kernels, for the same dtypes, and x has few rows for each."""
     if not all(isinstance(each, gpu_products.Products) and each.has_few(x) for each in products):
         return False

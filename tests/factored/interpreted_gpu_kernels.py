@@ -92,7 +92,7 @@ def test_more_rows_than_a_grid_can_have_are_multiplied_by_the_dense_weight(launc
     monkeypatch.setattr(gpu_products, "MOST_ROWS", 16)
     layer = SlrLinear.from_slr(parts(3000, 4000, 1, 1)).requires_grad_(False)  # far smaller in parts
     x = torch.randn(17, 4000)
-    assert layer._native(x).has_few(x[:16]) and not layer._native(x).has_few(x)
+    assert layer._native(x)[0].has_few(x[:16]) and not layer._native(x)[0].has_few(x)
 
 
 def test_columns_are_wider_where_a_row_is():
@@ -269,7 +269,7 @@ def test_a_layer_with_an_activation_multiplies_by_S_with_the_kernels(dtype, laun
 def test_nothing_waits_for_the_device():
     slr = parts(6, 20, 3, 30)
     layer, x, ids = SlrLinear.from_slr(slr).requires_grad_(False), torch.randn(2, 20), torch.tensor([1, 3])
-    products, tensors = layer._native(x), layer._tensors
+    products, tensors = layer._native(x)
     with HostReads() as reads:
         products.linear(x, None, tensors), products.dense(tensors), products.rows(ids, tensors)
     assert (reads.count, reads.uploads) == (0, 0)  # so a CUDA graph can hold a launch, and needs nothing beside it
