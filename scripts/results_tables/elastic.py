@@ -64,7 +64,7 @@ def fair_table(rows: Sequence[Row], bench: Path) -> str:
             if name in mine[0]:
                 shown = label if name == "X" else f"{label}: L + S"
                 lines.append((shown, *_whole(mine, name), *(_cost(cost) if name == "X" else ("", ""))))
-        for way in (way for way in FAIR_WAYS if way in mine[0]["ways"]):
+        for way in (way for way in FAIR_WAYS if way in _ways(mine)):
             for share in NAMED:
                 there = [row for row in mine if has(row["ways"].get(way, ()), share)]
                 if there:
@@ -116,7 +116,7 @@ def curves_table(rows: Sequence[Row]) -> str:
     for label, mine in by_label(rows).items():
         whole = _with_deviation([row["X"]["perplexity"] for row in mine])
         lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(NAMED), ""))
-        for way in dict.fromkeys(way for row in mine for way in row["ways"]):
+        for way in _ways(mine):
             named = [
                 _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"].get(way, ()), share)])
                 for share in NAMED
@@ -148,10 +148,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     """Perplexity over stored parameters: a curve for every way, a point for every model that was trained small."""
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>"
-    first = {label: mine[0] for label, mine in by_label(rows).items()}
-    for color, (label, row) in zip(colors, ((k, v) for k, v in first.items() if v["ways"]), strict=False):
-        for marker, (way, sizes) in zip(markers, row["ways"].items(), strict=False):
-            points = sorted((size["parameters"] / 1e6, size["perplexity"]) for size in sizes)
+    models = by_label(rows)
+    for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
+        for marker, way in zip(markers, _ways(mine), strict=False):
+            points = _points(mine, way)
             # Between sizes that were made one by one, and are few, there is nothing that a line could stand for.
             line = "none" if len(points) <= len(NAMED) else "solid"
             panel.plot(
@@ -162,11 +162,11 @@ def picture(rows: Sequence[Row], path: Path) -> None:
                 markersize=5,
                 label=f"{label}: {way}",
             )
-    small = sorted((row["X"]["parameters"] / 1e6, row["X"]["perplexity"]) for row in first.values() if not row["ways"])
+    small = sorted(_mean_of_x(mine) for mine in models.values() if not _ways(mine))
     if small:
         panel.plot(*zip(*small, strict=True), "k*", markersize=9, label="trained dense at its size")
-    if _REFERENCE in first:
-        panel.axhline(first[_REFERENCE]["X"]["perplexity"], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
+    if _REFERENCE in models:
+        panel.axhline(_mean_of_x(models[_REFERENCE])[1], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
     low = min(row["X"]["perplexity"] for row in rows)
     panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
     panel.set_ylim(0.98 * low, 1.5 * low)
@@ -175,6 +175,26 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     dress(panel, which="both")
     figure.legend(loc="outside right upper", frameon=False)
     save(figure, path)
+
+
+def _ways(rows: Sequence[Row]) -> list[str]:
+    """The ways to smaller sizes that were measured with any seed."""
+    return list(dict.fromkeys(way for row in rows for way in row["ways"]))
+
+
+def _points(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
+    """Millions of parameters and perplexity at every share, means over the seeds."""
+    curves = [row["ways"][way] for row in rows if way in row["ways"]]
+    found = []
+    for share in {size["share"] for sizes in curves for size in sizes}:
+        there = [size for sizes in curves for size in sizes if size["share"] == share]
+        found.append((fmean(size["parameters"] for size in there) / 1e6, fmean(size["perplexity"] for size in there)))
+    return sorted(found)
+
+
+def _mean_of_x(rows: Sequence[Row]) -> tuple[float, float]:
+    """Millions of parameters and perplexity of the whole model, means over the seeds."""
+    return rows[0]["X"]["parameters"] / 1e6, fmean(row["X"]["perplexity"] for row in rows)
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
