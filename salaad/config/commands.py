@@ -188,7 +188,7 @@ class CompressOptions:
         calibrate: sequences of training text by which the worth of what is kept is measured.
         match: sequences of training text on which each layer of what is cut is fitted to the dense layer.
         distill: tokens of training text, such as 2M, on which what is cut learns the predictions of the dense model;
-            with --elastic at all sizes from --smallest up.
+            with --elastic at all sizes from --smallest up, in every step at that one and another.
         smallest: with --elastic and --distill, the smallest size that is learned, --budget unless given: units fitted
             to a middle size serve the larger ones better, and smaller ones learn to do without the last of them.
         text_share: with --distill, the share of what is learned that the text's own next tokens say, from 0 to 1; a
