@@ -144,7 +144,7 @@ class Round:
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """The stream of all rounds on a device: its allocator keeps the memory of every stream apart, and never shares it.
 
-    torch hands out 32 streams in turn. With a new one for each round, the temporaries of an update, ten times a stack,
+    torch hands out 32 streams in turn. With a new one for each round, the temporaries of an update, many times a stack,
     would in time be kept 32 times.
     """
     return torch.cuda.Stream(device)
