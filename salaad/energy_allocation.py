@@ -57,18 +57,26 @@ class UnitQueue:
 
     def keep(self, most: int) -> Kept:
         """Name → (rank kept, entries kept) of as many first units of the queue as have at most `most` parameters."""
+        return self.first(most).units()
+
+    def units(self) -> Kept:
+        """Name → (rank, entries) of all units."""
+        pairs = self.counts.sum(0).tolist()
+        return {name: (rank, entries) for name, (rank, entries) in zip(self.costs, pairs, strict=True)}
+
+    def first(self, most: int) -> "UnitQueue":
+        """The queue of as many first units as have at most `most` parameters."""
         unit = self._unit_costs.flatten()
         counts = self.counts.flatten(1)
         spent = (counts @ unit).cumsum(0)
         whole = int(torch.count_nonzero(spent <= most))
-        kept = counts[:whole].sum(0)
+        kept = counts[: whole + 1].clone()
         if whole < len(counts):
             room = most - int(spent[whole - 1]) if whole else most
             before = (counts[whole] * unit).cumsum(0) - counts[whole] * unit
             # Units are taken in order: where one does not fit, nothing behind it is kept, not even where it would fit.
-            kept += torch.minimum(counts[whole], ((room - before) // unit).clamp_min(0))
-        pairs = kept.view(-1, 2).tolist()
-        return {name: (rank, entries) for name, (rank, entries) in zip(self.costs, pairs, strict=True)}
+            kept[whole] = torch.minimum(counts[whole], ((room - before) // unit).clamp_min(0))
+        return UnitQueue(self.costs, kept.view(-1, *self.counts.shape[1:]))
 
 
 def _level(values: Tensor, cost: int) -> Tensor:

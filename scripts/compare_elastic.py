@@ -13,7 +13,7 @@ goes on.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ from scripts.research.search_elastic import NAMED, shares
 from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
-FITTED = 0.22  # of the compressible parameters, at which the units of an elastic folder are fitted
+BEGINS = (0.6, 0.42, 0.34, 0.28, 0.235, 0.2)  # shares at which the ranges of an elastic folder begin
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
@@ -186,8 +186,8 @@ def by_hpa(model: Measured) -> Sizes:
 
 
 def tuned(model: Measured, split: str | None = None) -> Sizes:
-    """One elastic folder, matched at a middle size and distilled at all."""
-    folder = compressed(model, FITTED, split, elastic=True)
+    """One elastic folder, every range of which is matched where it begins and distilled at all of its sizes."""
+    folder = compressed(model, BEGINS, split)
     deployment = open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
     evaluation = model.evaluation(ModelOnDisk.open(folder))
     for share in all_shares():
@@ -198,21 +198,27 @@ def tuned(model: Measured, split: str | None = None) -> Sizes:
 def tuned_each(model: Measured, split: str | None = None) -> Sizes:
     """Every size that tables name in a folder of its own, matched and distilled by itself."""
     for share in NAMED:
-        folder = compressed(model, share, split, elastic=False)
+        folder = compressed(model, (share,), split)
         row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
         yield share, {**row, "parameters": read_json(folder / RECORD)["parameters"][1]}
 
 
-def compressed(model: Measured, share: float, split: str | None, elastic: bool) -> Path:
-    """The folder that compress.py makes of the model, matched and distilled; made unless it is there."""
-    name = "-".join(["elastic" if elastic else f"{share:g}", *filter(None, [split])])
+def compressed(model: Measured, chosen: Sequence[float], split: str | None) -> Path:
+    """The folder that compress.py makes of the model, matched and distilled; made unless it is there.
+
+    Args:
+        model: the model.
+        chosen: the share of the compressible parameters that is kept; of several, an elastic folder has all ranges.
+        split: how it is split after the fact, if it is.
+    """
+    elastic = len(chosen) > 1
+    name = "-".join(["elastic" if elastic else f"{chosen[0]:g}", *filter(None, [split])])
     folder, deployment = model.run / name, open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
     if not folder.exists():
         options = CompressOptions(
             checkpoint=str(model.run),
             output=str(folder),
-            budget=str(budget_of(deployment, share)),
-            smallest=str(budget_of(deployment, min(all_shares()))) if elastic else None,
+            budget=",".join(str(budget_of(deployment, share)) for share in chosen),
             elastic=elastic,
             dtype="float32",
             match=MATCH,
@@ -231,9 +237,8 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     found, tokenizer = [], AutoTokenizer.from_pretrained(folder)
     units = open_deployment(ModelOnDisk.open(folder))
     least = round(units.fixed + min(all_shares()) * (units.dense - units.fixed))
-    most = units.fixed + units.queue.parameters
     prompt = tokenizer(BEGINNING, return_tensors="pt", add_special_tokens=False).input_ids
-    for budget in (least, most):
+    for budget in (least, units.largest):
         model = AutoModelForCausalLM.from_pretrained(folder, budget=budget, dtype=torch.float32)
         torch.manual_seed(0)
         ids = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=10, pad_token_id=0)

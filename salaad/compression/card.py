@@ -5,6 +5,7 @@ The card is not among the folder's checksums: whoever publishes a model rewrites
 
 import json
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,15 +88,22 @@ def not_smaller(options: CompressOptions, kept_dense: int, blocks: int, dense: i
     return [f"{sizes}, since {kept_dense} of {blocks} blocks would take more as U, V and S than dense; give {cure}."]
 
 
-def history(name: str, kind: str, options: CompressOptions, variant: Variant) -> str:
+def in_words(variants: Sequence[Variant]) -> str:
+    """Their budgets, such as 1.18M and 0.92M."""
+    *all_but_last, last = [format_count(variant.budget) for variant in variants]
+    return f"{', '.join(all_but_last)} and {last}" if all_but_last else last
+
+
+def history(name: str, kind: str, options: CompressOptions, variants: Sequence[Variant]) -> str:
     """What a folder was made of, and how, in sentences.
 
     Args:
         name: of the model it was made of.
         kind: where its L and S come from, as the deployment calls it.
         options: what was asked for.
-        variant: what that came to.
+        variants: what that came to: one, or the sizes at which ranges begin.
     """
+    variant = variants[0]
     if kind == "nested":
         return f"This is one of the narrower models inside {name}. It was written by compress.py of SALAAD."
     origin = {
@@ -107,14 +115,15 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         "factors": "factors that were trained themselves",
     }[kind.partition("-")[0]]
     if options.elastic:
-        cut = "all units are kept, in one order by energy per parameter, and a size reads the first of them"
+        ranges = f" in each of {len(variants)} ranges of sizes" if len(variants) > 1 else ""
+        cut = f"all units are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"
     elif variant.budget is None:
         cut = "all of L + S is kept"
     else:
         way = "energy per parameter" if variant.kappa is None else f"HPA with κ = {variant.kappa:g}"
         cut = f"they are cut to {format_count(variant.budget)} parameters of the whole model by {way}"
     if variant.refine:
-        fitted = f" for {format_count(variant.budget)}" if options.elastic else ""
+        fitted = f" for {in_words(variants)}" if options.elastic else ""
         cut += f", refined{fitted} by {variant.refine} alternating projections"
     if variant.calibrated:
         cut += f", weighed on {options.calibrate} sequences of text"
@@ -122,7 +131,7 @@ def history(name: str, kind: str, options: CompressOptions, variant: Variant) ->
         cut += f"; every layer was then matched to the dense one on {options.match} sequences of text"
     if options.distill:
         learned = "the predictions of the dense model" + (" and the text itself" if options.text_share else "")
-        sizes = f" at sizes from {options.smallest or options.budget} up" if options.elastic else ""
+        sizes = f" at all sizes from {in_words(variants[-1:])} up" if options.elastic else ""
         cut += f"; {learned} were then learned{sizes} on {options.distill} tokens of text"
     return (
         f"This is {name} with L + S in place of its weight matrices: L is the product of two thin factors, S is "

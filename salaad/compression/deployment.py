@@ -4,10 +4,9 @@ A checkpoint (or any dense model, split after the fact) is cut anew for every si
 one order already, and a size is how many of the first of them are read; a MatFormer has narrower models inside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,11 +15,10 @@ from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText
-from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.energy_allocation import UnitQueue
+from salaad.factored.elastic_file import SizeRange
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -52,20 +50,6 @@ class SizedModel(NamedTuple):
     note: str | None = None
 
 
-class EverySize(NamedTuple):
-    """All units of a model, for a folder that opens at any size.
-
-    Args:
-        parts: block → its units, in the order in which sizes take them.
-        queue: the order among all blocks.
-        others: further parameters of the model that were fitted with them, by name.
-    """
-
-    parts: Parts
-    queue: UnitQueue
-    others: Mapping[str, Tensor] = MappingProxyType({})
-
-
 class FittedOnText(NamedTuple):
     """How what is cut is to be fitted on text.
 
@@ -73,13 +57,11 @@ class FittedOnText(NamedTuple):
         match: sequences that layers are matched on; 0 leaves matching out.
         tokens: of distillation; 0 leaves it out.
         text_share: of what is learned in it that the text says.
-        smallest: parameters of the smallest size that is distilled, if many are; the size that is cut unless given.
     """
 
     match: int
     tokens: int
     text_share: float
-    smallest: int | None = None
 
 
 class Deployment(Protocol):
@@ -122,8 +104,11 @@ class Deployment(Protocol):
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
 
-    def all_sizes(self, variant: Variant) -> EverySize:
-        """All units and their order by value per parameter, fitted to the variant's size if that is refined."""
+    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
+        """All units and their order by value per parameter, in a range of sizes per variant, the largest first.
+
+        A range begins with its variant's size, to which its units are fitted if that is refined.
+        """
 
 
 def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:

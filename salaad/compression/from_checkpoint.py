@@ -1,7 +1,7 @@
 """Sizes of a checkpoint, or of any dense model that is split after the fact: each is cut anew from L + S."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cached_property, partial
@@ -17,7 +17,6 @@ from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, second_moments_of_text
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
 from salaad.compression.deployment import (
-    EverySize,
     FittedOnText,
     OpenedVariant,
     SizedModel,
@@ -34,6 +33,7 @@ from salaad.compression.tuning.tune import Fitted, Tuning
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
+from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
@@ -179,18 +179,26 @@ class CheckpointDeployment:
         """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
         return {} if variant.name == "X" else cut(self._whole(self.weights(variant)), variant)
 
-    def all_sizes(self, variant: Variant) -> EverySize:  # noqa: D102
-        whole = self._whole(self.weights(variant))
-        if self.tuning is None:
-            return EverySize(*all_sizes(whole, variant))
-        first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
-        parts, queue = all_sizes(whole, variant, first.parts)
+    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:  # noqa: D102
+        belows = [None, *(variant.budget for variant in variants[:-1])]
+        return [self._range(variant, below) for variant, below in zip(variants, belows, strict=True)]
+
+    def _range(self, variant: Variant, below: int | None) -> SizeRange:
+        """The sizes from that of the variant up, as far as `below`."""
+        whole, first = self._whole(self.weights(variant)), None
+        if self.tuning is not None:
+            first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
+        parts, queue = all_sizes(whole, variant, first.parts if first else None)
+        if below is not None:
+            queue = queue.first(below - 1 - self.fixed)
+            parts = {name: parts[name].cut(*kept) for name, kept in queue.units().items()}
+        if first is None:
+            return SizeRange(parts, queue, below=below)
         largest = min(queue.parameters, self.dense - self.fixed)  # above that X itself is smaller
-        smallest = min((self.tuning.how.smallest or variant.budget) - self.fixed, largest)
-        sizes = sizes_in_turn(smallest, largest, queue.keep)
-        name = f"{self._name_of(variant)} elastic from {smallest}"
-        fitted = self.tuning.distilled(Fitted(parts, first.others), name, sizes)
-        return EverySize(fitted.parts, queue, fitted.others)
+        sizes = sizes_in_turn(min(variant.budget - self.fixed, largest), largest, queue.keep)
+        name = f"{self._name_of(variant)} elastic below {below}"
+        fitted = self.tuning.distilled(Fitted(parts, first.vectors), name, sizes)
+        return SizeRange(fitted.parts, queue, fitted.vectors, below)
 
     def kappa(self, parts: Parts) -> float | None:
         """κ of a cut."""
@@ -214,17 +222,17 @@ class CheckpointDeployment:
             yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
-        parts, others = self.cut(variant), {}
+        parts, vectors = self.cut(variant), {}
         if self.tuning is not None:
             fitted = self.tuning.matched(self.tuning.untouched(parts), self._name_of(variant))
-            parts, others = self.tuning.distilled(fitted, self._name_of(variant))
+            parts, vectors = self.tuning.distilled(fitted, self._name_of(variant))
         if self.in_parts and not factored:
             model = as_dense(self.source.folder.load(torch.float32), dtype)
             return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
         model = self.source.folder.load(dtype)
         if self.in_parts:
             return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
-        take_over(model, others)
+        take_over(model, vectors)
         if factored:
             factor(model, parts)
         else:

@@ -1,8 +1,7 @@
 """Sizes of an elastic folder, which is read as far as a size needs; nothing is computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from salaad import hpa
 from salaad.common.errors import UserError
 from salaad.compression.deployment import (
-    EverySize,
     FittedOnText,
     OpenedVariant,
     SizedModel,
@@ -21,8 +19,9 @@ from salaad.compression.deployment import (
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.energy_allocation import UnitQueue, implied_kappa
-from salaad.factored.any_size import ElasticConfig, ElasticFile
+from salaad.energy_allocation import implied_kappa
+from salaad.factored.any_size import ElasticConfig
+from salaad.factored.elastic_file import ElasticFile, SizeRange
 from salaad.model.weight_headers import weight_files
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -43,11 +42,10 @@ class ElasticDeployment:
         self.entry = ElasticConfig(**source.folder.config.quantization_config)
         self.dense, self.fixed = self.entry.dense, self.entry.fixed
 
-    @cached_property
-    def queue(self) -> UnitQueue:
-        """The queue of all units in the folder."""
-        with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
-            return self.entry.queue(file.unit_counts())
+    @property
+    def largest(self) -> int:
+        """Parameters of the largest size."""
+        return self.fixed + hpa.parameters({name: tuple(sizes) for name, sizes in self.entry.blocks.items()})
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had: it would change the units, or no such size is in the folder."""
@@ -63,7 +61,7 @@ class ElasticDeployment:
                     f"{self.source.name} keeps its units as they are, so nothing can be refined or calibrated; leave "
                     "--refine and --calibrate out, or give the checkpoint it was made of"
                 )
-            self.entry.keep(self.queue, variant.budget)
+            self._kept(variant)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
@@ -85,8 +83,8 @@ class ElasticDeployment:
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
         """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
         model = self.source.folder.load(dtype, best_device(), variant.budget)
-        kept = self.entry.keep(self.queue, variant.budget)
-        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        index, kept = self._kept(variant)
+        blocks = {name: tuple(sizes) for name, sizes in self.entry.ranges[index].items()}
         kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
         yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
 
@@ -96,9 +94,13 @@ class ElasticDeployment:
             model = model if factored else as_dense(model, dtype)
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
-    def all_sizes(self, variant: Variant) -> EverySize:
+    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
         """Refused: the folder is one of all sizes already."""
         raise self._as_it_is("--elastic")
+
+    def _kept(self, variant: Variant) -> tuple[int, hpa.Kept]:
+        with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
+            return self.entry.keep(file, variant.budget)
 
     def _as_it_is(self, option: str) -> UserError:
         return UserError(

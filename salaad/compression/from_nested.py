@@ -1,6 +1,6 @@
 """Sizes of a model with narrower ones in it, as MatFormer trains them: a budget takes the largest within it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
 from salaad.compression.deployment import (
-    EverySize,
     FittedOnText,
     OpenedVariant,
     SizedModel,
@@ -19,6 +18,7 @@ from salaad.compression.deployment import (
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
+from salaad.factored.elastic_file import SizeRange
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -88,6 +88,6 @@ class NestedDeployment:
         note = f"The feed-forward width is {width} of {widths.uniform[0]}; it is a plain folder that needs no salaad."
         return SizedModel(plain, count_parameters(plain), len(widths.layers), None, whole=False, note=note)
 
-    def all_sizes(self, variant: Variant) -> EverySize:
+    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
         """Refused: `variant_for` has said so."""
         raise UserError(f"{self.source.name} holds no L and S; leave --elastic out")

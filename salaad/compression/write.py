@@ -1,7 +1,7 @@
 """From a model on disk and a budget to a folder that opens anywhere, whole or not at all."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from salaad.common.errors import UserError
 from salaad.common.files import new_folder, require_new, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
-from salaad.compression.card import Usage, history, not_smaller, write_card
+from salaad.common.validation import split_list
+from salaad.compression.card import Usage, history, in_words, not_smaller, write_card
 from salaad.compression.deployment import Deployment, FittedOnText, take_over
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
@@ -67,19 +68,23 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     require_new(output)
     split = split_of(source, options)
     deployment = open_deployment(source, split)
-    budget = None if options.budget is None else parse_budget(options.budget, deployment.dense)
-    if options.godec and budget is not None:
+    budgets = budgets_of(options, deployment.dense)
+    largest = next(iter(budgets.values()), None)
+    if options.godec and largest is not None:
         raised = [name for name in ("rank_ratio", "density") if getattr(options, name) is None]
-        split = split.with_room(deployment.shapes.values(), budget - deployment.fixed, raised)
+        split = split.with_room(deployment.shapes.values(), largest - deployment.fixed, raised)
         deployment = open_deployment(source, split)
-    variant = deployment.variant_for(options, budget)
-    deployment.check([variant])
+    asked = [(replace(options, budget=word), budget) for word, budget in budgets.items()] or [(options, None)]
+    variants = [deployment.variant_for(one, budget) for one, budget in asked]
+    variant = variants[0]
+    deployment.check(variants)
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
     if options.match or options.distill:
-        deployment.tune(data or DataConfig(), _fitted_on_text(options, deployment, budget))
+        tokens = parse_count(options.distill) if options.distill else 0
+        deployment.tune(data or DataConfig(), FittedOnText(options.match, tokens, options.text_share))
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
-    content = (_all_sizes if options.elastic else _one_size)(deployment, variant, options)
+    content = _all_sizes(deployment, variants, options) if options.elastic else _one_size(deployment, variant, options)
 
     with new_folder(output) as folder:
         content.save(folder)
@@ -97,8 +102,9 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         about = {"from": source.name, "base": source.base, "digest": source.digest, "parts": deployment.kind}
         about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
         about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
+        about |= {"ranges_from": list(budgets.values()) if options.elastic else None}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
-        about |= {key: getattr(options, key) for key in ("match", "distill", "smallest", "text_share")}
+        about |= {key: getattr(options, key) for key in ("match", "distill", "text_share")}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)
@@ -107,22 +113,17 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         read = [f"Calibrated on {deployment.calibration.described}."] if options.calibrate else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None)
-        how = history(source.name, deployment.kind, options, variant)
+        how = history(source.name, deployment.kind, options, variants)
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
     return f"{found}\n\n{usage.said()}"
 
 
-def _fitted_on_text(options: CompressOptions, deployment: Deployment, budget: int) -> FittedOnText:
-    """What the options ask of matching and distillation; a UserError if the smallest size is none of the folder's."""
-    tokens = parse_count(options.distill) if options.distill else 0
-    smallest = None if options.smallest is None else parse_budget(options.smallest, deployment.dense)
-    if smallest is not None and not deployment.fixed < smallest <= budget:
-        raise UserError(
-            f"--smallest {options.smallest} is not between {format_count(deployment.fixed)} (the parts that are never "
-            f"compressed) and --budget {options.budget}; give a size between them"
-        )
-    return FittedOnText(options.match, tokens, options.text_share, smallest)
+def budgets_of(options: CompressOptions, dense: int) -> dict[str, int]:
+    """The sizes that are asked for, as they were written → parameters, the largest first, none twice."""
+    words = () if options.budget is None else split_list(options.budget) or (options.budget,)
+    sizes = {parse_budget(word, dense): word for word in words}
+    return {sizes[size]: size for size in sorted(sizes, reverse=True)}
 
 
 def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
@@ -138,32 +139,37 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, factored, sized.kappa, note)
 
 
-def _all_sizes(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
-    parts, order, others = deployment.all_sizes(variant)
+def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: CompressOptions) -> FolderContent:
+    ranges = deployment.all_sizes(variants)
+    parts = ranges[0].parts
     model = deployment.source.folder.load(getattr(torch, options.dtype))
-    take_over(model, others)
+    take_over(model, ranges[0].vectors)
     if set(parts) <= tied_modules(model):
         raise UserError(
             f"all blocks of {deployment.source.name} are tied weights, dense at every size; leave --elastic out"
         )
-    save = partial(save_elastic, model, parts, order, deployment.fixed)
-    total = deployment.fixed + sum(slr.parameters for slr in parts.values())
+    save = partial(save_elastic, model, ranges, deployment.fixed)
+    total = deployment.fixed + ranges[0].queue.parameters
+    vectors = sum(vector.numel() for one in ranges[1:] for vector in one.vectors.values())
+    numbers = deployment.fixed + sum(one.queue.parameters for one in ranges) + vectors
     element = getattr(torch, options.dtype).itemsize
     in_memory = deployment.fixed * element + sum(memory_bytes(slr, element) for slr in parts.values())
-    fitted = f", fitted to {format_count(variant.budget)}" if variant.refine else ""
+    fitted = f", fitted to {in_words(variants)}" if variants[0].refine else ""
+    contained = " of the same range" if len(ranges) > 1 else ""
     note = (
         f"It opens at every size from {format_count(deployment.fixed)} to {format_count(total, up=False)}, each "
-        f"contained in the next{fitted}; weights in {options.dtype}."
+        f"contained in the next{contained}{fitted}; weights in {options.dtype}."
     )
-    return FolderContent(save, total, total, in_memory, len(parts), len(parts), None, note)
+    return FolderContent(save, total, numbers, in_memory, len(parts), len(parts), None, note)
 
 
 def usage_of(deployment: Deployment, options: CompressOptions, content: FolderContent, has_tokenizer: bool) -> Usage:
     """How the folder is opened and measured; of an elastic one at the size it was fitted to, or a middle one."""
     source, size, evaluation = deployment.source, None, None
     if options.elastic:
-        most, size = content.parameters, options.budget
-        if size is None or parse_budget(size, deployment.dense) > most:
+        most, budgets = content.parameters, budgets_of(options, deployment.dense)
+        size = next((word for word, budget in budgets.items() if budget <= most), None)
+        if size is None:
             middle = (deployment.fixed + most) // 2
             size = format_count(middle) if parse_count(format_count(middle)) <= most else str(middle)
     if has_tokenizer:

@@ -178,7 +178,8 @@ class CompressOptions:
         checkpoint: a run, one of its checkpoints, or an elastic folder; with --rpca or --godec any Hugging Face
             causal-LM folder, or the name of one on the hub.
         output: the folder to make.
-        budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it.
+        budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it;
+            with --elastic also several, such as 0.7,0.5,0.4: each begins a range of sizes with units of its own.
         allocation: energy keeps what has most energy per parameter, by one threshold for the whole model; hpa, the
             paper's way, takes the same fractions of every block; energy unless --kappa is given.
         kappa: of hpa, the part of the removed parameters that the low-rank side gives, from 0 to 1; without it L's
@@ -188,13 +189,11 @@ class CompressOptions:
         calibrate: sequences of training text by which the worth of what is kept is measured.
         match: sequences of training text on which each layer of what is cut is fitted to the dense layer.
         distill: tokens of training text, such as 2M, on which what is cut learns the predictions of the dense model;
-            with --elastic at all sizes from --smallest up, in every step at that one and another.
-        smallest: with --elastic and --distill, the smallest size that is learned, --budget unless given: units fitted
-            to a middle size serve the larger ones better, and smaller ones learn to do without the last of them.
+            with --elastic in every range at the size it begins with and, in the same step, at another.
         text_share: with --distill, the share of what is learned that the text's own next tokens say, from 0 to 1; a
             little of it helps where the text is like that of the training.
         elastic: write one folder that opens at any size, its units ordered by energy; with --budget they are refined
-            for that size, and larger sizes add to it.
+            for that size, and larger sizes add to it, up to the next one that is named.
         format: factored stores U, V and the sparse S and needs `import salaad` to open; dense is an ordinary folder.
         dtype: dtype of the stored weights; int8 stores U, V and the entries of S in a byte each, with scales, the other
             weights in bfloat16, and is opened in any float dtype.
@@ -217,7 +216,6 @@ class CompressOptions:
     calibrate: int = 0
     match: int = 0
     distill: str | None = None
-    smallest: str | None = None
     text_share: float = 0.0
     elastic: bool = False
     format: Literal["factored", "dense"] = "factored"
@@ -239,8 +237,6 @@ class CompressOptions:
         check(0 <= self.text_share <= 1, f"--text_share is {self.text_share}, outside [0, 1]; give a share")
         learns = self.distill is not None or not self.text_share
         check(learns, f"--text_share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
-        learned = self.smallest is None or (self.elastic and self.distill is not None)
-        check(learned, f"--smallest is {self.smallest}, but no sizes are learned; add --elastic and --distill TOKENS")
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:
@@ -249,6 +245,10 @@ class CompressOptions:
             check(not by_energy, f"--kappa is {self.kappa}, but energy finds its own; leave it out")
             check(self.budget is not None, f"--kappa is {self.kappa}, but nothing is cut; give a --budget too")
         if not self.elastic:
+            one = "," not in (self.budget or "")
+            check(
+                one, f"--budget {self.budget} names several sizes, and a folder holds one; give one, or add --elastic"
+            )
             cut = self.budget is not None or not (self.refine or self.calibrate)
             check(cut, "--refine and --calibrate fit what is cut, but nothing is; give a --budget too")
         else:

@@ -1,25 +1,16 @@
 """The elastic folder format: units in descending order of value per parameter, of which a size reads the first ones.
 
 `AutoModelForCausalLM.from_pretrained(folder, budget="194M")` opens the model of that size. Beside the parameters that
-are never compressed, the file holds for each block NAME
-
-    elastic.NAME.U (r × n), .V (r × m)               its singular terms, one per row, the highest value first
-    elastic.NAME.S_values (nnz), .S_places (nnz × b)  the entries of S, the highest value first, and their row-major
-                                                      positions in b bytes each, the lowest byte first
-
-and `elastic.line` (levels × blocks × 2), the counts of the queue of units (`salaad.energy_allocation.UnitQueue`). From
-the queue and a budget follows how many rows of each tensor are read. Positions in this order take more bytes than
-increasing ones, so the folder is larger than one of a fixed size with the same units.
+are never compressed the files hold the units of one or more ranges of sizes (`salaad.factored.elastic_file`). From the
+budget follows the range, and from that and the range's queue how many rows of each of its tensors are read.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.budgets import format_count, parse_budget, to_remove
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
+from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, expected_units, expected_vector
 from salaad.factored.experts import open_stacks
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
@@ -38,13 +30,9 @@ from salaad.factored.fixed_size import (
     outline_of,
     stack_guards,
 )
-from salaad.factored.slr import Slr, position_dtype
 from salaad.hpa import Kept
 from salaad.model.folder_formats import ANY_SIZE, is_any_size
 from salaad.model.weight_headers import (
-    BYTES,
-    FLOATS,
-    INTEGERS,
     Headers,
     check_block,
     check_entry,
@@ -56,7 +44,7 @@ from salaad.model.weight_headers import (
 )
 from salaad.model.weights import tied_modules
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, WITH_RANGES = 1, 2
 _ASKED = "_asked_budget"
 _DENSER = 1000  # largest ratio of the numbers in tied weights, which stay dense in memory, to those in the files
 
@@ -65,11 +53,14 @@ class ElasticConfig(QuantizationConfigMixin):
     """The entry `quantization_config` in config.json.
 
     Args:
-        blocks: name → [n, m, rank, nnz], all units counted.
+        blocks: name → [n, m, rank, nnz], all units of the first range counted.
         order: the names in the order of the queue's counts, since transformers sorts the keys that it writes.
         fixed: parameters that are never compressed.
         dense: parameters of the dense model, of which a budget may be a fraction.
-        format: version of the format.
+        smaller: the further ranges in descending order of their sizes, each with `below`, the parameters of the whole
+            model below which sizes are taken from it, `blocks`, name → [rank, nnz], and `vectors`, the names of the
+            norms and biases that were fitted with it.
+        format: version of the format; of folders with several ranges the one after that of all others.
 
     Raises:
         UserError: an argument is of another type, out of range, or contradicts the others.
@@ -81,11 +72,12 @@ class ElasticConfig(QuantizationConfigMixin):
         order: Sequence[str] = (),
         fixed: int = 0,
         dense: int = 0,
-        format: int = FORMAT_VERSION,
+        smaller: Sequence[Mapping[str, Any]] = (),
+        format: int | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = ANY_SIZE
-        self.format = format
+        self.format = (WITH_RANGES if smaller else FORMAT_VERSION) if format is None else format
         blocks = check_entry(blocks or {}, 4)
         if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(blocks):
             raise UserError("config.json does not list the order of its blocks; give a whole copy of the folder")
@@ -94,45 +86,81 @@ class ElasticConfig(QuantizationConfigMixin):
         self.blocks = {name: blocks[name] for name in order}
         self.order = list(order)
         self.fixed, self.dense = fixed, dense
+        if not isinstance(smaller, list | tuple):
+            raise UserError("config.json does not list its ranges of sizes; give a whole copy of the folder")
+        self.smaller = [_checked_range(one, self.blocks) for one in smaller]
+        belows = [one["below"] for one in self.smaller]
+        if belows != sorted(set(belows), reverse=True):
+            raise UserError("config.json does not list its ranges by size; give a whole copy of the folder")
 
-    def queue(self, counts: Tensor) -> UnitQueue:
-        """The queue with these counts (levels × blocks × 2, of a file).
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as config.json holds it; of further ranges only where there are some."""
+        entry = super().to_dict()
+        return entry if self.smaller else {key: value for key, value in entry.items() if key != "smaller"}
+
+    @property
+    def ranges(self) -> list[dict[str, list[int]]]:
+        """Name → [n, m, rank, nnz] of every range."""
+        further = (
+            {name: [*self.blocks[name][:2], *sizes] for name, sizes in one["blocks"].items()} for one in self.smaller
+        )
+        return [self.blocks, *further]
+
+    def range_of(self, budget: int | None) -> int:
+        """Which range a size is taken from; the first without a budget."""
+        return 0 if budget is None else sum(budget < one["below"] for one in self.smaller)
+
+    def queue(self, counts: Tensor, index: int = 0) -> UnitQueue:
+        """The queue of a range with these counts (levels × blocks × 2, of a file).
 
         Raises:
             UserError: they do not add up to the units of the blocks.
         """
         counts = counts.long()
-        units = torch.tensor([sizes[2:] for sizes in self.blocks.values()], dtype=torch.int64).view(-1, 2)
+        blocks = self.ranges[index]
+        units = torch.tensor([sizes[2:] for sizes in blocks.values()], dtype=torch.int64).view(-1, 2)
         sound = counts.dim() == 3 and counts.shape[1:] == units.shape
         # The range first, since a sum of counts out of range may overflow to any number.
         if not sound or ((counts < 0) | (counts > units)).any() or (counts.sum(0) != units).any():
             raise UserError("elastic.line does not count the units in config.json; give a whole copy of the folder")
-        return UnitQueue({name: n + m for name, (n, m, *_) in self.blocks.items()}, counts)
+        return UnitQueue({name: n + m for name, (n, m, *_) in blocks.items()}, counts)
 
-    def keep(self, queue: UnitQueue, budget: int | None) -> Kept:
-        """Name → (rank kept, entries kept) for a budget of the whole model; all units for None.
+    def keep(self, file: ElasticFile, budget: int | None) -> tuple[int, Kept]:
+        """The range that serves a budget of the whole model, and name → (rank kept, entries kept); all for None.
 
         Raises:
             UserError: the budget is below what is never compressed, or above what the folder holds.
         """
-        largest = self.fixed + queue.parameters
+        index = self.range_of(budget)
+        queue = self.queue(file.unit_counts(index), index)
         if budget is None:
-            return queue.keep(queue.parameters)
+            return index, queue.units()
         to_remove({}, fixed=self.fixed, budget=budget)  # raises where the budget is below the floor
-        if budget > largest:
+        largest = self.fixed + queue.parameters
+        if budget > largest and not index:
             raise UserError(
                 f"budget {format_count(budget)} is above the {format_count(largest, up=False)} that the folder holds; "
                 f"give {format_count(largest, up=False)} or less"
             )
-        return queue.keep(budget - self.fixed)
+        return index, queue.keep(budget - self.fixed)
+
+
+def _checked_range(one: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `smaller` with its blocks in the order of `blocks`; a UserError if it is something else."""
+    if isinstance(one, Mapping) and is_count(one.get("below")):
+        sizes, vectors = check_entry(one.get("blocks"), 2), one.get("vectors")
+        named = isinstance(vectors, list | tuple) and all(isinstance(name, str) for name in vectors)
+        if named and sizes.keys() == blocks.keys():
+            return {"below": one["below"], "blocks": {name: sizes[name] for name in blocks}, "vectors": list(vectors)}
+    raise UserError("config.json describes a range of sizes that is none; give a whole copy of the folder")
 
 
 class ElasticQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves an elastic folder."""
 
-    stored: Mapping[str, Tensor]  # tensors of the blocks for the folder to be written
+    stored: Mapping[str, Tensor]  # tensors of the ranges for the folder to be written
 
-    FORMAT_VERSIONS = (FORMAT_VERSION,)
+    FORMAT_VERSIONS = (FORMAT_VERSION, WITH_RANGES)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -146,8 +174,11 @@ class ElasticQuantizer(CheckedQuantizer):
         asked = model.config.__dict__.pop(_ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
         with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # within transformers' meta device
-            kept = entry.keep(entry.queue(file.unit_counts()), budget)
-            self._blocks = {own: file.units(name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()}
+            index, kept = entry.keep(file, budget)
+            self._blocks = {
+                own: file.units(index, name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()
+            }
+            self._vectors = {own: file.vector(index, name) for own, name in self._fitted(model, index).items()}
         self._modules = {name: model.get_submodule(name) for name in self._blocks}
         tied = tied_modules(model)
         for name, slr in self._blocks.items():
@@ -181,30 +212,44 @@ class ElasticQuantizer(CheckedQuantizer):
                 slr = slr.to(outline.U.device, outline.U.dtype)
                 outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
         parameters = self.quantization_config.fixed + sum(slr.parameters for slr in self._blocks.values())
-        del self._blocks, self._modules
+        for name, vector in self._vectors.items():
+            model.get_parameter(name).data.copy_(vector)
+        del self._blocks, self._modules, self._vectors
         self.remove_quantization_config(model)
         mark_factored(model, parameters)  # in memory it is a model of a fixed size
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:
         """Compare the tensors in the file with config.json and the model; returns the parameters of tied blocks."""
-        blocks = self.quantization_config.blocks
-        levels = headers["elastic.line"].shape[:1] if "elastic.line" in headers else ()
-        check_tensors({"elastic.line": ((*levels, len(blocks), 2), INTEGERS)}, headers)
-        tied, dense = tied_modules(model), 0
-        for own, name in inside.items():
-            n, m, rank, nnz = blocks[name]
-            if check_block(model, own, rank, nnz, headers) != (n, m):
-                raise UserError(f"config.json gives {name} two shapes, one of them {n}×{m}; give a whole folder")
-            units = {"U": (rank, n), "V": (rank, m), "S_values": (nnz,), "S_places": (nnz, _width((n, m)))}
-            types = {key: BYTES if key == "S_places" else FLOATS for key in units}
-            check_tensors({f"elastic.{name}.{key}": (shape, types[key]) for key, shape in units.items()}, headers)
-            dense += n * m if own in tied else 0
+        entry, tied, dense = self.quantization_config, tied_modules(model), 0
+        for index, blocks in enumerate(entry.ranges):
+            check_tensors(expected_line(index, len(blocks), headers), headers)
+            for own, name in inside.items():
+                n, m, rank, nnz = blocks[name]
+                if check_block(model, own, rank, nnz, headers) != (n, m):
+                    raise UserError(f"config.json gives {name} two shapes, one of them {n}×{m}; give a whole folder")
+                check_tensors(expected_units(index, name, blocks[name]), headers)
+                dense += n * m if own in tied and not index else 0
+            for own, name in self._fitted(model, index).items():
+                check_tensors(expected_vector(index, name, model.get_parameter(own)), headers)
         # A tied weight becomes dense in memory, however few units the file holds of it.
         most = _DENSER * numbers(headers)
         if dense > most:
             raise UserError(f"tied blocks take {dense:,} numbers, a folder of this size at most {most:,}; give another")
         return dense
+
+    def _fitted(self, model: PreTrainedModel, index: int) -> dict[str, str]:
+        """Name in the model → name in the file of the vectors that were fitted with a range.
+
+        Raises:
+            UserError: the model has no such vector.
+        """
+        names = self.quantization_config.smaller[index - 1]["vectors"] if index else ()
+        inside, known = names_inside(model, {name: name for name in names}), dict(model.named_parameters())
+        for own, name in inside.items():
+            if own not in known or known[own].dim() != 1:
+                raise UserError(f"config.json names the vector {name}, and the model has none; give a whole folder")
+        return inside
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """The parameters that are never compressed, and the units."""
@@ -225,84 +270,34 @@ class ElasticQuantizer(CheckedQuantizer):
         return True
 
 
-class ElasticFile:
-    """The units in a folder's safetensors files, of which only the slices asked for are read."""
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = tensors
-
-    @classmethod
-    @contextmanager
-    def opened(cls, files: Sequence[str | Path]) -> Iterator["ElasticFile"]:
-        """Open the folder's files, reading only their headers."""
-        slices = {}
-        with ExitStack() as stack:
-            for path in files:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                slices |= {key: file.get_slice(key) for key in file.keys() if key.startswith("elastic.")}  # noqa: SIM118
-            yield cls(slices)
-
-    def unit_counts(self) -> Tensor:
-        """Counts of the queue of units (levels × blocks × 2)."""
-        counts = self._tensors.get("elastic.line")
-        if counts is None or len(counts.get_shape()) != 3:
-            raise UserError("the files hold no elastic.line of levels × blocks × 2; give a whole copy of the folder")
-        return counts[:]
-
-    def units(self, name: str, shape: Sequence[int], rank: int, nnz: int) -> Slr:
-        """The first `rank` singular terms and `nnz` entries of a block of `shape`, in the dtype of the file.
-
-        Raises:
-            UserError: a position is outside the matrix or listed twice.
-        """
-        U, V = (self._tensors[f"elastic.{name}.{key}"][:rank] for key in "UV")
-        values, places = (self._tensors[f"elastic.{name}.{key}"][:nnz] for key in ("S_values", "S_places"))
-        slr = Slr(tuple(shape), U.mT.contiguous(), V, _from_bytes(places, shape), values)
-        if not slr.is_sound():
-            raise UserError(f"elastic.{name}.S_places names places twice or outside; give a whole copy of the folder")
-        return slr
-
-
-def save_elastic(model: PreTrainedModel, blocks: Mapping[str, Slr], queue: UnitQueue, fixed: int, folder: Path) -> None:
+def save_elastic(model: PreTrainedModel, ranges: Sequence[SizeRange], fixed: int, folder: Path) -> None:
     """Write an elastic folder.
 
     Args:
         model: the dense model, whose dtype the file gets; it cannot be used otherwise afterwards.
-        blocks: name → all units of the block in descending order of value per parameter.
-        queue: the queue of all units.
+        ranges: all units of every range, the largest sizes first.
         fixed: parameters that are never compressed.
         folder: the folder to write.
     """
-    open_stacks(model, blocks)
+    first, *further = ranges
+    open_stacks(model, first.parts)
     dense = sum(parameter.numel() for parameter in model.parameters())
-    sizes = {name: [*slr.shape, slr.rank, slr.nnz] for name, slr in blocks.items()}
-    entry = ElasticConfig(sizes, list(sizes), fixed, dense)
-    stored = {"elastic.line": queue.counts.int()}
-    for name, slr in blocks.items():
-        slr = slr.to("cpu", model.dtype)
-        units = {"U": slr.U.mT, "V": slr.V, "S_values": slr.values, "S_places": _to_bytes(slr.positions, slr.shape)}
-        stored |= {f"elastic.{name}.{key}": tensor.contiguous() for key, tensor in units.items()}
+    sizes = {name: [*slr.shape, slr.rank, slr.nnz] for name, slr in first.parts.items()}
+    smaller = [
+        {
+            "below": one.below,
+            "blocks": {name: [slr.rank, slr.nnz] for name, slr in one.parts.items()},
+            "vectors": list(one.vectors),
+        }
+        for one in further
+    ]
+    entry = ElasticConfig(sizes, list(sizes), fixed, dense, smaller)
     quantizer = ElasticQuantizer(entry)
-    quantizer.stored = stored
+    quantizer.stored = {
+        name: tensor for index, one in enumerate(ranges) for name, tensor in one.stored(index, model.dtype).items()
+    }
     model.hf_quantizer, model.config.quantization_config = quantizer, entry
     model.save_pretrained(folder)
-
-
-def _to_bytes(positions: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Positions (nnz) in as few bytes each as n·m needs (nnz × b, uint8), the lowest byte first."""
-    return ((positions.long()[:, None] >> (8 * torch.arange(_width(shape)))) & 255).to(torch.uint8)
-
-
-def _width(shape: Sequence[int]) -> int:
-    """Bytes of a position."""
-    n, m = shape
-    return -(-max(1, (n * m - 1).bit_length()) // 8)
-
-
-def _from_bytes(positions: Tensor, shape: Sequence[int]) -> Tensor:
-    whole = (positions.long() << (8 * torch.arange(positions.shape[1]))).sum(1)
-    # A position outside the matrix has to stay outside when the narrower dtype cannot hold it.
-    return whole.clamp(max=shape[0] * shape[1]).to(position_dtype(*shape))
 
 
 def _ask_for(config: PreTrainedConfig, budget: str | float | None) -> None:

@@ -75,7 +75,7 @@ def open_folder(folder: Path, run: bool) -> None:
     elastic = isinstance(deployment, ElasticDeployment)
     names = "X,L+S,0.8@0.5,0.8@energy" if run else "X"
     if elastic:
-        names = f"L+S,{(deployment.fixed + 3 * (deployment.fixed + deployment.queue.parameters)) // 4}"
+        names = f"L+S,{(deployment.fixed + 3 * deployment.largest) // 4}"
     wanted = parse_variants(names, deployment.dense)
     deployment.check(wanted)
     load_tokenizer(str(source.folder.path))

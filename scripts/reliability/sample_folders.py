@@ -1,6 +1,7 @@
 """Small folders of random weights, one of each form that the programs open: the fuzz damages copies of them."""
 
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
+from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.plugin import Salaad
@@ -75,9 +77,13 @@ def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
 def make_elastic(model: PreTrainedModel, folder: Path) -> None:
     """As compress.py --elastic does."""
     parts = parts_of(model)
-    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
-    blocks = sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
-    save_elastic(model, parts, line, sum(p.numel() for p in model.parameters()) - blocks, folder)
+    queue = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    fixed = sum(p.numel() for p in model.parameters()) - sum(prod(slr.shape) for slr in parts.values())
+    few = queue.first(queue.parameters // 2)
+    small = {name: parts[name].cut(*kept) for name, kept in few.units().items()}
+    vectors = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 1}
+    below = fixed + few.parameters + 1
+    save_elastic(model, [SizeRange(parts, queue), SizeRange(small, few, vectors, below)], fixed, folder)
 
 
 def make_run(folder: Path) -> None:

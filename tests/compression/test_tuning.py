@@ -302,17 +302,19 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
     assert largest < divergence(tmp_path / "tuned", dense, text_files["validation"], budget=smallest)
 
 
-def test_sizes_below_the_one_that_units_are_fitted_to_are_learned_too(runs, dense, text_files, tmp_path):
-    options = {"budget": "0.8", "dtype": "float32", "distill": "9K"}
-    compress(runs / "salaad", tmp_path / "from 0.8", "--elastic", **options)
-    compress(runs / "salaad", tmp_path / "from 0.4", "--elastic", smallest="0.4", **options)
-    record = json.loads((tmp_path / "from 0.4" / "compression.json").read_text())
-    small = round(0.4 * record["parameters"][0])
-    without, learned = (
-        divergence(tmp_path / f"from {size}", dense, text_files["validation"], budget=small) for size in (0.8, 0.4)
-    )
-    assert learned < 0.95 * without
-    assert "at sizes from 0.4 up" in (tmp_path / "from 0.4" / "README.md").read_text()
+def test_a_range_of_its_own_is_nearer_than_one_for_all_sizes(runs, dense, text_files, tmp_path):
+    folders = {"one": "0.4", "two": "0.4, 0.7"}
+    for name, budget in folders.items():
+        compress(runs / "salaad", tmp_path / name, "--elastic", budget=budget, dtype="float32", distill="9K")
+    record = json.loads((tmp_path / "two" / "compression.json").read_text())
+    small, large = record["ranges_from"][::-1]
+    one, two = (divergence(tmp_path / name, dense, text_files["validation"], budget=large) for name in folders)
+    assert two < one
+    # Below its beginning the second range is that of a folder which begins there.
+    for size in (small, (small + large) // 2):
+        one, two = (divergence(tmp_path / name, dense, text_files["validation"], budget=size) for name in folders)
+        assert two < 1.1 * one
+    assert "in each of 2 ranges of sizes" in (tmp_path / "two" / "README.md").read_text()
 
 
 def interrupted(monkeypatch, after: int) -> None:
@@ -403,10 +405,9 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--budget=0.5", "--match=-1"], "match is -1"),
         (run, ["--budget=0.5", "--text_share=0.3"], "nothing is distilled; give --distill TOKENS too"),
         (run, ["--budget=0.5", "--distill=1K", "--text_share=1.5"], "--text_share is 1.5, outside [0, 1]"),
-        (run, ["--budget=0.5", "--distill=1K", "--smallest=0.4"], "add --elastic and --distill TOKENS"),
-        (run, ["--elastic", "--budget=0.5", "--match=8", "--smallest=0.4"], "add --elastic and --distill TOKENS"),
-        (run, ["--elastic", "--budget=0.5", "--distill=1K", "--smallest=0.6"], "and --budget 0.5; give a size between"),
-        (run, ["--elastic", "--budget=0.5", "--distill=1K", "--smallest=9"], "and --budget 0.5; give a size between"),
+        (run, ["--budget=0.7,0.5", "--distill=1K"], "--budget 0.7,0.5 names several sizes, and a folder holds one"),
+        (run, ["--elastic", "--budget=,", "--distill=1K"], "','"),
+        (run, ["--elastic", "--budget=0.7,0.01", "--distill=1K"], "is below the floor"),
         (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
         (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
         (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),

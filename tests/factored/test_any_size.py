@@ -24,6 +24,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import write_checksums
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
+from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import ModelFolder
@@ -373,7 +374,9 @@ def test_a_folder_of_another_format_or_without_its_blocks_is_refused_in_a_senten
     config = json.loads((tmp_path / "copy" / "config.json").read_text())
     config["quantization_config"] |= changed
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"has format 7, this version reads 1; use the version|give a whole") as caught:
+    with pytest.raises(
+        UserError, match=r"has format 7, this version reads 1 or 2; use the version|give a whole"
+    ) as caught:
         ModelFolder(tmp_path / "copy").load(torch.float32, budget=20_000)
     assert "\n" not in str(caught.value)
 
@@ -511,7 +514,7 @@ def test_a_gpt2_opens_at_every_size_as_its_cut_factored_in_memory(tmp_path, tied
     whole = sum(p.numel() for p in model.parameters())
     fixed = whole - sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
     line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
-    save_elastic(copy.deepcopy(model), parts, line, fixed, tmp_path)
+    save_elastic(copy.deepcopy(model), [SizeRange(parts, line)], fixed, tmp_path)
     largest = fixed + sum(slr.rank * sum(slr.shape) + slr.nnz for slr in parts.values())
     forms = set()
     for budget in (fixed + 1, fixed + 3000, (fixed + largest) // 2, largest, None):
@@ -544,7 +547,7 @@ def test_a_size_of_a_gpt2_is_saved_and_opens_again(tmp_path, tied):
     parts = parts_of(model)
     fixed = sum(p.numel() for p in model.parameters()) - sum(slr.shape[0] * slr.shape[1] for slr in parts.values())
     line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
-    save_elastic(model.to(torch.bfloat16), parts, line, fixed, tmp_path / "elastic")
+    save_elastic(model.to(torch.bfloat16), [SizeRange(parts, line)], fixed, tmp_path / "elastic")
     found = open_folder(tmp_path / "elastic", budget=fixed + 4000)
     assert found.dtype == torch.bfloat16 and slr_modules(found)
     found.save_pretrained(tmp_path / "saved")

@@ -26,7 +26,6 @@ from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, fingerprint, open_text
 from salaad.hpa import Kept
 from salaad.model.loss import SummedLoss
-from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _ROWS = 8  # of a batch
@@ -37,11 +36,11 @@ class Fitted(NamedTuple):
 
     Args:
         parts: block → its units.
-        others: further parameters, by name.
+        vectors: norms and biases, by name.
     """
 
     parts: Parts
-    others: dict[str, Tensor]
+    vectors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,15 @@ class Tuning:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def untouched(self, parts: Parts) -> Fitted:
-        """A cut before it is fitted, with the further parameters that will be."""
-        own = self._model.named_parameters()
-        blocks = {id(X) for X in weights_of(self._model, list(parts)).parameters.values()}
-        return Fitted(parts, {name: p.detach().cpu() for name, p in own if id(p) not in blocks})
+        """A cut before it is fitted, with the norms and biases that will be.
+
+        Matrices outside the blocks, such as the head, stay as they are: fitting them too was no better, and the sizes
+        of a folder share them.
+        """
+        return Fitted(parts, {name: p.detach().cpu() for name, p in self._model.named_parameters() if p.dim() == 1})
 
     def _begin(self, cut: Fitted) -> TunedModel:
-        return TunedModel(self._model, cut.parts, cut.others)
+        return TunedModel(self._model, cut.parts, cut.vectors)
 
     def _saved(self, of: str) -> SavedTuning:
         key = sha256(f"{self.source.digest} {of}".encode()).hexdigest()[:16]
