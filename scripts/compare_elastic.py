@@ -39,7 +39,7 @@ from salaad.config.commands import ALTERNATIONS, CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.model.build import describe_model, outline
+from salaad.model.build import describe_model, outline, training_flops
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
@@ -57,6 +57,7 @@ BEGINNING = "The village is"  # of the text that the smallest and the largest si
 FIGURES = ("variant", "parameters", "perplexity")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 BLOCKS = SalaadConfig(embedding=True)
+FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → what each folder keeps
 ELASTIC = {"tuned": "elastic", "rpca, tuned": "elastic-rpca"}  # way → folder in the run's that opens at any size
 
 
@@ -148,6 +149,18 @@ class Measured:
         measure = VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
         return measure(Variant(variant))["perplexity"]
 
+    def training_cost(self, positions: int) -> dict[str, float]:
+        """What the training took."""
+        length = DataConfig(**self.source.run["data"]).sequence_length
+        return {"tokens": positions, "operations": training_flops(self.source.folder.outline, length) * positions}
+
+    def costs_of(self, way: str) -> dict[str, float]:
+        """What fitting all folders of a way took together, as compress.py counts it; nothing of one without any."""
+        split = way.partition(", ")[0] if way.startswith("rpca") else None
+        names = [folder_name(chosen, split) for chosen in FOLDERS.get(way.removeprefix("rpca, "), ())]
+        costs = [read_json(self.run / name / RECORD)["tuning"] for name in names]
+        return {key: sum(cost[key] for cost in costs) for key in ("tokens", "operations")} if costs else {}
+
     @property
     def source(self) -> ModelOnDisk:
         """The newest checkpoint."""
@@ -212,8 +225,10 @@ def compressed(model: Measured, chosen: Sequence[float], split: str | None) -> P
         split: how it is split after the fact, if it is.
     """
     elastic = len(chosen) > 1
-    name = "-".join(["elastic" if elastic else f"{chosen[0]:g}", *filter(None, [split])])
-    folder, deployment = model.run / name, open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
+    folder, deployment = (
+        model.run / folder_name(chosen, split),
+        open_deployment(model.source, PostHoc(BLOCKS, split) if split else None),
+    )
     if not folder.exists():
         options = CompressOptions(
             checkpoint=str(model.run),
@@ -230,6 +245,11 @@ def compressed(model: Measured, chosen: Sequence[float], split: str | None) -> P
         )
         compress(options, model.source, DataConfig(**model.source.run["data"]))
     return folder
+
+
+def folder_name(chosen: Sequence[float], split: str | None) -> str:
+    """Of what `compressed` makes."""
+    return "-".join(["elastic" if len(chosen) > 1 else f"{chosen[0]:g}", *filter(None, [split])])
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -306,11 +326,14 @@ class Comparison:
             row["minutes"] = {"train": summary["seconds"]["train"] / 60}
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
             save()
+        row.setdefault("costs", {}).setdefault("train", model.training_cost(summary["positions"]))
         for way in left:
             since = time.perf_counter()
             sizes = [{"share": share, **{key: size[key] for key in FIGURES}} for share, size in WAYS[way](model)]
             row["minutes"][way] = (time.perf_counter() - since) / 60
             row["ways"][way] = sizes
+            if costs := model.costs_of(way):
+                row.setdefault("costs", {})[way] = costs
             if way in ELASTIC:
                 row.setdefault("samples", {})[way] = samples(folder / ELASTIC[way])
             found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)

@@ -64,6 +64,18 @@ class FittedOnText(NamedTuple):
     text_share: float
 
 
+class TuningCost(NamedTuple):
+    """What fitting on text takes.
+
+    Args:
+        tokens: positions of text that are read, each by every range of sizes.
+        operations: floating-point operations.
+    """
+
+    tokens: int
+    operations: float
+
+
 class Deployment(Protocol):
     """The sizes that a model on disk can be had in.
 
@@ -91,6 +103,9 @@ class Deployment(Protocol):
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Let `sized` and `all_sizes` fit what they cut on text, by matching and distillation; it is opened here."""
+
+    def tuning_cost(self, ranges: int | None) -> TuningCost | None:
+        """What fitting takes of one size, or of so many ranges of sizes; None where nothing is fitted on text."""
 
     def written(self) -> None:
         """Forget what was kept for a command that is interrupted: its folder is there."""

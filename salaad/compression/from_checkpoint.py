@@ -20,6 +20,7 @@ from salaad.compression.deployment import (
     FittedOnText,
     OpenedVariant,
     SizedModel,
+    TuningCost,
     as_dense,
     best_device,
     own_text,
@@ -121,6 +122,9 @@ class CheckpointDeployment:
     def tune(self, data: DataConfig, how: FittedOnText) -> None:  # noqa: D102
         self.tuning = Tuning(self.source, own_text(self.source, data), how)
         self.tuning.check()
+
+    def tuning_cost(self, ranges: int | None) -> TuningCost | None:  # noqa: D102
+        return self.tuning and TuningCost(self.tuning.tokens, self.tuning.operations(ranges))
 
     def written(self) -> None:  # noqa: D102
         if self.tuning is not None:

@@ -60,6 +60,9 @@ class NestedDeployment:
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Nothing, likewise."""
 
+    def tuning_cost(self, ranges: int | None) -> None:
+        """Nothing is fitted."""
+
     def written(self) -> None:
         """Nothing is kept."""
 

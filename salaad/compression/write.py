@@ -105,6 +105,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         about |= {"ranges_from": list(budgets.values()) if options.elastic else None}
         about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
         about |= {key: getattr(options, key) for key in ("match", "distill", "text_share")}
+        cost = deployment.tuning_cost(len(variants) if options.elastic else None)
+        about |= {"tuning": cost and cost._asdict()}
         stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
         write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
         write_checksums(folder)

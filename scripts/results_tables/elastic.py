@@ -135,13 +135,15 @@ def curves_table(rows: Sequence[Row]) -> str:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Minutes of every training and of every way to its sizes, the measurements included."""
-    lines = [
-        (label, what, f"{fmean(row['minutes'][what] for row in mine if what in row['minutes']):.1f}")
-        for label, mine in by_label(rows).items()
-        for what in dict.fromkeys(what for row in mine for what in row["minutes"])
-    ]
-    return markdown_table(("model", "step", "minutes"), lines)
+    """Tokens, operations and minutes of every training and of every way to its sizes, measurements included."""
+    lines = []
+    for label, mine in by_label(rows).items():
+        for what in dict.fromkeys(what for row in mine for what in row["minutes"]):
+            costs = [row["costs"][what] for row in mine if what in row.get("costs", {})]
+            counts = (f"{costs[0]['tokens'] / 1e6:.2f} M", f"{costs[0]['operations']:.1e}") if costs else ("", "")
+            minutes = fmean(row["minutes"][what] for row in mine if what in row["minutes"])
+            lines.append((label, what, *counts, f"{minutes:.1f}"))
+    return markdown_table(("model", "step", "tokens", "operations", "minutes"), lines)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:

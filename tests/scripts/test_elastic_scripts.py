@@ -41,6 +41,10 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     for way in ("cut", "tuned"):
         assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == compare_elastic.all_shares()
     assert [row["share"] for row in rows["SALAAD"]["ways"]["tuned, each"]] == list(NAMED)
+    costs = rows["SALAAD"]["costs"]
+    # Two folders of one size; one of six ranges, each of which reads the same text and learns two sizes in a step.
+    assert costs["tuned, each"]["tokens"] == 2 * costs["tuned"]["tokens"] > 0
+    assert costs["tuned"]["operations"] > 3 * costs["tuned, each"]["operations"]
     small, large = rows["SALAAD"]["samples"]["tuned"]
     assert small["text"].startswith(compare_elastic.BEGINNING) and large["text"].startswith(compare_elastic.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]

@@ -26,6 +26,7 @@ from salaad.data.batches import TrainingStream
 from salaad.hpa import Kept
 from salaad.model.loss import IGNORED, SummedDivergence
 
+SIZES_A_STEP = 2  # of many
 RATE = 0.01  # as in `Fitting`; higher ones cost more in the large sizes than they win in the small
 _SECONDS = 60  # between two times that the state is saved
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -17,14 +17,15 @@ from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
-from salaad.compression.tuning.distillation import distill
-from salaad.compression.tuning.matching import layer_names, match
+from salaad.compression.tuning.distillation import SIZES_A_STEP, distill
+from salaad.compression.tuning.matching import PASSES, layer_names, match
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, fingerprint, open_text
 from salaad.hpa import Kept
+from salaad.model.build import training_flops
 from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -64,6 +65,22 @@ class Tuning:
             layer_names(self.source.folder.outline)
             self._sequences.check()
         self._text  # noqa: B018  opened here, before anything is computed
+
+    @property
+    def tokens(self) -> int:
+        """Positions of text that are read, padding included."""
+        return (self.how.match + self.steps * _ROWS) * self.data.sequence_length
+
+    def operations(self, ranges: int | None = None) -> float:
+        """Floating-point operations, by the count of training, of so many ranges of sizes or of one size.
+
+        Matching passes each layer forward as it is and as it is cut, and forward and backward in every pass over the
+        sequences; distillation passes the model forward once, and forward and backward at every size.
+        """
+        a_token = training_flops(self.source.folder.outline, self.data.sequence_length)
+        matched = self.how.match * self.data.sequence_length * (2 / 3 + PASSES)
+        learned = self.steps * _ROWS * self.data.sequence_length * (1 / 3 + (SIZES_A_STEP if ranges else 1))
+        return a_token * (ranges or 1) * (matched + learned)
 
     @property
     def steps(self) -> int:
