@@ -76,7 +76,7 @@ class UnitQueue:
             before = (counts[whole] * unit).cumsum(0) - counts[whole] * unit
             # Units are taken in order: where one does not fit, nothing behind it is kept, not even where it would fit.
             kept[whole] = torch.minimum(counts[whole], ((room - before) // unit).clamp_min(0))
-        return UnitQueue(self.costs, kept.view(-1, *self.counts.shape[1:]))
+        return UnitQueue(self.costs, kept.view(len(kept), *self.counts.shape[1:]))
 
 
 def _level(values: Tensor, cost: int) -> Tensor:
