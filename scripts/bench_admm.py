@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
 SOLVERS = ("exact", "gram", "auto")
 RHO = 1e-6
-TEMPORARIES, STATE = 12, 4  # numbers an entry: of a stack in an update, and of a block that waits for its turn
+TEMPORARIES, STATE = 16, 4  # numbers an entry: of a stack in an update, and of a block that waits for its turn
 ROOM = 0.8  # of a GPU's free memory
 
 

@@ -206,7 +206,7 @@ def test_a_round_has_as_many_blocks_as_the_model_or_as_fit(monkeypatch):
     for free, expected in ((80e9, 72), (1e7, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 80e9))
         assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == expected
-    free = 6e9  # 0.8 of it, without 12 numbers for each entry of a full stack, at 16 bytes an entry of a block
+    free = 6e9  # 0.8 of it, without 16 numbers for each entry of a full stack, at 16 bytes an entry of a block
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
-    held = (0.8 * free - 4 * 12 * 2**26) / (16 * 1024 * 2736)
+    held = (0.8 * free - 4 * 16 * 2**26) / (16 * 1024 * 2736)
     assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == int(held)

@@ -6,7 +6,6 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, UserError
+from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.decoupled import DecoupledPull
-from salaad.methods.salaad.round import Round
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.methods.salaad.update import SOLVERS, UpdateRecord
+from salaad.methods.salaad.update import UpdateRecord
+from salaad.methods.salaad.updates import Updates, blocks_due
 from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
 from salaad.model.parameters import restored
@@ -77,19 +76,15 @@ class Salaad:
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
         self._watch = Watch(self.weights, self._has_joined_nothing)
-        costs = ownership.costs_of(self.weights)
-        self.owners = ownership.assign_owners(costs, distributed.world_size(), self.config.owners)
+        self._costs = ownership.costs_of(self.weights)
+        self.owners = ownership.assign_owners(self._costs, distributed.world_size(), self.config.owners)
         self._surrogates: dict[str, Surrogate] = {}
-        self._round: tuple[list[str], Round] | None = None  # that the device still computes
-        # Owners keep their blocks in order of cost, so that the staggered schedule mixes dear and cheap ones.
-        for name in ownership.dearest_first(costs):
+        for name in ownership.dearest_first(self._costs):
             if self.owners[name] == distributed.rank():
                 with true_float32(self.weights[name].device):
                     self._surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
+        self._updates = Updates(self._surrogates, self.weights, self.config.overlap, most_records)
         self.steps = 0
-        self._updated_at: dict[str, int] = dict.fromkeys(self._surrogates, 0)
-        most = None if most_records is None else most_records * len(self.surrogates)
-        self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
         self._pending: set[str] = set()
         self._scale: float | None = None
         self._pull: DecoupledPull | None = None
@@ -127,7 +122,7 @@ class Salaad:
             NotFiniteError: a weight of the last update holds NaN or infinity; the model is let go all the same.
         """
         try:
-            self._end()
+            self._updates.end()
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -178,27 +173,15 @@ class Salaad:
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
         self._watch.check(self.scaler)
-        self._end()  # of the step before, if no gradient has come since
+        self._updates.end()  # of the step before, if no gradient has come since
         self.steps += 1
         self.skip()
-        due = self._due()
-        self._begin([name for name in due if name in self._surrogates])
+        due = list(blocks_due(self.owners, self._costs, distributed.world_size(), self.steps, self.config))
+        self._updates.begin(due, self.steps)
         if not (self.config.overlap and self._pending):  # else the first gradient that a block joins ends the round
-            self._end()
+            self._updates.end()
         if self._pull is not None:
             self._pull.send(due)
-
-    def _due(self) -> list[str]:
-        """The blocks of all ranks that the schedule updates after this step."""
-        order = ownership.dearest_first(ownership.costs_of(self.weights))
-        owned = [[name for name in order if self.owners[name] == rank] for rank in range(distributed.world_size())]
-        K, staggered = self.config.every, self.config.schedule == "staggered"
-        return [
-            name
-            for blocks in owned
-            for i, name in enumerate(blocks)
-            if self.steps % K == (i * K // len(blocks) if staggered else 0)
-        ]
 
     @property
     def is_released(self) -> bool:
@@ -215,37 +198,17 @@ class Salaad:
 
     def finish(self) -> None:
         """When training ends: a last update for the blocks that the last step did not update."""
-        self._begin([name for name in self.surrogates if self._updated_at[name] != self.steps])
-        self._end()
+        self._updates.end()
+        self._updates.begin([name for name, last in self._updates.last.items() if last != self.steps], self.steps)
+        self._updates.end()
         if self._pull is not None:
             self._pull.send(self.blocks)
 
     @property
     def surrogates(self) -> Mapping[str, Surrogate]:
         """Block → `Surrogate`, for the blocks that this rank owns, after the update that the device still computes."""
-        self._end()
+        self._updates.end()
         return self._surrogates
-
-    def _begin(self, names: list[str]) -> None:
-        """Begin to update blocks of this rank."""
-        self._end()
-        if names:
-            blocks = [(self._surrogates[name], self.weights[name]) for name in names]
-            with true_float32(blocks[0][1].device):
-                self._round = names, Round(blocks, self.config.overlap)
-
-    def _end(self) -> None:
-        """Wait for the update that was begun, if one was."""
-        if self._round is None:
-            return
-        (names, begun), self._round = self._round, None
-        with true_float32(self.weights[names[0]].device):
-            rows = begun.end()
-        for name, statistics in zip(names, rows, strict=True):
-            if self._surrogates[name].kept and not self.weights[name].isfinite().all():
-                raise NotFiniteError(name, self.steps)
-            self._updated_at[name] = self.steps
-            self._records.append((self.steps, name, statistics))
 
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
         """Every rank's ADMM updates since the last call, as (step, block, record), in order; the same on every rank.
@@ -253,22 +216,7 @@ class Salaad:
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
         """
-        finite = [surrogate.finite() for surrogate in self.surrogates.values()]
-        fine = torch.stack(finite).tolist() if finite else []
-        broken = [name for name, is_fine in zip(self.surrogates, fine, strict=True) if not is_fine]
-        for name in chain.from_iterable(distributed.gather(broken)):
-            raise NotFiniteError(name, self.steps)
-        rows = torch.stack([values for *_, values in self._records]).tolist() if self._records else []
-        mine = [(step, name, row) for (step, name, _), row in zip(self._records, rows, strict=True)]
-        self._records.clear()
-        order = {name: i for i, name in enumerate(self.blocks)}
-        records = sorted(
-            chain.from_iterable(distributed.gather(mine)), key=lambda record: (record[0], order[record[1]])
-        )
-        for step, name, row in records:
-            if not all(map(_is_finite, row)):
-                raise NotFiniteError(name, step)
-        return [(step, name, UpdateRecord(*row, SOLVERS[int(solver)])) for step, name, (*row, solver) in records]
+        return self._updates.drain(self.blocks, self.steps)
 
     def penalty(self) -> Tensor:
         """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank."""
@@ -291,14 +239,14 @@ class Salaad:
 
     def counts(self) -> dict[str, Any]:
         """Steps counted, and when each block was updated; the same on every rank, collective."""
-        self._end()
-        updated = {name: step for part in distributed.gather(self._updated_at) for name, step in part.items()}
+        self._updates.end()
+        updated = {name: step for part in distributed.gather(self._updates.last) for name, step in part.items()}
         return {"steps": self.steps, "updated_at": updated}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """Take over what `counts` gave, at any world size."""
         self.steps = counts["steps"]
-        self._updated_at = {name: counts["updated_at"][name] for name in self.surrogates}
+        self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
         if self._pull is not None:
             self._pull.forget()
@@ -436,7 +384,3 @@ class Salaad:
 def _call(method: weakref.WeakMethod, *arguments: Any) -> None:
     if (found := method()) is not None:
         found(*arguments)
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0

@@ -1,0 +1,124 @@
+"""The ADMM updates of the blocks that a rank owns: which the schedule names, the round under way, and its records."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from salaad.common import distributed
+from salaad.common.errors import NotFiniteError
+from salaad.config.methods import SalaadConfig
+from salaad.methods.float32 import true_float32
+from salaad.methods.salaad.ownership import dearest_first
+from salaad.methods.salaad.round import Round
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.update import SOLVERS, UpdateRecord
+
+
+def blocks_due(
+    owners: Mapping[str, int], costs: Mapping[str, float], world_size: int, steps: int, config: SalaadConfig
+) -> Iterator[str]:
+    """The blocks of all ranks that are updated after so many optimizer steps.
+
+    Synchronous, those are all of them every K steps; staggered, the i-th of an owner's n blocks has the offset ⌊iK/n⌋.
+
+    Args:
+        owners: block → rank.
+        costs: block → cost of its update; an owner keeps its blocks in order of it, so that dear and cheap ones mix.
+        world_size: ranks.
+        steps: optimizer steps, this one included.
+        config: K (`every`) and the schedule.
+    """
+    order = dearest_first(costs)
+    for rank in range(world_size):
+        blocks = [name for name in order if owners[name] == rank]
+        for i, name in enumerate(blocks):
+            offset = i * config.every // len(blocks) if config.schedule == "staggered" else 0
+            if steps % config.every == offset:
+                yield name
+
+
+class Updates:
+    """Updates of this rank's blocks, in rounds that a device may still compute while the host goes on.
+
+    Args:
+        surrogates: the blocks of this rank.
+        weights: block → X, of all ranks.
+        overlap: leave a round to the device until `end`.
+        most_records: updates of a block that are kept for `drain`, the newest; all of them for None.
+
+    Attributes:
+        last: block of this rank → optimizer steps after which it was last updated.
+    """
+
+    def __init__(
+        self,
+        surrogates: Mapping[str, Surrogate],
+        weights: Mapping[str, Tensor],
+        overlap: bool,
+        most_records: int | None,
+    ) -> None:
+        self._surrogates, self._weights, self._overlap = surrogates, weights, overlap
+        self.last: dict[str, int] = dict.fromkeys(surrogates, 0)
+        self._begun: tuple[int, list[str], Round] | None = None
+        most = None if most_records is None else most_records * len(surrogates)
+        self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
+
+    def begin(self, names: Iterable[str], steps: int) -> None:
+        """Begin to update those of these blocks that this rank owns, after so many optimizer steps."""
+        self.end()
+        if mine := [name for name in names if name in self._surrogates]:
+            blocks = [(self._surrogates[name], self._weights[name]) for name in mine]
+            with true_float32(blocks[0][1].device):
+                self._begun = steps, mine, Round(blocks, self._overlap)
+
+    def end(self) -> None:
+        """Wait for the round that was begun, if one was.
+
+        Raises:
+            NotFiniteError: a weight holds NaN or infinity.
+        """
+        if self._begun is None:
+            return
+        (steps, names, begun), self._begun = self._begun, None
+        with true_float32(self._weights[names[0]].device):
+            rows = begun.end()
+        for name, statistics in zip(names, rows, strict=True):
+            if self._surrogates[name].kept and not self._weights[name].isfinite().all():
+                raise NotFiniteError(name, steps)
+            self.last[name] = steps
+            self._records.append((steps, name, statistics))
+
+    def drain(self, order: Iterable[str], steps: int) -> list[tuple[int, str, UpdateRecord]]:
+        """Every rank's updates since the last call, as (steps, block, record), sorted; the same on every rank.
+
+        Args:
+            order: all blocks, by which those of one step are sorted.
+            steps: optimizer steps so far, for errors.
+
+        Raises:
+            NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
+        """
+        self.end()
+        finite = [surrogate.finite() for surrogate in self._surrogates.values()]
+        fine = torch.stack(finite).tolist() if finite else []
+        broken = [name for name, is_fine in zip(self._surrogates, fine, strict=True) if not is_fine]
+        for name in chain.from_iterable(distributed.gather(broken)):
+            raise NotFiniteError(name, steps)
+        rows = torch.stack([values for *_, values in self._records]).tolist() if self._records else []
+        mine = [(step, name, row) for (step, name, _), row in zip(self._records, rows, strict=True)]
+        self._records.clear()
+        place = {name: i for i, name in enumerate(order)}
+        records = sorted(
+            chain.from_iterable(distributed.gather(mine)), key=lambda record: (record[0], place[record[1]])
+        )
+        for step, name, row in records:
+            if not all(map(_is_finite, row)):
+                raise NotFiniteError(name, step)
+        return [(step, name, UpdateRecord(*row, SOLVERS[int(solver)])) for step, name, (*row, solver) in records]
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0
