@@ -2,7 +2,8 @@
 
 With the output y = W·x of a block and g = ∂ℓ/∂y, the gradient of an entry for one token is g_i·x_j. Taking both factors
 for independent, E[g_i²·x_j²] = E[g_i²]·E[x_j²] (K-FAC), so the activations and their gradients are enough: no gradient
-of a weight is ever held. Of an embedding the gradient of a row is that of its outputs, where its token stands.
+of a weight is ever held. Of an embedding the gradient of a row is that of its outputs, where its token stands. Of the
+head g is what the model predicts less the token that follows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from salaad.config.run import DataConfig
 from salaad.data.text import Text, open_text, sample_rows, to_batch
-from salaad.model.loss import IGNORED, SummedLoss
+from salaad.model.loss import IGNORED, SummedLoss, next_tokens, summed_cross_entropy
 from salaad.model.second_moments import Moments
 from salaad.model.weights import weights_of
 
 _ROWS_AT_ONCE = 8
+_TOKENS_AT_ONCE = 256  # of which the head's logits are held
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,7 @@ def second_moments_of_text(
 ) -> Moments:
     """Those per token of the blocks, float32 on the CPU.
 
-    Left out are the head, whose logits are never held at once, and experts in a 3-D parameter, whose outputs nobody
-    sees.
+    Left out are experts in a 3-D parameter, whose outputs nobody sees.
 
     Args:
         loss: of the model whose blocks they are, in float32, its parameters frozen.
@@ -88,6 +89,10 @@ def second_moments_of_text(
     model, sums = loss.model, {}
     places = weights_of(model, blocks).places
     modules = {name: place.module for name, place in places.items() if place.index is None}
+    heads = [name for name, module in modules.items() if module is model.get_output_embeddings()]
+
+    def add_pair(name: str, pair: Iterable[Tensor]) -> None:
+        sums[name] = [before + now for before, now in zip(sums.get(name, (0, 0)), pair, strict=True)]
 
     def add(name: str, inputs: Tensor, real: Tensor, gradient: Tensor) -> None:
         g = gradient.double()[real].square()
@@ -97,7 +102,7 @@ def second_moments_of_text(
             pair = rows, g.sum(0) / n
         else:
             pair = g.sum(0), inputs.double()[real].square().sum(0)
-        sums[name] = [before + now for before, now in zip(sums.get(name, (0, 0)), pair, strict=True)]
+        add_pair(name, pair)
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
         def note(module: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -107,17 +112,35 @@ def second_moments_of_text(
 
     # Gradients are wanted of what flows through the model, not of its weights.
     begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    hooks, tokens = [begin, *(watch(name, module) for name, module in modules.items())], 0
+    watched = {name: module for name, module in modules.items() if name not in heads}
+    hooks, tokens = [begin, *(watch(name, module) for name, module in watched.items())], 0
     try:
         with torch.enable_grad():
             for batch in batches:
                 real = (batch["labels"] != IGNORED).to(device)
-                loss(batch["input_ids"].to(device), batch["labels"].to(device)).backward()
+                hidden, head = loss.hidden_and_head(batch["input_ids"].to(device))
+                targets = next_tokens(batch["labels"].to(device))
+                summed_cross_entropy(hidden, head, targets).backward()
+                for name in heads:
+                    add_pair(name, _sums_of_head(hidden.detach(), head, targets, real.flatten()))
                 tokens += int(real.sum())
     finally:
         for hook in hooks:
             hook.remove()
     return {name: _means(modules[name], *pair, tokens) for name, pair in sums.items()}
+
+
+@torch.no_grad()
+def _sums_of_head(hidden: Tensor, head: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens of g² and of x² of the head, whose logits are never held of all tokens at once."""
+    inputs = hidden[real].double().square().sum(0)
+    hidden, targets = hidden[targets != IGNORED], targets[targets != IGNORED]
+    outputs = hidden.new_zeros(len(head), dtype=torch.float64)
+    for x, target in zip(hidden.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
+        g = (x @ head.mT).softmax(-1)
+        g.scatter_add_(1, target[:, None], g.new_full((len(g), 1), -1.0))
+        outputs += g.square().sum(0)
+    return outputs, inputs
 
 
 def _means(module: nn.Module, outputs: Tensor, inputs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -151,6 +151,8 @@ def option_that_cuts(options: CompressOptions) -> str | None:
         "--elastic": options.elastic,
         "--match": options.match,
         "--distill": options.distill,
+        "--embedding": options.embedding,
+        "--lm_head": options.lm_head,
     }
     return next((name for name, given in asked.items() if given), None)
 

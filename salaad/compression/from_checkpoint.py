@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -44,7 +44,7 @@ from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import find_blocks
 from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
-from salaad.model.weights import weights_of
+from salaad.model.weights import tied_modules, weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -53,14 +53,14 @@ class CheckpointDeployment:
 
     Args:
         source: the model on disk.
-        post_hoc: split X after the fact instead of taking L + S from training.
+        post_hoc: split X after the fact instead of taking L + S from training, or beside it.
 
     Attributes:
         shapes: block → (n, m).
         in_parts: blocks that the folder stores as U·V + S already; it holds one size.
 
     Raises:
-        UserError: a split is asked of a model whose weights are stored in parts.
+        UserError: a split is asked of a model whose weights are stored in parts, or beside L + S of one that has none.
     """
 
     def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
@@ -69,28 +69,36 @@ class CheckpointDeployment:
         self.tuning: Tuning | None = None
         model = source.folder.outline
         self.dense = count_parameters(model)
-        self._factors = TrainedFactors(source) if post_hoc is None else None
         if post_hoc is not None and getattr(model.config, "quantization_config", None):
             raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
-        if post_hoc is not None:
-            names = list(find_blocks(model, post_hoc.blocks))
-            self.shapes = {name: tuple(X.shape) for name, X in weights_of(model, names).items()}
-        elif source.surrogate is not None:
-            index = read_index(source.surrogate)
-            self.shapes = {name: check_trained(model, name, entry) for name, entry in index.items()}
-        else:
-            self.shapes = {name: slr.shape for name, slr in self._factors.outlines.items()}
+        takes_trained = post_hoc is None or post_hoc.beside
+        self._factors = TrainedFactors(source) if takes_trained else None
+        trained = self._trained_shapes(model) if takes_trained else {}
+        if post_hoc is not None and post_hoc.beside and not trained:
+            raise UserError(
+                f"{source.name} holds no L and S beside which other weights could be split; add --rpca, which splits "
+                "all of them"
+            )
+        self._split = [] if post_hoc is None else split_names(model, post_hoc, trained, source.name)
+        self.shapes = trained | {name: tuple(X.shape) for name, X in weights_of(model, self._split).items()}
         # What trains its factors computes the same with and without merging them.
-        self.default_variants = "X,L+S" if source.surrogate and post_hoc is None else "X"
+        self.default_variants = "X,L+S" if source.surrogate and takes_trained else "X"
         entry = getattr(model.config, "quantization_config", None)
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
         if post_hoc is not None:
-            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:]}"
-            self.kind = f"{post_hoc.method}-{sha256(how.encode()).hexdigest()[:8]}"
+            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:4]}"
+            source_of_parts = self.kind if post_hoc.beside else post_hoc.method
+            self.kind = f"{source_of_parts}-{sha256(how.encode()).hexdigest()[:8]}"
         self._models: dict[torch.dtype, PreTrainedModel] = {}
+
+    def _trained_shapes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+        if self.source.surrogate is None:
+            return {name: slr.shape for name, slr in self._factors.outlines.items()}
+        index = read_index(self.source.surrogate)
+        return {name: check_trained(model, name, entry) for name, entry in index.items()}
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had: there are no L and S, or a budget is below the floor."""
@@ -152,13 +160,17 @@ class CheckpointDeployment:
     @cached_property
     def parts(self) -> Parts:
         """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
-        if self.post_hoc is None and self.source.surrogate is None:
-            make = self._factors.parts
-        elif self.post_hoc is None:
-            make = partial(trained_parts, self.source.surrogate, self._names)
-        else:
-            make = partial(post_hoc_parts, self.post_hoc, self._dense_weights, best_device())
-        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, make)
+        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, self._make_parts)
+
+    def _make_parts(self) -> Iterator[tuple[str, Slr]]:
+        trained = [name for name in self._names if name not in self._split]
+        if trained and self.source.surrogate is not None:
+            yield from trained_parts(self.source.surrogate, trained)
+        elif trained:
+            yield from self._factors.parts()
+        if self._split:
+            X = {name: self._dense_weights[name] for name in self._split}
+            yield from post_hoc_parts(self.post_hoc, X, best_device())
 
     @cached_property
     def trained_weights(self) -> dict[str, Weights]:
@@ -261,12 +273,29 @@ class CheckpointDeployment:
 
     def _target(self, name: str) -> Tensor:
         """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
-        return self._dense_weights[name] if self.post_hoc is not None else self.parts[name].dense()
+        return self._dense_weights[name] if name in self._split else self.parts[name].dense()
 
     @cached_property
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
         return dict(weights_of(model, self._names))
+
+
+def split_names(
+    model: PreTrainedModel, post_hoc: PostHoc, trained: Mapping[str, tuple[int, int]], source: str
+) -> list[str]:
+    """The weights that are split after the fact.
+
+    Raises:
+        UserError: one that is to be split beside L + S is tied to another weight, with which it stays dense.
+    """
+    names = list(find_blocks(model, post_hoc.blocks))
+    if not post_hoc.beside:
+        return names
+    new = [name for name in names if name not in trained]
+    for name in set(new) & tied_modules(model):
+        raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave it out")
+    return new
 
 
 def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
-    """Whatever lies in a folder, ready to be cut; with `post_hoc` what it is split into."""
-    if post_hoc is not None:
+    """Whatever lies in a folder, ready to be cut; with `post_hoc` what it is split into, or that beside L + S."""
+    if post_hoc is not None and not post_hoc.beside:
         return CheckpointDeployment(source, post_hoc)
     if is_any_size(getattr(source.folder.config, "quantization_config", None) or {}):
         return ElasticDeployment(source)
@@ -26,4 +26,4 @@ def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Dep
         if widths_in(source.folder.outline) is not None:
             method.check(source.folder.outline, config)
             return NestedDeployment(source, widths_in)
-    return CheckpointDeployment(source)
+    return CheckpointDeployment(source, post_hoc)

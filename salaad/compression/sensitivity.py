@@ -2,12 +2,13 @@
 
 An error E in a block X (n×m) counts as Σ w_ij² E_ij², with w_ij² from the mean squared gradients v_ij of training:
 
-    w_ij² = (1/x̄) · (v̄·x̄)^⅓ · (r_i·c_j)^½,     x̄ = mean X²,  v̄ = mean v,  r_i, c_j = means of v/v̄ by row and by column
+    w_ij² = (1/x̄) · (v̄·x̄)^b · (r_i·c_j)^½,     x̄ = mean X²,  v̄ = mean v,  r_i, c_j = means of v/v̄ by row and by column
 
 The first factor makes errors relative to the size of the block, whose scale often means nothing, as that of an
 embedding before a norm. With exponents 1 the rest would be the diagonal of the empirical Fisher information in its best
-separable form; errors of a cut are too large for such a second-order model, and smaller exponents temper it. Because w
-is separable, cutting and refining X in this norm is cutting and refining diag(w_rows)·X·diag(w_columns) in the usual.
+separable form; errors of a cut are too large for such a second-order model, and smaller exponents temper it: b = ⅓. The
+head keeps b = 1, since no layer follows that could lessen its errors: the logits have them as they are. Because w is
+separable, cutting and refining X in this norm is cutting and refining diag(w_rows)·X·diag(w_columns) in the usual.
 """
 
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from salaad.factored.slr import Slr
+from salaad.model.roles import role_of
 from salaad.model.second_moments import Moments
 
-BETWEEN, WITHIN = 1 / 3, 1 / 2  # exponents: of a block's sensitivity among the blocks, of its rows and columns
+BETWEEN, OF_HEAD, WITHIN = 1 / 3, 1.0, 1 / 2  # exponents: of a block's sensitivity, of the head's, of rows and columns
 _FLOOR = 0.05  # of r and c: a row without a gradient of late, as of a rare token, is worth something all the same
 
 
@@ -64,7 +66,8 @@ def weights_from(moments: Moments, parts: Mapping[str, Slr]) -> dict[str, Weight
     usual = median(felt.values())
     found = {}
     for name, slr in parts.items():
-        block = (felt.get(name, usual) / usual) ** BETWEEN / (sizes[name] or 1.0)
+        between = OF_HEAD if role_of(name) == "lm_head" else BETWEEN
+        block = (felt.get(name, usual) / usual) ** between / (sizes[name] or 1.0)
         sides = moments[name] if name in felt else map(torch.ones, slr.shape)
         r, c = ((_FLOOR + (1 - _FLOOR) * side / side.mean()) ** (WITHIN / 2) for side in sides)
         found[name] = Weights(block**0.5 * r[:, None], c[None])

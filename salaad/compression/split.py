@@ -37,12 +37,14 @@ class PostHoc:
             L + S is as near to X as alternating projections bring it).
         rank_ratio: of GoDec, the rank over min(n, m).
         density: of GoDec, the entries of S over n·m.
+        beside: split only those that training left whole; of the others L + S is as trained.
     """
 
     blocks: SalaadConfig
     method: Literal["rpca", "godec"] = "rpca"
     rank_ratio: float = 0.25
     density: float = 0.25
+    beside: bool = False
 
     def with_room(self, shapes: Collection[tuple[int, int]], parameters: int, raised: Collection[str]) -> "PostHoc":
         """GoDec whose L + S has room for so many parameters, and some more to choose from.

@@ -182,12 +182,18 @@ def usage_of(deployment: Deployment, options: CompressOptions, content: FolderCo
 
 
 def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
-    """How the model is to be split after the fact: the blocks named, or those of the run, or all projections."""
+    """How the model is to be split after the fact: the blocks named, or those of the run, or all projections.
+
+    Without --rpca and --godec only embedding and head can be, beside what was trained.
+    """
     if not (options.rpca or options.godec):
-        return None
+        outer = tuple(name for name in ("embedding", "lm_head") if getattr(options, name))
+        return PostHoc(replace(source.blocks, roles=outer), beside=True) if outer else None
     blocks = source.blocks
     if options.roles or options.embedding:
         blocks = SalaadConfig(roles=options.roles, embedding=options.embedding)
+    if options.lm_head:
+        blocks = replace(blocks, lm_head=True)
     method = "rpca" if options.rpca else "godec"
     given = {"rank_ratio": options.rank_ratio, "density": options.density}
     return PostHoc(blocks, method, **{name: value for name, value in given.items() if value is not None})

@@ -204,7 +204,8 @@ class CompressOptions:
         density: with --godec, the entries of S over all; without it a quarter, or more if the budget has room for it.
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
-        embedding: with --rpca or --godec, split the embedding too.
+        embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S.
+        lm_head: split the head too, likewise; in a model whose head is large, small sizes gain most by it.
     """
 
     checkpoint: str
@@ -226,6 +227,7 @@ class CompressOptions:
     density: float | None = None
     roles: tuple[str, ...] | str = ()
     embedding: bool = False
+    lm_head: bool = False
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")
@@ -262,7 +264,7 @@ class CompressOptions:
         )
         check(not (self.rpca and self.godec), "--rpca and --godec are two ways to split; give one of them")
         post_hoc = self.rpca or self.godec
-        check(post_hoc or not (self.roles or self.embedding), "--roles and --embedding need --rpca or --godec; add one")
+        check(post_hoc or not self.roles, "--roles needs --rpca or --godec; add one")
         for name in ("rank_ratio", "density"):
             value = getattr(self, name)
             if value is not None:

@@ -163,7 +163,7 @@ class SummedLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The loss in nats (0-d) of `input_ids` and `labels` (rows × length), labels equal to ids or −100 (ignored)."""
-        return summed_cross_entropy(*self.hidden_and_head(input_ids), _next_tokens(labels))
+        return summed_cross_entropy(*self.hidden_and_head(input_ids), next_tokens(labels))
 
     def hidden_and_head(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What the logits of all tokens are made of: their last hidden states (tokens × width), and the head."""
@@ -187,10 +187,10 @@ class SummedDivergence(SummedLoss):
     def forward(self, input_ids: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor]) -> Tensor:
         """In nats (0-d), given the teacher's `hidden_and_head` of the same rows."""
         hidden, head = self.hidden_and_head(input_ids)
-        real, targets = (labels != IGNORED).flatten(), _next_tokens(labels)
+        real, targets = (labels != IGNORED).flatten(), next_tokens(labels)
         return summed_divergence(hidden[real], head, teacher[0][real], teacher[1], targets[real], self.text_share)
 
 
-def _next_tokens(labels: Tensor) -> Tensor:
+def next_tokens(labels: Tensor) -> Tensor:
     """What each place of the rows (rows × length) should predict, flat; `IGNORED` at the last of a row."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()

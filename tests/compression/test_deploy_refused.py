@@ -80,7 +80,7 @@ def compressed(runs: Path, tmp_path: Path) -> Path:
         (("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5), "energy finds its own"),
         (("--kapa", 1), "did you mean --kappa?"),
         (("--format", "gguf"), "format"),
-        (("--embedding",), "need --rpca"),
+        (("--roles", "q"), "--roles needs --rpca or --godec"),
         (("--rpca", "--godec"), "two ways to split; give one of them"),
         (("--refine", 3), "fit what is cut, but nothing is; give a --budget too"),
         (("--calibrate", 3), "fit what is cut, but nothing is; give a --budget too"),

@@ -34,13 +34,14 @@ PARTS = {name: low_rank(matrix) for name, matrix in X.items()}
 MOMENTS = {name: (torch.from_numpy(v.mean(1)), torch.from_numpy(v.mean(0))) for name, v in V.items()}
 
 
-def by_hand(name: str) -> np.ndarray:
+def by_hand(name: str, exponent: float = 1 / 3) -> np.ndarray:
     """w of a block up to a factor that is the same for all blocks; c, of which no gradient is known, is the median."""
     felt = {key: V[key].mean() * (X[key] ** 2).mean() for key in V}
     felt["c"] = np.median(list(felt.values()))
     v = V.get(name, np.ones((7, 7)))
     r, c = (0.05 + 0.95 * v.mean(axis) / v.mean() for axis in (1, 0))
-    return np.sqrt(felt[name] ** (1 / 3) / (X[name] ** 2).mean() * np.sqrt(np.outer(r, c)))
+    felt[name] /= np.median([felt["a"], felt["b"]])
+    return np.sqrt(felt[name] ** exponent / (X[name] ** 2).mean() * np.sqrt(np.outer(r, c)))
 
 
 def test_weights_are_those_of_the_formula():
@@ -50,6 +51,15 @@ def test_weights_are_those_of_the_formula():
     factor = w["a"][0, 0] / by_hand("a")[0, 0]
     for name in X:
         np.testing.assert_allclose(w[name], factor * by_hand(name), rtol=1e-6)  # float32 where nothing is known
+
+
+def test_the_head_counts_as_much_as_the_loss_feels_it():
+    """The largest block here by far, of which every other counts the cube root alone."""
+    named = {"a": "lm_head", "b": "b", "c": "c"}
+    found = weights_from({named[k]: m for k, m in MOMENTS.items()}, {named[k]: slr for k, slr in PARTS.items()})
+    w = {name: (weights.rows * weights.columns).numpy() for name, weights in found.items()}
+    factor = w["b"][0, 0] / by_hand("b")[0, 0]
+    np.testing.assert_allclose(w["lm_head"], factor * by_hand("a", exponent=1), rtol=1e-6)
 
 
 def test_where_no_gradient_is_known_nothing_is_weighed():

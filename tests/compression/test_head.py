@@ -1,0 +1,105 @@
+"""Embedding and head split beside the L + S that training left, or with all else: against the dense weights."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from salaad import SalaadConfig
+from salaad.common.errors import UserError
+from salaad.compression.from_checkpoint import split_names
+from salaad.compression.split import PostHoc
+from salaad.factored import SlrLinear
+from salaad.runs.model_on_disk import ModelOnDisk
+from tests.helpers.deploying import compress, evaluate, refused, rows_of
+from tests.helpers.models import logits, open_folder
+from tests.helpers.training import last_checkpoint
+
+HEAD = "lm_head.weight"
+pytestmark = pytest.mark.usefixtures("own_caches")
+
+
+def test_beside_l_and_s_the_head_is_split_into_parts_that_add_up_to_it(runs, tmp_path):
+    for name, options in (("without", {}), ("with", {"lm_head": True})):
+        compress(runs / "salaad", tmp_path / name, format="dense", dtype="float32", **options)
+    without, beside = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))
+    X = load_file(last_checkpoint(runs / "salaad") / "model" / "model.safetensors")[HEAD]
+    assert torch.equal(without.pop(HEAD), X)
+    torch.testing.assert_close(beside.pop(HEAD), X, rtol=0, atol=2e-3 * float(X.norm()))
+    assert all(torch.equal(without[key], beside[key]) for key in without)  # L + S as trained
+
+
+def test_a_budget_below_the_head_and_all_else_that_is_dense_can_be_had(runs, tmp_path):
+    source = ModelOnDisk.open(runs / "salaad")
+    sizes = {name: tensor.numel() for name, tensor in source.folder.load(torch.float32).named_parameters()}
+    floor = sum(size for name, size in sizes.items() if "norm" in name or name == HEAD)
+    arguments = ("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "refused")
+    assert "is below the floor of" in refused(*arguments, "--budget", floor - 1)
+    compress(runs / "salaad", tmp_path / "made", budget=floor // 2, lm_head=True, dtype="float32")
+    model = open_folder(tmp_path / "made")
+    assert isinstance(model.lm_head, SlrLinear)
+    record = json.loads((tmp_path / "made" / "compression.json").read_text())
+    assert floor // 2 - 600 < record["parameters"][1] <= floor // 2  # a unit of the largest block is 544
+    dense = model.dequantize(torch.float32)
+    torch.testing.assert_close(logits(open_folder(tmp_path / "made")), logits(dense), rtol=1e-4, atol=1e-4)
+
+
+def test_one_that_is_a_block_already_is_not_split_again(runs, tmp_path):
+    for name, options in (("without", {}), ("with", {"embedding": True})):  # the run's blocks have the embedding
+        compress(runs / "salaad", tmp_path / name, budget="0.7", dtype="float32", **options)
+    without, beside = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))
+    assert without.keys() == beside.keys()
+    assert all(torch.equal(without[key], beside[key]) for key in without)
+
+
+def test_an_elastic_folder_with_the_head_opens_at_sizes_that_need_it_cut(runs, tmp_path):
+    source = ModelOnDisk.open(runs / "salaad")
+    head = source.folder.load(torch.float32).lm_head.weight.numel()
+    compress(runs / "salaad", tmp_path / "made", elastic=True, lm_head=True, dtype="float32")
+    compress(runs / "salaad", tmp_path / "other", elastic=True, dtype="float32")
+    floors = [
+        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["fixed"]
+        for name in ("made", "other")
+    ]
+    assert floors[1] - floors[0] == head
+    size = (floors[0] + floors[1]) // 2
+    assert isinstance(open_folder(tmp_path / "made", budget=size).lm_head, SlrLinear)
+
+
+def test_with_rpca_the_head_joins_the_blocks_of_the_run_and_is_fitted_on_text(runs, tmp_path):
+    options = {"rpca": True, "lm_head": True, "budget": "0.12", "dtype": "float32"}
+    compress(runs / "full_rank", tmp_path / "cut", **options)
+    compress(runs / "full_rank", tmp_path / "fitted", distill="4K", **options)
+    heads = [open_folder(tmp_path / name).lm_head for name in ("cut", "fitted")]
+    assert all(isinstance(head, SlrLinear) for head in heads)
+    assert not torch.equal(heads[0].slr().dense(), heads[1].slr().dense())
+    evaluate("perplexity", tmp_path / "fitted", tmp_path, dtype="float32", tokens="2K")
+    [row] = rows_of(tmp_path, "perplexity")
+    assert 1 < row["perplexity"] < 1e4
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("full_rank", "holds no L and S beside which other weights could be split; add --rpca"),
+        ("factored", "is stored in parts already; give the dense model it was made of"),
+        ("elastic", "cut as it is, without --lm_head; leave that out"),
+    ],
+)
+def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path, kind, words):
+    folder = runs / kind
+    if kind != "full_rank":
+        folder = tmp_path / kind
+        compress(runs / "salaad", folder, **({"elastic": True} if kind == "elastic" else {"budget": "0.7"}))
+    arguments = ("--checkpoint", folder, "--output", tmp_path / "made", "--budget", "0.7", "--lm_head")
+    assert words in refused("compress.py", *arguments)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
+    sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, tie_word_embeddings=True, **sizes))
+    with pytest.raises(UserError, match="lm_head of m is tied to another weight"):
+        split_names(model, PostHoc(SalaadConfig(roles=("lm_head",)), beside=True), {}, "m")
