@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ FIGURES = ("variant", "parameters", "perplexity")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 BLOCKS = SalaadConfig(embedding=True)
 FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → what each folder keeps
-ELASTIC = {"tuned": "elastic", "rpca, tuned": "elastic-rpca"}  # way → folder in the run's that opens at any size
+TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
 
 
 def all_shares() -> list[float]:
@@ -108,8 +109,8 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     whole = ("--method=full_rank", *settings.dense)
     others = {name: (f"--method={name}", f"--optimizer.lr={lr:g}") for name, lr in settings.rates.items()}
     return [
-        Training("full-rank", whole, ("rpca", "rpca, tuned, each", "rpca, tuned", "godec")),
-        Training("SALAAD", (*settings.dense, *settings.salaad), ("cut", "tuned, each", "tuned")),
+        Training("full-rank", whole, ("rpca", "rpca, head", *(f"rpca, {way}" for way in TUNED), "godec")),
+        Training("SALAAD", (*settings.dense, *settings.salaad), ("cut", "cut, head", *TUNED)),
         Training("SALAAD, as in the paper", settings.dense, ("hpa", "energy")),
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
@@ -156,8 +157,7 @@ class Measured:
 
     def costs_of(self, way: str) -> dict[str, float]:
         """What fitting all folders of a way took together, as compress.py counts it; nothing of one without any."""
-        split = way.partition(", ")[0] if way.startswith("rpca") else None
-        names = [folder_name(chosen, split) for chosen in FOLDERS.get(way.removeprefix("rpca, "), ())]
+        names = [folder_name(chosen, *split_of_way(way)) for chosen in FOLDERS.get(way_of_tuning(way), ())]
         costs = [read_json(self.run / name / RECORD)["tuning"] for name in names]
         return {key: sum(cost[key] for cost in costs) for key in ("tokens", "operations")} if costs else {}
 
@@ -172,17 +172,40 @@ def budget_of(deployment: Deployment, share: float) -> int:
     return round(deployment.fixed + share * (deployment.dense - deployment.fixed))
 
 
+def budgets_of(model: Measured) -> list[tuple[float, int]]:
+    """All shares and their budgets. The head counts as never compressed, also where it is, so that sizes are equal."""
+    deployment = open_deployment(model.source, split_for("rpca", head=False))
+    return [(share, budget_of(deployment, share)) for share in all_shares()]
+
+
 Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured there
 
 
-def by_energy(model: Measured, split: PostHoc | None = None, weighed: bool = True) -> Sizes:
+def way_of_tuning(way: str) -> str:
+    """`tuned` or `tuned, each` of what a way is called; another way as it is."""
+    return way.removeprefix("rpca, ").removeprefix("head, ")
+
+
+def split_of_way(way: str) -> tuple[str | None, bool]:
+    """How a way splits after the fact, if it does, and whether it splits the head too."""
+    words = way.split(", ")
+    return ("rpca" if "rpca" in words else None), "head" in words
+
+
+def split_for(how: str | None, head: bool) -> PostHoc | None:
+    """What is split after the fact: nothing, all blocks in this way, and the head with them or beside L + S."""
+    if how is None:
+        return PostHoc(SalaadConfig(roles=("lm_head",)), beside=True) if head else None
+    return PostHoc(replace(BLOCKS, lm_head=head), how)
+
+
+def by_energy(model: Measured, how: str | None = None, head: bool = False, weighed: bool = True) -> Sizes:
     """Cut by energy and refined, every size by itself."""
-    evaluation = model.evaluation(model.source, split)
+    evaluation = model.evaluation(model.source, split_for(how, head))
     deployment = evaluation.deployment
     if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
         deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
-    for share in all_shares():
-        budget = budget_of(deployment, share)
+    for share, budget in budgets_of(model):
         yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
 
 
@@ -198,37 +221,33 @@ def by_hpa(model: Measured) -> Sizes:
         yield share, evaluation(best)
 
 
-def tuned(model: Measured, split: str | None = None) -> Sizes:
+def tuned(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
     """One elastic folder, every range of which is matched where it begins and distilled at all of its sizes."""
-    folder = compressed(model, BEGINS, split)
-    deployment = open_deployment(model.source, PostHoc(BLOCKS, split) if split else None)
-    evaluation = model.evaluation(ModelOnDisk.open(folder))
-    for share in all_shares():
-        budget = budget_of(deployment, share)
+    evaluation = model.evaluation(ModelOnDisk.open(compressed(model, BEGINS, split, head)))
+    for share, budget in budgets_of(model):
         yield share, evaluation(Variant(str(budget), budget, stored=True))
 
 
-def tuned_each(model: Measured, split: str | None = None) -> Sizes:
+def tuned_each(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
     """Every size that tables name in a folder of its own, matched and distilled by itself."""
     for share in NAMED:
-        folder = compressed(model, (share,), split)
+        folder = compressed(model, (share,), split, head)
         row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
         yield share, {**row, "parameters": read_json(folder / RECORD)["parameters"][1]}
 
 
-def compressed(model: Measured, chosen: Sequence[float], split: str | None) -> Path:
+def compressed(model: Measured, chosen: Sequence[float], split: str | None, head: bool) -> Path:
     """The folder that compress.py makes of the model, matched and distilled; made unless it is there.
 
     Args:
         model: the model.
         chosen: the share of the compressible parameters that is kept; of several, an elastic folder has all ranges.
         split: how it is split after the fact, if it is.
+        head: the head is split too.
     """
     elastic = len(chosen) > 1
-    folder, deployment = (
-        model.run / folder_name(chosen, split),
-        open_deployment(model.source, PostHoc(BLOCKS, split) if split else None),
-    )
+    deployment = open_deployment(model.source, split_for("rpca", head=False))
+    folder = model.run / folder_name(chosen, split, head)
     if not folder.exists():
         options = CompressOptions(
             checkpoint=str(model.run),
@@ -242,21 +261,21 @@ def compressed(model: Measured, chosen: Sequence[float], split: str | None) -> P
             rpca=split == "rpca",
             godec=split == "godec",
             embedding=split is not None,
+            lm_head=head,
         )
         compress(options, model.source, DataConfig(**model.source.run["data"]))
     return folder
 
 
-def folder_name(chosen: Sequence[float], split: str | None) -> str:
+def folder_name(chosen: Sequence[float], split: str | None, head: bool) -> str:
     """Of what `compressed` makes."""
-    return "-".join(["elastic" if len(chosen) > 1 else f"{chosen[0]:g}", *filter(None, [split])])
+    return "-".join(["elastic" if len(chosen) > 1 else f"{chosen[0]:g}", *filter(None, [split, "head" * head])])
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """What the smallest and the largest size of an elastic folder make of the same beginning."""
+def samples(folder: Path, least: int) -> list[dict[str, Any]]:
+    """What the smallest size and the largest of an elastic folder make of the same beginning."""
     found, tokenizer = [], AutoTokenizer.from_pretrained(folder)
     units = open_deployment(ModelOnDisk.open(folder))
-    least = round(units.fixed + min(all_shares()) * (units.dense - units.fixed))
     prompt = tokenizer(BEGINNING, return_tensors="pt", add_special_tokens=False).input_ids
     for budget in (least, units.largest):
         model = AutoModelForCausalLM.from_pretrained(folder, budget=budget, dtype=torch.float32)
@@ -279,14 +298,20 @@ def nested(model: Measured) -> Sizes:
 
 WAYS: dict[str, Callable[[Measured], Sizes]] = {
     "cut": by_energy,
-    "energy": lambda model: by_energy(model, weighed=False),
+    "cut, head": partial(by_energy, head=True),
+    "energy": partial(by_energy, weighed=False),
     "hpa": by_hpa,
     "tuned": tuned,
     "tuned, each": tuned_each,
-    "rpca": lambda model: by_energy(model, PostHoc(BLOCKS, "rpca")),
-    "rpca, tuned": lambda model: tuned(model, "rpca"),
-    "rpca, tuned, each": lambda model: tuned_each(model, "rpca"),
-    "godec": lambda model: by_energy(model, PostHoc(BLOCKS, "godec")),
+    "head, tuned": partial(tuned, head=True),
+    "head, tuned, each": partial(tuned_each, head=True),
+    "rpca": partial(by_energy, how="rpca"),
+    "rpca, head": partial(by_energy, how="rpca", head=True),
+    "rpca, tuned": partial(tuned, split="rpca"),
+    "rpca, tuned, each": partial(tuned_each, split="rpca"),
+    "rpca, head, tuned": partial(tuned, split="rpca", head=True),
+    "rpca, head, tuned, each": partial(tuned_each, split="rpca", head=True),
+    "godec": partial(by_energy, how="godec"),
     "nested": nested,
 }
 
@@ -334,8 +359,9 @@ class Comparison:
             row["ways"][way] = sizes
             if costs := model.costs_of(way):
                 row.setdefault("costs", {})[way] = costs
-            if way in ELASTIC:
-                row.setdefault("samples", {})[way] = samples(folder / ELASTIC[way])
+            if way_of_tuning(way) == "tuned":
+                name = folder_name(BEGINS, *split_of_way(way))
+                row.setdefault("samples", {})[way] = samples(folder / name, budgets_of(model)[-1][1])
             found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)
             print(f"{folder.name}, {way}: {found}", flush=True)
             save()

@@ -38,14 +38,17 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     compare_elastic.main()
     rows = {row["label"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"SALAAD", "matformer"}
-    for way in ("cut", "tuned"):
-        assert [row["share"] for row in rows["SALAAD"]["ways"][way]] == compare_elastic.all_shares()
-    assert [row["share"] for row in rows["SALAAD"]["ways"]["tuned, each"]] == list(NAMED)
+    ways = rows["SALAAD"]["ways"]
+    for way in ("cut", "cut, head", "head, tuned"):
+        assert [row["share"] for row in ways[way]] == compare_elastic.all_shares()
+        assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # as large, however it was made
+    for way in ("tuned, each", "head, tuned, each"):
+        assert [row["share"] for row in ways[way]] == list(NAMED)
     costs = rows["SALAAD"]["costs"]
     # Two folders of one size; one of six ranges, each of which reads the same text and learns two sizes in a step.
-    assert costs["tuned, each"]["tokens"] == 2 * costs["tuned"]["tokens"] > 0
-    assert costs["tuned"]["operations"] > 3 * costs["tuned, each"]["operations"]
-    small, large = rows["SALAAD"]["samples"]["tuned"]
+    assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
+    assert costs["head, tuned"]["operations"] > 3 * costs["head, tuned, each"]["operations"]
+    small, large = rows["SALAAD"]["samples"]["head, tuned"]
     assert small["text"].startswith(compare_elastic.BEGINNING) and large["text"].startswith(compare_elastic.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
     run = subprocess.run  # also git's, for the provenance
