@@ -170,8 +170,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     if _REFERENCE in models:
         panel.axhline(_mean_of_x(models[_REFERENCE])[1], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
     low = min(row["X"]["perplexity"] for row in rows)
+    highest = max((y for mine in models.values() for way in _ways(mine) for _, y in _points(mine, way)), default=low)
     panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
-    panel.set_ylim(0.98 * low, 1.5 * low)
+    panel.set_ylim(0.98 * low, min(1.5 * low, 1.02 * max(highest, *(y for _, y in small), low)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter("{x:g}")
     dress(panel, which="both")

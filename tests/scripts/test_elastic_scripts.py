@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from salaad.common.errors import UserError
-from scripts import compare_elastic
+from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
 from scripts.research.search_elastic import NAMED
 
@@ -34,13 +34,13 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     words = ["compare_elastic.py", "--config=nano", "--rows=SALAAD;matformer", f"--runs={tmp_path / 'runs'}"]
     words += [f"--output={output}", "--tokens=2000", "--salaad=--salaad.release=0.5"]
     monkeypatch.setattr(sys, "argv", [*words, *toy(train__steps=4, salaad__embedding="true")])
-    monkeypatch.setattr(compare_elastic, "MATCH", 8)
+    monkeypatch.setattr(elastic_ways, "MATCH", 8)
     compare_elastic.main()
     rows = {row["label"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"SALAAD", "matformer"}
     ways = rows["SALAAD"]["ways"]
     for way in ("cut", "cut, head", "head, tuned"):
-        assert [row["share"] for row in ways[way]] == compare_elastic.all_shares()
+        assert [row["share"] for row in ways[way]] == elastic_ways.all_shares()
         assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # as large, however it was made
     for way in ("tuned, each", "head, tuned, each"):
         assert [row["share"] for row in ways[way]] == list(NAMED)
@@ -49,7 +49,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
     assert costs["head, tuned"]["operations"] > 3 * costs["head, tuned, each"]["operations"]
     small, large = rows["SALAAD"]["samples"]["head, tuned"]
-    assert small["text"].startswith(compare_elastic.BEGINNING) and large["text"].startswith(compare_elastic.BEGINNING)
+    assert small["text"].startswith(elastic_ways.BEGINNING) and large["text"].startswith(elastic_ways.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
     run = subprocess.run  # also git's, for the provenance
     monkeypatch.setattr(

@@ -1,0 +1,240 @@
+"""The ways from a trained model to smaller ones that compare_elastic.py measures, each at every size it can be had in.
+
+A way is a function of a trained model that yields, for every share of the compressible parameters, what was measured
+there. The head counts as never compressed, also where a way splits it, so that a share is the same size in all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from salaad.common.files import read_json
+from salaad.compression.deployment import Deployment
+from salaad.compression.opening import open_deployment
+from salaad.compression.split import PostHoc
+from salaad.compression.variants import Variant, parse_kappas
+from salaad.compression.write import compress
+from salaad.config.commands import ALTERNATIONS, CompressOptions
+from salaad.config.methods import SalaadConfig
+from salaad.config.run import DataConfig
+from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.model.build import training_flops
+from salaad.model.roles import find_blocks
+from salaad.runs.model_on_disk import RECORD, ModelOnDisk
+from scripts.research.search_elastic import NAMED, shares
+
+BEGINS = (0.6, 0.42, 0.34, 0.28, 0.235, 0.2)  # shares at which the ranges of an elastic folder begin
+MATCH = 256  # sequences
+DISTILL = 20  # the part of the training tokens is one of so many
+TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
+KAPPAS = "0:1:0.05"
+BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
+BLOCKS = SalaadConfig(embedding=True)
+FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → what each folder keeps
+
+
+def all_shares() -> list[float]:
+    """The eight of the elastic score, and those that tables name."""
+    return sorted({*shares(), *NAMED}, reverse=True)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A trained model whose sizes are measured.
+
+    Args:
+        run: its folder.
+        tokens: validation tokens, of whose second half every figure is.
+        text_tokens: of the training.
+    """
+
+    run: Path
+    tokens: int
+    text_tokens: int
+
+    def evaluation(self, source: ModelOnDisk, split: PostHoc | None = None) -> VariantEvaluation:
+        """Of what can be cut from `source`."""
+        deployment = open_deployment(source, split)
+        if split is not None and split.method == "godec":
+            room = round(max(all_shares()) * (deployment.dense - deployment.fixed))
+            split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
+            deployment = open_deployment(source, split)
+        data = DataConfig(**self.source.run["data"])
+        return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
+
+    def on_other_text(self, file: str, variant: str) -> float:
+        """Perplexity of X or L + S on another validation file."""
+        data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(file,))
+        deployment = open_deployment(self.source)
+        measure = VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
+        return measure(Variant(variant))["perplexity"]
+
+    def training_cost(self, positions: int) -> dict[str, float]:
+        """What the training took."""
+        length = DataConfig(**self.source.run["data"]).sequence_length
+        return {"tokens": positions, "operations": training_flops(self.source.folder.outline, length) * positions}
+
+    def costs_of(self, way: str) -> dict[str, float]:
+        """What fitting all folders of a way took together, as compress.py counts it; nothing of one without any."""
+        names = [folder_name(chosen, *split_of_way(way)) for chosen in FOLDERS.get(way_of_tuning(way), ())]
+        costs = [read_json(self.run / name / RECORD)["tuning"] for name in names]
+        return {key: sum(cost[key] for cost in costs) for key in ("tokens", "operations")} if costs else {}
+
+    @property
+    def source(self) -> ModelOnDisk:
+        """The newest checkpoint."""
+        return ModelOnDisk.open(self.run)
+
+
+def budget_of(deployment: Deployment, share: float) -> int:
+    """Parameters of the whole model with this share of the compressible ones."""
+    return round(deployment.fixed + share * (deployment.dense - deployment.fixed))
+
+
+def budgets_of(model: Measured) -> list[tuple[float, int]]:
+    """All shares and their budgets. The head counts as never compressed, also where it is, so that sizes are equal."""
+    deployment = open_deployment(model.source, split_for("rpca", head=False))
+    return [(share, budget_of(deployment, share)) for share in all_shares()]
+
+
+Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured there
+
+
+def way_of_tuning(way: str) -> str:
+    """`tuned` or `tuned, each` of what a way is called; another way as it is."""
+    return way.removeprefix("rpca, ").removeprefix("head, ")
+
+
+def split_of_way(way: str) -> tuple[str | None, bool]:
+    """How a way splits after the fact, if it does, and whether it splits the head too."""
+    words = way.split(", ")
+    return ("rpca" if "rpca" in words else None), "head" in words
+
+
+def split_for(how: str | None, head: bool) -> PostHoc | None:
+    """What is split after the fact: nothing, all blocks in this way, and the head with them or beside L + S."""
+    if how is None:
+        return PostHoc(SalaadConfig(roles=("lm_head",)), beside=True) if head else None
+    return PostHoc(replace(BLOCKS, lm_head=head), how)
+
+
+def by_energy(model: Measured, how: str | None = None, head: bool = False, weighed: bool = True) -> Sizes:
+    """Cut by energy and refined, every size by itself."""
+    evaluation = model.evaluation(model.source, split_for(how, head))
+    deployment = evaluation.deployment
+    if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
+        deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
+    for share, budget in budgets_of(model):
+        yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+
+
+def by_hpa(model: Measured) -> Sizes:
+    """Cut by HPA, with the κ that is best on the half of the text that no other figure is of."""
+    evaluation = model.evaluation(model.source)
+    deployment = evaluation.deployment
+    half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
+    for share in all_shares():
+        budget = budget_of(deployment, share)
+        variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
+        best = min(variants, key=lambda variant: half(variant)["perplexity"])
+        yield share, evaluation(best)
+
+
+def tuned(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
+    """One elastic folder, every range of which is matched where it begins and distilled at all of its sizes."""
+    evaluation = model.evaluation(ModelOnDisk.open(compressed(model, BEGINS, split, head)))
+    for share, budget in budgets_of(model):
+        yield share, evaluation(Variant(str(budget), budget, stored=True))
+
+
+def tuned_each(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
+    """Every size that tables name in a folder of its own, matched and distilled by itself."""
+    for share in NAMED:
+        folder = compressed(model, (share,), split, head)
+        row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
+        yield share, {**row, "parameters": read_json(folder / RECORD)["parameters"][1]}
+
+
+def compressed(model: Measured, chosen: Sequence[float], split: str | None, head: bool) -> Path:
+    """The folder that compress.py makes of the model, matched and distilled; made unless it is there.
+
+    Args:
+        model: the model.
+        chosen: the share of the compressible parameters that is kept; of several, an elastic folder has all ranges.
+        split: how it is split after the fact, if it is.
+        head: the head is split too.
+    """
+    elastic = len(chosen) > 1
+    deployment = open_deployment(model.source, split_for("rpca", head=False))
+    folder = model.run / folder_name(chosen, split, head)
+    if not folder.exists():
+        options = CompressOptions(
+            checkpoint=str(model.run),
+            output=str(folder),
+            budget=",".join(str(budget_of(deployment, share)) for share in chosen),
+            elastic=elastic,
+            dtype="float32",
+            match=MATCH,
+            distill=str(model.text_tokens // DISTILL),
+            text_share=TEXT_SHARE,
+            rpca=split == "rpca",
+            godec=split == "godec",
+            embedding=split is not None,
+            lm_head=head,
+        )
+        compress(options, model.source, DataConfig(**model.source.run["data"]))
+    return folder
+
+
+def folder_name(chosen: Sequence[float], split: str | None, head: bool) -> str:
+    """Of what `compressed` makes."""
+    return "-".join(["elastic" if len(chosen) > 1 else f"{chosen[0]:g}", *filter(None, [split, "head" * head])])
+
+
+def samples(folder: Path, least: int) -> list[dict[str, Any]]:
+    """What the smallest size and the largest of an elastic folder make of the same beginning."""
+    found, tokenizer = [], AutoTokenizer.from_pretrained(folder)
+    units = open_deployment(ModelOnDisk.open(folder))
+    prompt = tokenizer(BEGINNING, return_tensors="pt", add_special_tokens=False).input_ids
+    for budget in (least, units.largest):
+        model = AutoModelForCausalLM.from_pretrained(folder, budget=budget, dtype=torch.float32)
+        torch.manual_seed(0)
+        ids = model.generate(prompt, max_new_tokens=40, do_sample=True, top_k=10, pad_token_id=0)
+        found.append({"parameters": budget, "text": tokenizer.decode(ids[0], skip_special_tokens=True)})
+    return found
+
+
+def nested(model: Measured) -> Sizes:
+    """The largest width, or mixture of widths, that fits."""
+    evaluation = model.evaluation(model.source)
+    deployment = evaluation.deployment
+    compressible = sum(X.numel() for X in find_blocks(model.source.folder.outline, BLOCKS).values())
+    for share in all_shares():
+        budget = round(deployment.dense - (1 - share) * compressible)
+        if budget >= deployment.fixed:
+            yield share, evaluation(Variant(str(budget), budget, stored=True))
+
+
+WAYS: dict[str, Callable[[Measured], Sizes]] = {
+    "cut": by_energy,
+    "cut, head": partial(by_energy, head=True),
+    "energy": partial(by_energy, weighed=False),
+    "hpa": by_hpa,
+    "tuned": tuned,
+    "tuned, each": tuned_each,
+    "head, tuned": partial(tuned, head=True),
+    "head, tuned, each": partial(tuned_each, head=True),
+    "rpca": partial(by_energy, how="rpca"),
+    "rpca, head": partial(by_energy, how="rpca", head=True),
+    "rpca, tuned": partial(tuned, split="rpca"),
+    "rpca, tuned, each": partial(tuned_each, split="rpca"),
+    "rpca, head, tuned": partial(tuned, split="rpca", head=True),
+    "rpca, head, tuned, each": partial(tuned_each, split="rpca", head=True),
+    "godec": partial(by_energy, how="godec"),
+    "nested": nested,
+}
