@@ -33,7 +33,8 @@ def sections() -> dict[str, str]:
     for scale, path in results().items():
         rows = read_json(path)["rows"]
         found |= {f"elastic-{scale}": curves_table(rows), f"elastic-cost-{scale}": cost_table(rows)}
-        found[f"elastic-samples-{scale}"] = samples_table(rows)
+        if any(row.get("samples") for row in rows):
+            found[f"elastic-samples-{scale}"] = samples_table(rows)
         found[f"fair-{scale}"] = fair_table(rows, RESULTS / "bench" / f"methods-{scale.partition('-')[0]}.json")
     return found
 
