@@ -28,8 +28,12 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._known: set[int] = set()
         before = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-        self._known = {tensor.untyped_storage()._cdata for tensor in before if tensor.device.type != "meta"}
+        for storage in (tensor.untyped_storage() for tensor in before if tensor.device.type != "meta"):
+            # Once it is gone, a new one may have its address.
+            self._known.add(storage._cdata)
+            weakref.finalize(storage, self._known.discard, storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation, whose new storages are counted until they are freed."""
