@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -41,7 +40,7 @@ from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
-from salaad.model.roles import find_blocks
+from salaad.model.roles import find_blocks, role_of
 from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
 from salaad.model.weights import tied_modules, weights_of
@@ -89,7 +88,7 @@ class CheckpointDeployment:
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
         if post_hoc is not None:
-            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {astuple(post_hoc)[2:4]}"
+            how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {(post_hoc.rank_ratio, post_hoc.density)}"
             source_of_parts = self.kind if post_hoc.beside else post_hoc.method
             self.kind = f"{source_of_parts}-{sha256(how.encode()).hexdigest()[:8]}"
         self._models: dict[torch.dtype, PreTrainedModel] = {}
@@ -294,7 +293,7 @@ def split_names(
         return names
     new = [name for name in names if name not in trained]
     for name in set(new) & tied_modules(model):
-        raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave it out")
+        raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave --{role_of(name)} out")
     return new
 
 

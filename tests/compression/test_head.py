@@ -102,5 +102,5 @@ def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path
 def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
     sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, tie_word_embeddings=True, **sizes))
-    with pytest.raises(UserError, match="lm_head of m is tied to another weight"):
+    with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head out"):
         split_names(model, PostHoc(SalaadConfig(roles=("lm_head",)), beside=True), {}, "m")
