@@ -82,7 +82,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     deployments = {label: own}
     budgets = parse_budgets(options.budgets, own.dense)
     grid = sweep.grid(budgets, parse_kappas(options.kappas))
-    variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0)]
+    variants = [*grid, *sweep.by_energy(budgets, options.refine, options.calibrate > 0, options.lm_head)]
     own.check(variants)
     if options.vanilla is not None:
         vanilla = ModelOnDisk.open(Path(options.vanilla), "--vanilla")
@@ -121,7 +121,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     dtype = dtype_of(options)
     rows: list[dict[str, Any]] = []
     for variant in variants:
-        with deployment.opened(variant, getattr(torch, dtype)) as opened:
+        with deployment.of(variant).opened(variant, getattr(torch, dtype)) as opened:
             scores = lm_harness.evaluate_tasks(
                 opened.model,
                 tokenizer,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from salaad.common.files import read_json
 from salaad.compression.deployment import Deployment
 from salaad.compression.opening import open_deployment
-from salaad.compression.split import PostHoc
+from salaad.compression.split import HEAD_BESIDE, PostHoc
 from salaad.compression.variants import Variant, parse_kappas
 from salaad.compression.write import compress
 from salaad.config.commands import ALTERNATIONS, CompressOptions
@@ -119,7 +119,7 @@ def split_of_way(way: str) -> tuple[str | None, bool]:
 def split_for(how: str | None, head: bool) -> PostHoc | None:
     """What is split after the fact: nothing, all blocks in this way, and the head with them or beside L + S."""
     if how is None:
-        return PostHoc(SalaadConfig(roles=("lm_head",)), beside=True) if head else None
+        return HEAD_BESIDE if head else None
     return PostHoc(replace(BLOCKS, lm_head=head), how)
 
 

@@ -98,6 +98,9 @@ class Deployment(Protocol):
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had, before anything is computed."""
 
+    def of(self, variant: Variant) -> "Deployment":
+        """What the variant is cut from: this, or for `+head` the same with the head split too."""
+
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
 

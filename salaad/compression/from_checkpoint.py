@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -26,7 +27,15 @@ from salaad.compression.deployment import (
     take_over,
 )
 from salaad.compression.sensitivity import Weights, weights_from
-from salaad.compression.split import Parts, PostHoc, cached_parts, post_hoc_parts, trained_parts
+from salaad.compression.split import (
+    HEAD_BESIDE,
+    Parts,
+    PostHoc,
+    cached_parts,
+    post_hoc_parts,
+    split_names,
+    trained_parts,
+)
 from salaad.compression.trained_factors import TrainedFactors
 from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.compression.tuning.tune import Fitted, Tuning
@@ -40,10 +49,9 @@ from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
-from salaad.model.roles import find_blocks, role_of
 from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
-from salaad.model.weights import tied_modules, weights_of
+from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -102,6 +110,9 @@ class CheckpointDeployment:
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if a variant cannot be had: there are no L and S, or a budget is below the floor."""
         for variant in variants:
+            if variant.head and self._names:
+                self._with_head.check([replace(variant, head=False)])
+                continue
             if variant.stored and not self._names:
                 raise UserError(
                     f"{self.source.name} was not written with --elastic and holds one size, so {variant.name} cannot "
@@ -119,6 +130,20 @@ class CheckpointDeployment:
                 )
             if variant.budget is not None and variant.budget < self.fixed:
                 to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
+
+    def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102
+        if not variant.head:
+            return self
+        self._with_head.calibration, self._with_head._models = self.calibration, self._models
+        return self._with_head
+
+    @cached_property
+    def _with_head(self) -> "CheckpointDeployment":
+        """The same with the head split too: beside the L + S of training, or as all else is split."""
+        split = HEAD_BESIDE
+        if self.post_hoc is not None:
+            split = replace(self.post_hoc, blocks=replace(self.post_hoc.blocks, lm_head=True))
+        return CheckpointDeployment(self.source, split)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102
         vocab_size = self.source.folder.config.vocab_size
@@ -278,23 +303,6 @@ class CheckpointDeployment:
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
         return dict(weights_of(model, self._names))
-
-
-def split_names(
-    model: PreTrainedModel, post_hoc: PostHoc, trained: Mapping[str, tuple[int, int]], source: str
-) -> list[str]:
-    """The weights that are split after the fact.
-
-    Raises:
-        UserError: one that is to be split beside L + S is tied to another weight, with which it stays dense.
-    """
-    names = list(find_blocks(model, post_hoc.blocks))
-    if not post_hoc.beside:
-        return names
-    new = [name for name in names if name not in trained]
-    for name in set(new) & tied_modules(model):
-        raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave --{role_of(name)} out")
-    return new
 
 
 def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:

@@ -63,6 +63,10 @@ class ElasticDeployment:
                 )
             self._kept(variant)
 
+    def of(self, variant: Variant) -> "ElasticDeployment":
+        """This: `check` has refused what splits the head."""
+        return self
+
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 

@@ -54,6 +54,10 @@ class NestedDeployment:
             if variant.budget is not None:
                 self.widths.within(variant.budget)
 
+    def of(self, variant: Variant) -> "NestedDeployment":
+        """This: `check` has refused what splits the head."""
+        return self
+
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Nothing: `check` has refused whatever would need it."""
 

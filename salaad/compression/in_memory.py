@@ -1,26 +1,34 @@
 """A small model out of a training loop, without a folder in between: what `Salaad.compress` does."""
 
 import copy
+import math
+from collections.abc import Mapping
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from salaad.common import distributed
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.sensitivity import weights_from
-from salaad.compression.split import Parts
+from salaad.compression.split import HEAD_BESIDE, Parts, post_hoc_parts, split_names
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.model.parameters import count_parameters
+from salaad.model.weights import weights_of
 
 
 def compress(
-    salaad: Salaad, budget: str | float | None = None, *, kappa: float | None = None, refine: int | None = None
+    salaad: Salaad,
+    budget: str | float | None = None,
+    *,
+    kappa: float | None = None,
+    refine: int | None = None,
+    lm_head: bool = False,
 ) -> nn.Module:
     """A copy of the model whose blocks are L + S cut to a budget, stored as U·V + S where that is smaller; collective.
 
@@ -32,12 +40,14 @@ def compress(
             0.5; all of L + S unless given.
         kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
         refine: alternating projections that follow; 20 by energy, none by HPA, unless given.
+        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it.
 
     Returns:
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
 
     Raises:
-        UserError: the budget is below what is never compressed, or κ is outside [0, 1].
+        UserError: the budget is below what is never compressed, κ is outside [0, 1], or the head that is to be split is
+            tied to the embedding.
     """
     from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
 
@@ -45,25 +55,38 @@ def compress(
         raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
     if kappa is not None and budget is None:
         raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
-    parts = _parts(salaad)
+    names = split_names(salaad.model, HEAD_BESIDE, salaad.weights, type(salaad.model).__name__) if lm_head else []
+    beside = weights_of(salaad.model, names)
+    parts = _parts(salaad, beside)
     dense = count_parameters(salaad.model)
-    fixed = dense - sum(X.numel() for X in salaad.weights.values())
+    fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
     variant = Variant("L+S")
     if budget is not None:
         alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
     weights = {} if kappa is not None else weights_from(salaad.second_moments(), parts)
     device = next(salaad.model.parameters()).device
-    whole = Whole(parts, fixed, lambda name: parts[name].dense(), weights, device)
+    target = {name: X.detach().float().cpu() for name, X in beside.items()}
+    whole = Whole(parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device)
     small = cut(whole, variant)
     return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
 
 
-def _parts(salaad: Salaad) -> Parts:
-    """L + S of all blocks, on the CPU, from their owners; in the order of a checkpoint."""
+def _parts(salaad: Salaad, beside: Mapping[str, Tensor]) -> Parts:
+    """L + S of all blocks, on the CPU, from their owners; in the order of a checkpoint, then those split beside them.
+
+    Args:
+        salaad: whose blocks they are.
+        beside: weights that are split after the fact, by the first process for all.
+    """
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
+    if distributed.rank() == 0:
+        device = next(salaad.model.parameters()).device
+        X = {name: X.detach().float() for name, X in beside.items()}
+        mine |= dict(post_hoc_parts(HEAD_BESIDE, X, device))
     every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
-    return {name: every[name] for name in ownership.dearest_first(ownership.costs_of(salaad.weights))}
+    order = ownership.dearest_first(ownership.costs_of(salaad.weights))
+    return {name: every[name] for name in (*order, *beside)}
 
 
 # The methods lie below compression and import nothing of it: the class gets this verb here.

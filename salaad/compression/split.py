@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
@@ -19,6 +19,8 @@ from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import stored_blocks
 from salaad.methods.salaad.surrogate import low_rank_of
+from salaad.model.roles import find_blocks, role_of
+from salaad.model.weights import tied_modules
 from salaad.prox import effective_rank, soft_threshold
 from salaad.rpca import not_a_finite_matrix, rpca
 
@@ -76,6 +78,25 @@ class PostHoc:
         L, S = (part.cpu() for part in rpca(X))
         rank = effective_rank(torch.linalg.svdvals(L), self.blocks.gamma, self.blocks.energy)
         return Slr.from_parts(L, S, rank)
+
+
+HEAD_BESIDE = PostHoc(SalaadConfig(roles=("lm_head",)), beside=True)
+
+
+def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], source: str) -> list[str]:
+    """The weights that are split after the fact.
+
+    Raises:
+        UserError: one that is to be split beside L + S is tied to another weight, with which it stays dense.
+    """
+    names = list(find_blocks(model, post_hoc.blocks))
+    if not post_hoc.beside:
+        return names
+    new = [name for name in names if name not in trained]
+    for name in set(new) & tied_modules(model):
+        option = {"lm_head": "--lm_head, or +head,"}.get(role_of(name), f"--{role_of(name)}")
+        raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave {option} out")
+    return new
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:

@@ -20,6 +20,7 @@ class Variant:
         calibrated: whether worth and error are weighed by what the loss feels of them.
         stored: the budget goes by the sizes that are there: an elastic folder's order of units, or the widths of a
             MatFormer.
+        head: the LM head is cut too, where training left it whole.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Variant:
     refine: int = 0
     calibrated: bool = False
     stored: bool = False
+    head: bool = False
 
     def fitted(self, refine: int, calibrated: bool) -> "Variant":
         """The same size with these two; X and L+S, of which nothing is cut, as they are."""
@@ -49,16 +51,16 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
         budget, at, kappa = name.partition("@")
         if name in ("X", "L+S"):
             variants.append(Variant(name))
-        elif kappa == "energy":
-            variants.append(Variant(name, parse_budget(budget, dense)))
+        elif kappa in ("energy", "energy+head"):
+            variants.append(Variant(name, parse_budget(budget, dense), head=kappa.endswith("+head")))
         elif at:
             variants.append(Variant(name, parse_budget(budget, dense), parse_kappa(kappa)))
         elif name[:1].isdigit():
             variants.append(Variant(name, parse_budget(name, dense), stored=True))
         else:
             raise UserError(
-                f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, or 194M of an "
-                "elastic folder"
+                f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, "
+                "194M@energy+head, or 194M of an elastic folder"
             )
     return variants
 

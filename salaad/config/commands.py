@@ -60,9 +60,9 @@ class PerplexityOptions(TextOptions):
 
     Args:
         variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
-            (one threshold for the whole model), or BUDGET of an elastic folder or a matformer run; a budget is a
-            parameter count of the whole model or a fraction of the dense one. Without it X, with what there is of L+S
-            or narrower widths.
+            (one threshold for the whole model), BUDGET@energy+head (the LM head is cut too), or BUDGET of an elastic
+            folder or a matformer run; a budget is a parameter count of the whole model or a fraction of the dense one.
+            Without it X, with what there is of L+S or narrower widths.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         calibrate: sequences of training text by which worth is measured at each cut.
     """
@@ -89,6 +89,7 @@ class SweepOptions(TextOptions):
         rivals: how vanilla is split, a list: rpca, godec; rpca without it.
         refine: alternating projections; the cuts by energy are measured without and with them.
         calibrate: sequences of training text; the refined cuts are measured without and with them.
+        lm_head: measure the best of the cuts by energy with the LM head cut too.
     """
 
     lists: ClassVar = ("budgets", "kappas", "rivals")
@@ -99,6 +100,7 @@ class SweepOptions(TextOptions):
     rivals: str | None = None
     refine: int = 0
     calibrate: int = 0
+    lm_head: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,8 +122,8 @@ class LmEvalOptions(EvaluationOptions):
     """Zero-shot accuracies by the installed lm-evaluation-harness.
 
     Args:
-        variants: what to evaluate, a list: X, L+S, 194M@0.6, 194M@energy, or 194M of an elastic folder or a matformer
-            run.
+        variants: what to evaluate, a list: X, L+S, 194M@0.6, 194M@energy, 194M@energy+head, or 194M of an elastic
+            folder or a matformer run.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         tasks: names of the harness's tasks, a list.
         task_data: folder with local copies of the tasks' data, for machines without a hub.

@@ -1,6 +1,6 @@
 """The κ sweep and the elastic curve: the best κ of HPA at every budget, and perplexity over size (paper, section 5).
 
-The other ways to cut are compared with HPA: by energy, by energy and refined, and also calibrated.
+The other ways to cut are compared with HPA: by energy, by energy and refined, also calibrated, and with the head too.
 """
 
 import math
@@ -24,10 +24,22 @@ def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
     return [Variant("X"), Variant("L+S"), *cells]
 
 
-def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False) -> list[Variant]:
-    """Every budget cut by energy; again with `refine` alternations if above 0; and again calibrated if asked for."""
+def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False, head: bool = False) -> list[Variant]:
+    """Every budget cut by energy, then with each thing more that is asked for.
+
+    Args:
+        budgets: parameters.
+        refine: alternations that follow.
+        calibrated: once more weighed by text, on top of that.
+        head: the last of these once more with the head split too.
+    """
     fits = [(0, False), *([(refine, False)] if refine else []), *([(refine, True)] if calibrated else [])]
-    return [Variant(f"{format_count(budget)}@energy", budget).fitted(*fit) for fit in fits for budget in budgets]
+    ways = [(*fit, "") for fit in fits] + ([(*fits[-1], "+head")] if head else [])
+    return [
+        Variant(f"{format_count(budget)}@energy{also}", budget, head=bool(also)).fitted(alternations, text)
+        for alternations, text, also in ways
+        for budget in budgets
+    ]
 
 
 def measure(evaluations: Mapping[str, VariantEvaluation], variants: Sequence[Variant]) -> dict[str, list[dict]]:
@@ -60,8 +72,12 @@ def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Way to cut → the results of one model, the largest budget first: HPA at κ*, and those by energy."""
     found: dict[str, list[Row]] = {"HPA at κ*": best(rows)} if best(rows) else {}
     cells = [row for row in rows if row["budget"] is not None and row["kappa"] is None]
-    for row in sorted(cells, key=lambda row: (bool(row["calibrate"]), row["refine"], -row["budget"])):
+    order = sorted(
+        cells, key=lambda row: (row.get("head", False), bool(row["calibrate"]), row["refine"], -row["budget"])
+    )
+    for row in order:
         fit = (", refined" if row["refine"] else "") + (", calibrated" if row["calibrate"] else "")
+        fit += ", head too" if row.get("head") else ""
         found.setdefault(f"energy{fit}", []).append(row)
     return found
 

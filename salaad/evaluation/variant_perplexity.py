@@ -73,7 +73,7 @@ class VariantEvaluation:
         It takes one pass over the text unless the result is cached. `device` and `triton` tell which device computed
         it, and whether our kernels for GPUs could be used there; rows cached by older versions have neither.
         """
-        deployment = self.deployment
+        deployment = self.deployment.of(variant)
         of = {
             "parts": deployment.kind if variant.name != "X" else None,
             "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa, variant.refine],
@@ -114,6 +114,7 @@ class VariantEvaluation:
             "kappa": variant.kappa,
             "refine": variant.refine,
             "calibrate": deployment.calibration.sequences if variant.calibrated else 0,
+            "head": variant.head,
             **measured,
             "dtype": self.dtype,
         }

@@ -7,10 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from salaad import SalaadConfig
 from salaad.common.errors import UserError
-from salaad.compression.from_checkpoint import split_names
-from salaad.compression.split import PostHoc
+from salaad.compression.split import HEAD_BESIDE, split_names
 from salaad.factored import SlrLinear
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, refused, rows_of
@@ -18,7 +16,16 @@ from tests.helpers.models import logits, open_folder
 from tests.helpers.training import last_checkpoint
 
 HEAD = "lm_head.weight"
+FIT = {"refine": 3, "dtype": "float32"}
 pytestmark = pytest.mark.usefixtures("own_caches")
+
+
+@pytest.fixture(scope="module")
+def sweep(runs, tmp_path_factory) -> tuple[str, list[dict]]:
+    """What a sweep over the run and the full-rank one prints, the head among the ways, and the rows that it writes."""
+    folder = tmp_path_factory.mktemp("sweep")
+    options = {"vanilla": runs / "full_rank", "budgets": "0.5", "kappas": "0.5", "lm_head": True, **FIT}
+    return evaluate("sweep", runs / "salaad", folder, **options), rows_of(folder, "sweep")
 
 
 def test_beside_l_and_s_the_head_is_split_into_parts_that_add_up_to_it(runs, tmp_path):
@@ -102,5 +109,44 @@ def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path
 def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
     sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, tie_word_embeddings=True, **sizes))
-    with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head out"):
-        split_names(model, PostHoc(SalaadConfig(roles=("lm_head",)), beside=True), {}, "m")
+    with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head, or"):
+        split_names(model, HEAD_BESIDE, {}, "m")
+
+
+@pytest.mark.parametrize(
+    ("label", "run", "split"), [("SALAAD", "salaad", {}), ("vanilla + RPCA", "full_rank", {"rpca": True})]
+)
+def test_a_sweep_with_the_head_measures_the_folder_that_compress_writes(sweep, runs, tmp_path, label, run, split):
+    compress(runs / run, tmp_path / "made", lm_head=True, budget="0.5", allocation="energy", **FIT, **split)
+    evaluate("perplexity", tmp_path / "made", tmp_path, dtype="float32")
+    [folder] = rows_of(tmp_path, "perplexity")
+    said, rows = sweep
+    mine = [row for row in rows if row["label"] == label and row["variant"].endswith("@energy+head")]
+    assert [row["perplexity"] for row in mine] == pytest.approx([folder["perplexity"]], rel=1e-5)
+    assert [row["parameters"] for row in mine] == [folder["parameters"]]
+    assert "energy, refined, head too" in said
+
+
+def test_perplexity_takes_the_head_too_where_a_variant_says_so(sweep, runs, tmp_path):
+    evaluate("perplexity", runs / "salaad", tmp_path, variants="X,0.5@energy,0.5@energy+head", **FIT)
+    X, without, beside = rows_of(tmp_path, "perplexity")
+    of = {row["variant"]: row["perplexity"] for row in sweep[1] if row["label"] == "SALAAD" and row["refine"]}
+    assert beside["perplexity"] == min(of[name] for name in of if name.endswith("+head"))
+    assert without["perplexity"] == min(of[name] for name in of if name.endswith("@energy"))
+    assert len({row["perplexity"] for row in (X, without, beside)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("full_rank", "holds no L and S, so 0.5@energy+head cannot be made of it"),
+        ("elastic", "keeps its units in one order, so 0.5@energy+head cannot be cut from it"),
+    ],
+)
+def test_a_variant_with_the_head_needs_l_and_s(runs, tmp_path, kind, words):
+    folder = runs / kind
+    if kind == "elastic":
+        folder = tmp_path / kind
+        compress(runs / "salaad", folder, elastic=True)
+    arguments = ("perplexity", "--checkpoint", folder, "--output", tmp_path / "made", "--variants", "0.5@energy+head")
+    assert words in refused("evaluate.py", *arguments)

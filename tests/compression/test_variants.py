@@ -61,8 +61,8 @@ def test_an_unknown_variant_is_one_sentence_naming_all_forms(name):
     with pytest.raises(UserError) as error:
         parse_variants(f"X,{name}", DENSE)
     assert str(error.value) == (
-        f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, or 194M of an elastic "
-        "folder"
+        f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, "
+        "194M@energy+head, or 194M of an elastic folder"
     )
 
 

@@ -171,7 +171,7 @@ def two_ranks(folder: str) -> dict[str, Tensor]:
     loop = Loop(DistributedDataParallel(model), Salaad(model, together))
     loop.run(0, 5)
     loop.salaad.save(folder)
-    small = loop.salaad.compress(0.5)
+    small = loop.salaad.compress(0.5, lm_head=True)
     loop.salaad.close()
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     loop = Loop(DistributedDataParallel(model), Salaad.load(model, folder))
@@ -192,7 +192,7 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "both", local_files_only=True)
     alone = Salaad.load(model, tmp_path / "both")
     assert sorted(alone.surrogates) == sorted(alone.blocks)
-    small = alone.compress(0.5)
+    small = alone.compress(0.5, lm_head=True)
     with torch.no_grad():
         torch.testing.assert_close(first["small"], small(input_ids=IDS[0]).logits, rtol=1e-4, atol=1e-4)
 
@@ -200,13 +200,13 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
 # ---- a small model
 
 
-@pytest.mark.parametrize("budget", ["0.5", 0.5, None])
-def test_compress_gives_the_model_that_compress_py_writes(saved, tmp_path, budget):
+@pytest.mark.parametrize(("budget", "head"), [("0.5", False), (0.5, False), (None, False), (0.5, True)])
+def test_compress_gives_the_model_that_compress_py_writes(saved, tmp_path, budget, head):
     model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
     salaad = Salaad.load(model, saved)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    small = salaad.compress(budget)
-    words = [] if budget is None else ["--budget=0.5"]
+    small = salaad.compress(budget, lm_head=head)
+    words = ([] if budget is None else ["--budget=0.5"]) + ["--lm_head"] * head
     deploying.compress(saved, tmp_path / "small", *words, dtype="float32")
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "small", local_files_only=True)
     assert slr_modules(small).keys() == slr_modules(written).keys() != set()
