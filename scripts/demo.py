@@ -1,4 +1,4 @@
-"""The demonstration: nano trained vanilla and with SALAAD, side by side; then cut to three sizes and put to use."""
+"""The demonstration: a small model trained full-rank and with SALAAD, then cut to three sizes and put to use."""
 
 import argparse
 import os
@@ -36,7 +36,8 @@ from salaad.runs.summary import save_result
 from scripts.run_figures import training_figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results" / "nano"
+RESULTS = ROOT / "results" / "demo"
+CONFIG = "demo.yaml"
 METHODS = ("full_rank", "salaad")
 KAPPAS = (0.2, 0.4, 0.6, 0.8)
 REFINE = 20
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the steps: a few minutes")
     parser.add_argument("--output", type=Path, help="folder of the two runs; runs/demo or runs/demo-quick")
-    parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/nano")
+    parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/demo")
     options = parser.parse_args()
     output = options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")
     steps = 250 if options.quick else 2000
@@ -56,7 +57,7 @@ def main() -> None:
     logging.disable_progress_bar()
 
     print("Reading the documentation on this machine and training a tokenizer on it (once).", flush=True)
-    config, _ = read_command_line(["--config", "nano.yaml"])
+    config, _ = read_command_line(["--config", CONFIG])
     python_docs.tokenizer(python_docs.corpus(), config.model.vocab_size)
     print(f"Training {steps} steps twice, vanilla and with SALAAD, one core each, into {output}.", flush=True)
     train_side_by_side(output, steps)
@@ -86,14 +87,14 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
         "SALAAD": CheckpointDeployment(ModelOnDisk.open(output / "salaad")),
         "vanilla + RPCA": CheckpointDeployment(ModelOnDisk.open(output / "full_rank"), PostHoc(config.salaad)),
     }
-    # Two thirds and half of what can be compressed, and half of the whole model.
+    # Half of what can be compressed, half of the whole model, and a fifth of what can be compressed.
     fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
-    budgets = [fixed + 2 * (dense - fixed) // 3, fixed + (dense - fixed) // 2, dense // 2]
+    budgets = [fixed + (dense - fixed) // 2, dense // 2, fixed + (dense - fixed) // 5]
     evaluations = {
         label: VariantEvaluation(deployment, config.data, tokens=10**7, dtype="float32", batch=32)
         for label, deployment in deployments.items()
     }
-    rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE)])
+    rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE, head=True)])
     sweep_figure(rows["SALAAD"], output / "sweep.png")
     elastic_figure(rows, output / "elastic.png")
     keep_rows([{"label": label, **row} for label, mine in rows.items() for row in mine], output / "sweep.json")
@@ -103,14 +104,16 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
         table.append(shown(f"X ({name})", whole["X"], deployments[label]))
         if label == "SALAAD":
             table.append(shown("L + S", whole["L+S"], deployments[label]))
-        for way in ("HPA at κ*", "energy, refined"):
+        for way in ("HPA at κ*", "energy, refined", "energy, refined, head too"):
             table += [shown(f"{cut}, {way}", row, deployments[label]) for row in sweep.ways(rows[label])[way]]
     return table
 
 
 def shown(label: str, row: Mapping[str, Any], deployment: CheckpointDeployment) -> dict[str, Any]:
     """A row of the table: what was measured, and the bytes of the weights on disk."""
-    parts = deployment.cut(Variant(row["variant"], row["budget"], row["kappa"], row["refine"]))
+    variant = Variant(row["variant"], row["budget"], row["kappa"], row["refine"], head=row["head"])
+    deployment = deployment.of(variant)
+    parts = deployment.cut(variant)
     blocks = sum(disk_bytes(slr, element=4) for slr in parts.values())
     return {**row, "label": label, "bytes": 4 * deployment.fixed + blocks if parts else 4 * deployment.dense}
 
@@ -121,7 +124,7 @@ def write_text(output: Path) -> str:
     folder = output / f"half-{run.digest[:8]}"
     said = ""
     if not folder.exists():
-        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}
+        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32", "lm_head": True}
         said = compress(CompressOptions(checkpoint=run.name, output=str(folder), **how), run)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -136,7 +139,7 @@ def train_side_by_side(output: Path, steps: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = {}
     for method in METHODS:
-        command = [sys.executable, "train.py", "--config=nano.yaml", f"--method={method}", f"--train.steps={steps}"]
+        command = [sys.executable, "train.py", f"--config={CONFIG}", f"--method={method}", f"--train.steps={steps}"]
         with (output / f"{method}.log").open("w") as log:
             processes[method] = subprocess.Popen(
                 [*command, f"--output={output / method}"], cwd=ROOT, env=environment, stdout=log, stderr=log

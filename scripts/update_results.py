@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, elastic, kernels, methods, nano, scaling
+from scripts.results_tables import RESULTS, ROOT, admm, bench, demo, elastic, kernels, methods, nano, scaling
 
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("nano", "micro", "elastic", "methods", "admm", "bench")),
+    *(RESULTS / folder / "README.md" for folder in ("demo", "nano", "micro", "elastic", "methods", "admm", "bench")),
     *(RESULTS / folder / "README.md" for folder in ("scaling", "kernels")),
     RESULTS / "reliability.md",
 )
@@ -36,6 +36,7 @@ def main() -> None:
 def all_sections() -> dict[str, str]:
     """Every generated section by its name."""
     return {
+        **demo.sections(),
         **nano.sections(),
         **elastic.sections(),
         **methods.sections(),

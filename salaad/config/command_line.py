@@ -37,7 +37,7 @@ class TrainOptions:
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
-            gives them.
+            gives them; elastic likewise for a model that is to be cut, with a weaker pull that ends half way.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
         device: with --dry-run, predict the time of a step and of the run on this kind of GPU, in place of a look at the
             text.
@@ -45,7 +45,7 @@ class TrainOptions:
 
     output: str | None = None
     resume: str = "auto"
-    preset: Literal["auto"] | None = None
+    preset: Literal["auto", "elastic"] | None = None
     dry_run: bool = False
     device: Literal["h100", "h200", "a100", "4090"] | None = None
 
@@ -75,8 +75,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
     words = _find_configs(with_lists(arguments, kinds))
     parsed, instantiated = parse(parser, words, *kinds)
-    if parsed.preset == "auto":
-        suggested = settings_for(instantiated["train"].steps)
+    if parsed.preset is not None:
+        suggested = settings_for(instantiated["train"].steps, elastic=parsed.preset == "elastic")
         parser.set_defaults({f"salaad.{name}": value for name, value in suggested.items()})
         parsed, instantiated = parse(parser, words, *kinds)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):

@@ -25,7 +25,8 @@ ABOUT = (
     "moments of the optimizer then; those of later commits are weighed by them.",
 )
 BESIDE = {
-    "nano/README.md": "the demo, the search for its settings, its models cut by every way to cut",
+    "demo/README.md": "the demo: trained and cut in minutes",
+    "nano/README.md": "nano: the search for its settings, its models cut by every way to cut",
     "micro/README.md": "micro: what L + S costs at every size",
     "elastic/README.md": "one training at every size, beside small dense models and all other ways",
     "methods/README.md": "every way to train, beside one another",

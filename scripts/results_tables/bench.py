@@ -41,12 +41,13 @@ def recorded(kind: str) -> dict[str, Any]:
 
 
 def storage_table() -> str:
-    """What scripts/bench_storage.py recorded of the demo's model."""
+    """What scripts/bench_storage.py recorded of nano's model."""
     result = read_json(RESULTS / "bench" / "storage-nano.json")
     told = (
-        f"The demo's model cut to {result['budget']} of its parameters; its X takes {megabytes(result['dense_bytes'])} "
-        f"in float32, with whose speed the last two columns compare. {result['machine']}, {result['threads']} threads, "
-        f"{result['products']} products in float32, commit {result['commit']}."
+        f"nano's model, trained with SALAAD and cut to {result['budget']} of its parameters; its X takes "
+        f"{megabytes(result['dense_bytes'])} in float32, with whose speed the last two columns compare. "
+        f"{result['machine']}, {result['threads']} threads, {result['products']} products in float32, "
+        f"commit {result['commit']}."
     )
     return f"{bench_storage.table(result['rows'])}\n\n{told}"
 

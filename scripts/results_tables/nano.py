@@ -1,4 +1,4 @@
-"""The tables and pictures of results/nano: the demo, the ways to cut, the search of the settings."""
+"""The tables and pictures of results/nano: the ways to cut, the search of the settings."""
 
 from dataclasses import fields
 
@@ -15,10 +15,8 @@ NANO = RESULTS / "nano"
 
 
 def sections() -> dict[str, str]:
-    """Every table of the scale `nano`, the four rows of the project's README among them."""
+    """Every table of the scale `nano`."""
     return {
-        "summary": summary_table(),
-        "demo": (NANO / "demo.md").read_text().strip(),
         "cuts": f"{ways_table(elastic_rows())}\n\n{one_file()}",
         "robust-pca": structure_tables(),
         "lm-eval": accuracy_table(sorted(read_json(NANO / "lm-eval.json")["rows"], key=lambda row: row["task"])),
@@ -33,35 +31,8 @@ def draw_pictures() -> None:
     elastic_figure(elastic_rows(), NANO / "elastic" / "elastic.png")
 
 
-def summary_table() -> str:
-    """Four rows: a model trained full-rank, SALAAD whole and cut to half, and a small model trained at that size."""
-    result = read_json(NANO / "reproduce" / "one_training.json")
-    salaad, _, dense = (
-        [row for row in result["rows"] if row["label"] == label]
-        for label in dict.fromkeys(row["label"] for row in result["rows"])
-    )
-    half = max(row["budget"] for row in salaad if row["budget"] and row["budget"] <= dense[0]["parameters"] // 2)
-    small = next(row for row in salaad if row["budget"] == half)
-    cuts = [row for row in read_json(NANO / "sweep.json")["rows"] if row["label"] == "vanilla + RPCA" and row["refine"]]
-    rival = next(row for row in cuts if row["budget"] == half)  # of the demo, whose cuts are newer
-    nearest = min(dense, key=lambda row: abs(row["parameters"] - half))
-    named = {
-        "trained full-rank": dense[0],
-        "trained with SALAAD": salaad[0],
-        "the same, cut to half without training": small,
-        "trained full-rank at that half size": nearest,
-    }
-    lines = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in named.items()]
-    told = (
-        f"Perplexity over {dense[0]['tokens']:,} validation tokens, one seed, equal training tokens; lower is better. "
-        f"The full-rank model cut to that half size after training, by robust PCA: {rival['perplexity']:.2f}. "
-        "The cuts in the picture are older and worse: in them every entry of a block counted alike."
-    )
-    return f"{markdown_table(('model', 'parameters', 'perplexity'), lines)}\n\n{told}"
-
-
 def search_points() -> list[dict]:
-    """One row per run of research/search_nano.py and of the demo: settings, perplexities, that of vanilla, size."""
+    """One row per run of research/search_nano.py and of nano.yaml: settings, perplexities, that of vanilla, size."""
     vanilla = dict(vanilla_runs())
     points = []
     for path in (*sorted((NANO / "search").glob("*.json")), NANO / "salaad.json"):
@@ -136,9 +107,9 @@ def vanilla_runs() -> list[tuple[float, float]]:
 
 
 def elastic_rows() -> dict[str, list[dict]]:
-    """Every way to cut, by model: of the demo's two runs, vanilla split after the fact, and of a stronger run.
+    """Every way to cut, by model: of two runs of nano.yaml, vanilla split after the fact, and of a stronger run.
 
-    evaluate.py sweep --checkpoint runs/demo/salaad --vanilla runs/demo/full_rank --rivals rpca,godec
+    evaluate.py sweep --checkpoint runs/nano-salaad --vanilla runs/nano-full_rank --rivals rpca,godec
         --budgets 1401173,1183488,918656,787968 --refine 20 --calibrate 128 --dtype float32
         --output results/nano/elastic/demo; the stronger run without --vanilla, into results/nano/elastic/stronger
     """
@@ -150,14 +121,14 @@ def elastic_rows() -> dict[str, list[dict]]:
 
 
 def one_file() -> str:
-    """What one elastic folder of the demo's run gives at each size, as a sentence."""
+    """What one elastic folder of SALAAD's run gives at each size, as a sentence."""
     rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
     sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
-    return f"One elastic folder of the demo's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
+    return f"One elastic folder of SALAAD's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
 
 
 def structure_tables() -> str:
-    """What robust PCA finds in the demo's two models, from results/nano/rpca.json."""
+    """What robust PCA finds in the two models, from results/nano/rpca.json."""
     rows = read_json(NANO / "rpca.json")["rows"]
     names = [f.name for f in fields(RpcaRow)]
     tables = []

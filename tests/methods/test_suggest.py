@@ -71,6 +71,37 @@ def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
     assert found["delta_alpha"] / found["every"] == pytest.approx(micro.salaad.delta_alpha / micro.salaad.every)
 
 
+def test_what_the_demo_trains_with_is_what_is_suggested_for_a_model_to_be_cut():
+    demo, _ = read_command_line(["--config", "demo"])
+    assert settings_for(demo.train.steps, elastic=True) == {
+        key: getattr(demo.salaad, key) for key in ("every", "rho_constant", "delta_alpha", "delta_beta", "release")
+    }
+    config, _ = read_command_line(["--preset", "elastic", "--train.steps", "18000"])
+    assert (config.salaad.rho_constant, config.salaad.delta_alpha, config.salaad.release) == (0.00833, 0.32, 0.5)
+
+
+def test_a_model_that_is_to_be_cut_keeps_nearly_the_loss_of_plain_training_and_is_cut_to_half():
+    """Of one model trained with and without, on the same text; half of L + S is what `compress` makes."""
+    steps, losses = 200, {}
+    for name in ("plain", "elastic"):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        config = salaad.suggest(model, steps, elastic=True, **({"rho_constant": 0.0} if name == "plain" else {}))
+        with salaad.Salaad(model, config, total_steps=steps) as plugin:
+            for tokens in text(steps):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                plugin.step()
+            held_out = text(steps + 8)[-8:].flatten(0, 1)
+            with torch.no_grad():
+                losses[name] = model(input_ids=held_out, labels=held_out).loss.item()
+                half = plugin.compress(0.5)(input_ids=held_out, labels=held_out).loss.item()
+    assert losses["elastic"] < 1.01 * losses["plain"]
+    assert half < 1.01 * losses["elastic"]
+
+
 def test_the_pull_of_long_runs_is_no_weaker_than_the_papers():
     assert settings_for(20_000)["rho_constant"] == pytest.approx(0.03)
     assert settings_for(130_000)["rho_constant"] == 0.01

@@ -13,21 +13,22 @@ from salaad.model.weights import Weights, matrices
 _LARGE = 0.1  # share of the parameters from which an embedding is worth compressing
 
 
-def suggest(model: nn.Module, steps: int, **settings: Any) -> SalaadConfig:
+def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: Any) -> SalaadConfig:
     """Settings for training `model` over so many optimizer steps.
 
-    K, c, Δα and Δβ follow the length of the run (`salaad.config.suggestion`). The embedding is among the blocks where
-    it holds more than a tenth of the parameters and is not tied to the head.
+    K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding is among the
+    blocks where it holds more than a tenth of the parameters and is not tied to the head.
 
     Args:
         model: to be trained.
         steps: of the optimizer.
+        elastic: for a model that is to be cut; give `Salaad` the steps as `total_steps` too, as the pull ends half way.
         settings: any of `SalaadConfig`, which hold instead of what would be suggested.
 
     Raises:
         UserError: steps are less than 1, or a setting is wrong.
     """
-    suggested = {**settings_for(steps), "embedding": _has_large_embedding(model)}
+    suggested = {**settings_for(steps, elastic=elastic), "embedding": _has_large_embedding(model)}
     return SalaadConfig(**{**suggested, **settings})
 
 

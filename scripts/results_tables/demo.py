@@ -1,0 +1,43 @@
+"""What the first page shows, and the table of results/demo."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, millions
+from scripts.results_tables import RESULTS
+from scripts.results_tables.elastic import by_label
+
+SMALLER = {0.75: "three quarters", 0.5: "half", 0.2: "a fifth"}  # of what can be compressed
+
+
+def sections() -> dict[str, str]:
+    """The rows of the project's README, and the demo's table."""
+    table = RESULTS / "demo" / "demo.md"
+    return {"summary": summary_table(), "demo": table.read_text().strip()}
+
+
+def summary_table() -> str:
+    """SALAAD whole and cut to two sizes without text, a full-rank model cut likewise, dense models of these sizes."""
+    rows = read_json(RESULTS / "elastic" / "nano.json")["rows"]
+    first = {label: mine[0] for label, mine in by_label(rows).items()}
+    full, salaad = first["full-rank"], first["SALAAD"]
+    lines = [("whole", *_line([salaad["X"], full["X"], full["X"]]))]
+    for share, name in SMALLER.items():
+        cuts = [_at(row["ways"][way], share) for row, way in ((salaad, "cut, head"), (full, "rpca, head"))]
+        dense = first.get(f"dense, {share:g}")
+        lines.append((f"cut to {name}", *_line([*cuts, dense and dense["X"]])))
+    told = (
+        f"Perplexity over {full['X']['tokens']:,} validation tokens, one seed, equal training tokens; lower is better. "
+        "Shares are of what can be compressed; no text is used to cut."
+    )
+    header = ("size", "parameters", "trained with SALAAD", "full-rank, cut with the same tools", "dense, trained small")
+    return f"{markdown_table(header, lines)}\n\n{told}"
+
+
+def _at(sizes: Sequence[Mapping[str, Any]], share: float) -> Mapping[str, Any]:
+    return next(size for size in sizes if size["share"] == share)
+
+
+def _line(rows: Sequence[Mapping[str, Any] | None]) -> tuple[str, ...]:
+    return millions(rows[0]["parameters"]), *("–" if row is None else f"{row['perplexity']:.2f}" for row in rows)
