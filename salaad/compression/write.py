@@ -66,14 +66,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     """
     output = Path(options.output)
     require_new(output)
-    split = split_of(source, options)
-    deployment = open_deployment(source, split)
-    budgets = budgets_of(options, deployment.dense)
-    largest = next(iter(budgets.values()), None)
-    if options.godec and largest is not None:
-        raised = [name for name in ("rank_ratio", "density") if getattr(options, name) is None]
-        split = split.with_room(deployment.shapes.values(), largest - deployment.fixed, raised)
-        deployment = open_deployment(source, split)
+    deployment, budgets = _opened(source, options)
     asked = [(replace(options, budget=word), budget) for word, budget in budgets.items()] or [(options, None)]
     variants = [deployment.variant_for(one, budget) for one, budget in asked]
     variant = variants[0]
@@ -91,27 +84,11 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         carry_over(source.folder.path, folder)
-        on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        dense_bytes = deployment.dense * getattr(torch, options.float_dtype).itemsize
-        sizes = {
-            "parameters": (deployment.dense, content.parameters),
-            "numbers_stored": (deployment.dense, content.numbers),
-            "bytes_on_disk": (dense_bytes, on_disk),
-            "bytes_in_memory": (dense_bytes, content.bytes_in_memory),
-        }
-        about = {"from": source.name, "base": source.base, "digest": source.digest, "parts": deployment.kind}
-        about |= {"variant": variant.name, "budget": variant.budget, "kappa": content.kappa}
-        about |= {"refine": variant.refine, "calibrate": options.calibrate, "elastic": options.elastic}
-        about |= {"ranges_from": list(budgets.values()) if options.elastic else None}
-        about |= {"calibration": deployment.calibration.digest if options.calibrate else None}
-        about |= {key: getattr(options, key) for key in ("match", "distill", "text_share")}
-        cost = deployment.tuning_cost(len(variants) if options.elastic else None)
-        about |= {"tuning": cost and cost._asdict()}
-        stored = {"dtype": options.dtype, "blocks": content.blocks, "factored_blocks": content.factored}
-        write_json({**about, **stored, **sizes, **provenance(), "run": source.run}, folder / RECORD)
+        sizes = _sizes(deployment, content, options, folder)
+        write_json(_record(deployment, content, options, variants) | sizes | provenance(), folder / RECORD)
         write_checksums(folder)
         name = "all units" if options.elastic else f"{variant.name}, {options.format}"
-        warning = not_smaller(options, content.blocks - content.factored, content.blocks, dense_bytes, on_disk)
+        warning = not_smaller(options, content.blocks - content.factored, content.blocks, *sizes["bytes_on_disk"])
         read = [f"Calibrated on {deployment.calibration.described}."] if options.calibrate else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None)
@@ -119,6 +96,63 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
     return f"{found}\n\n{usage.said()}"
+
+
+def _opened(source: ModelOnDisk, options: CompressOptions) -> tuple[Deployment, dict[str, int]]:
+    """What is cut, and the sizes that are asked for; L + S of GoDec has room for the largest of them."""
+    split = split_of(source, options)
+    deployment = open_deployment(source, split)
+    budgets = budgets_of(options, deployment.dense)
+    largest = next(iter(budgets.values()), None)
+    if options.godec and largest is not None:
+        raised = [name for name in ("rank_ratio", "density") if getattr(options, name) is None]
+        split = split.with_room(deployment.shapes.values(), largest - deployment.fixed, raised)
+        deployment = open_deployment(source, split)
+    return deployment, budgets
+
+
+def _sizes(
+    deployment: Deployment, content: FolderContent, options: CompressOptions, folder: Path
+) -> dict[str, tuple[int, int]]:
+    """By every measure: of the dense model, and of the folder."""
+    element = getattr(torch, options.float_dtype).itemsize
+    dense_bytes = deployment.dense * element
+    return {
+        "parameters": (deployment.dense, content.parameters),
+        "numbers_stored": (deployment.dense, content.numbers),
+        "bytes_on_disk": (dense_bytes, sum(path.stat().st_size for path in folder.glob("*.safetensors"))),
+        "bytes_in_memory": (dense_bytes, content.bytes_in_memory),
+    }
+
+
+def _record(
+    deployment: Deployment, content: FolderContent, options: CompressOptions, variants: Sequence[Variant]
+) -> dict[str, Any]:
+    """What the folder was made of, and how."""
+    source, variant = deployment.source, variants[0]
+    cost = deployment.tuning_cost(len(variants) if options.elastic else None)
+    return {
+        "from": source.name,
+        "base": source.base,
+        "digest": source.digest,
+        "run": source.run,
+        "parts": deployment.kind,
+        "variant": variant.name,
+        "budget": variant.budget,
+        "kappa": content.kappa,
+        "refine": variant.refine,
+        "elastic": options.elastic,
+        "ranges_from": [one.budget for one in variants if one.budget] if options.elastic else None,
+        "calibrate": options.calibrate,
+        "calibration": deployment.calibration.digest if options.calibrate else None,
+        "match": options.match,
+        "distill": options.distill,
+        "text_share": options.text_share,
+        "tuning": cost and cost._asdict(),
+        "dtype": options.dtype,
+        "blocks": content.blocks,
+        "factored_blocks": content.factored,
+    }
 
 
 def budgets_of(options: CompressOptions, dense: int) -> dict[str, int]:
