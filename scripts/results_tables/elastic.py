@@ -16,7 +16,10 @@ from scripts.research.search_elastic import NAMED, shares
 from scripts.results_tables import RESULTS
 
 ELASTIC = RESULTS / "elastic"
-FAIR_WAYS = ("hpa", "nested", "rpca, tuned, each", "rpca, head, tuned, each", "tuned, each", "head, tuned, each")
+FAIR_WAYS = (
+    *("hpa", "nested", "rpca, head", "rpca, tuned, each", "rpca, head, tuned, each"),
+    *("cut, head", "tuned, each", "head, tuned, each"),
+)
 _REFERENCE = "full-rank"
 
 Row = Mapping[str, Any]
