@@ -27,7 +27,7 @@ from salaad.config.commands import CompressOptions
 from salaad.config.run import RunConfig
 from salaad.data import python_docs
 from salaad.evaluation import sweep
-from salaad.evaluation.figures import elastic_figure, sweep_figure
+from salaad.evaluation.figures import elastic_figure
 from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored.fixed_size import disk_bytes
@@ -71,7 +71,7 @@ def main() -> None:
     table = deployment_table(rows)
     print(f"\n{table}\n")
     print(write_text(output))
-    pictures = ("training.png", "sweep.png", "elastic.png")
+    pictures = ("training.png", "elastic.png")
     print(f"\nPictures: {', '.join(str(output / name) for name in pictures)}")
     if options.record:
         for method in METHODS:
@@ -95,7 +95,6 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
         for label, deployment in deployments.items()
     }
     rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE, head=True)])
-    sweep_figure(rows["SALAAD"], output / "sweep.png")
     elastic_figure(rows, output / "elastic.png")
     keep_rows([{"label": label, **row} for label, mine in rows.items() for row in mine], output / "sweep.json")
     table = []
