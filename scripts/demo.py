@@ -123,7 +123,7 @@ def write_text(output: Path) -> str:
     folder = output / f"half-{run.digest[:8]}"
     said = ""
     if not folder.exists():
-        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32", "lm_head": True}
+        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}
         said = compress(CompressOptions(checkpoint=run.name, output=str(folder), **how), run)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -114,6 +114,8 @@ def history(name: str, kind: str, options: CompressOptions, variants: Sequence[V
         "stored": "those of a folder of one size",
         "factors": "factors that were trained themselves",
     }[kind.partition("-")[0]]
+    if kind.startswith(("trained-", "factors-")):
+        origin += ", and by robust PCA of what training left whole"
     if options.elastic:
         ranges = f" in each of {len(variants)} ranges of sizes" if len(variants) > 1 else ""
         cut = f"all units are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"

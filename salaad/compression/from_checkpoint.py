@@ -49,6 +49,7 @@ from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
+from salaad.model.roles import role_of
 from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
 from salaad.model.weights import weights_of
@@ -175,7 +176,8 @@ class CheckpointDeployment:
         if budget is None:
             return Variant("L+S", refine=refine, calibrated=calibrated)
         if options.by_energy:
-            return Variant(f"{options.budget}@energy", budget, None, refine, calibrated)
+            head = any(role_of(name) == "lm_head" for name in self._split)
+            return Variant(f"{options.budget}@energy{'+head' * head}", budget, None, refine, calibrated)
         self.check([Variant(options.budget, budget, 0.0)])
         # Rounded, so that the name says all of it and the same cut can be asked for by it.
         kappa = round(self.whole.share, 3) if options.kappa is None else options.kappa

@@ -12,7 +12,7 @@ from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.sensitivity import weights_from
-from salaad.compression.split import HEAD_BESIDE, Parts, post_hoc_parts, split_names
+from salaad.compression.split import HEAD_BESIDE, Parts, has_free_head, post_hoc_parts, split_names
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
@@ -28,7 +28,7 @@ def compress(
     *,
     kappa: float | None = None,
     refine: int | None = None,
-    lm_head: bool = False,
+    lm_head: bool | None = None,
 ) -> nn.Module:
     """A copy of the model whose blocks are L + S cut to a budget, stored as U·V + S where that is smaller; collective.
 
@@ -40,7 +40,8 @@ def compress(
             0.5; all of L + S unless given.
         kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
         refine: alternating projections that follow; 20 by energy, none by HPA, unless given.
-        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it.
+        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it. Unless given it
+            is where a budget is cut by energy, if the optimizer has second moments and no other weight is tied to it.
 
     Returns:
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
@@ -55,16 +56,20 @@ def compress(
         raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
     if kappa is not None and budget is None:
         raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
-    names = split_names(salaad.model, HEAD_BESIDE, salaad.weights, type(salaad.model).__name__) if lm_head else []
-    beside = weights_of(salaad.model, names)
-    parts = _parts(salaad, beside)
     dense = count_parameters(salaad.model)
-    fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
     variant = Variant("L+S")
     if budget is not None:
         alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
-    weights = {} if kappa is not None else weights_from(salaad.second_moments(), parts)
+    moments = {} if kappa is not None else salaad.second_moments()
+    if lm_head is None:
+        something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
+        lm_head = something_goes and bool(moments) and has_free_head(salaad.model)
+    names = split_names(salaad.model, HEAD_BESIDE, salaad.weights, type(salaad.model).__name__) if lm_head else []
+    beside = weights_of(salaad.model, names)
+    parts = _parts(salaad, beside)
+    fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
+    weights = weights_from(moments, parts)
     device = next(salaad.model.parameters()).device
     target = {name: X.detach().float().cpu() for name, X in beside.items()}
     whole = Whole(parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device)

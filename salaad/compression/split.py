@@ -20,7 +20,7 @@ from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import stored_blocks
 from salaad.methods.salaad.surrogate import low_rank_of
 from salaad.model.roles import find_blocks, role_of
-from salaad.model.weights import tied_modules
+from salaad.model.weights import matrices, tied_modules
 from salaad.prox import effective_rank, soft_threshold
 from salaad.rpca import not_a_finite_matrix, rpca
 
@@ -97,6 +97,11 @@ def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], s
         option = {"lm_head": "--lm_head, or +head,"}.get(role_of(name), f"--{role_of(name)}")
         raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave {option} out")
     return new
+
+
+def has_free_head(model: nn.Module) -> bool:
+    """Whether the model has an LM head that is tied to no other weight, so that it can be split."""
+    return any(role_of(name) == "lm_head" for name in matrices(model).keys() - tied_modules(model))
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:

@@ -199,7 +199,7 @@ def _show_commands(program: str, description: str, commands: Mapping[str, type],
 
 def _as_python_names(arguments: list[str], kind: type) -> list[str]:
     """Options as documented, `--task-data DIR` and a bare `--rpca`, in the library's form."""
-    switches = {f"--{f.name}" for f in fields(kind) if f.type is bool}
+    switches = {f"--{f.name}" for f in fields(kind) if f.type in (bool, bool | None)}
     named = [re.sub(r"^--[a-z-]+", lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in arguments]
     following = [*named[1:], ""][: len(named)]
     return [

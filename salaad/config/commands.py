@@ -207,7 +207,8 @@ class CompressOptions:
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S.
-        lm_head: split the head too, likewise; in a model whose head is large, small sizes gain most by it.
+        lm_head: split the head too, likewise; small sizes gain most by it. Unless given it is where a cut by energy
+            knows what the loss feels, from the training or by --calibrate; not with --godec, --roles or a tied head.
     """
 
     checkpoint: str
@@ -229,7 +230,7 @@ class CompressOptions:
     density: float | None = None
     roles: tuple[str, ...] | str = ()
     embedding: bool = False
-    lm_head: bool = False
+    lm_head: bool | None = None
 
     def __post_init__(self) -> None:
         one_or_more(self, "roles")

@@ -52,8 +52,12 @@ class OptionParser(ArgumentParser):
         super().__init__(exit_on_error=False, allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def format_help(self) -> str:
-        """The help, in which an option of a command has dashes, and a key of a configuration its underscores."""
-        return re.sub(r"--[a-z]+(_[a-z]+)+(?![\w.])", lambda option: option[0].replace("_", "-"), super().format_help())
+        """The help, in which an option of a command has dashes, and a key of a configuration its underscores.
+
+        That a value may also be none at all is how options are declared, not what anybody types.
+        """
+        text = super().format_help().replace(",null}", "}")
+        return re.sub(r"--[a-z]+(_[a-z]+)+(?![\w.])", lambda option: option[0].replace("_", "-"), text)
 
 
 def is_list(kind: Any) -> bool:

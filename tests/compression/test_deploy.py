@@ -131,7 +131,7 @@ def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_comman
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
     dense, kept = record["parameters"]
     assert 0 <= round(0.7 * dense) - kept < 544  # the largest block's n + m: one unit
-    for checkpoint, variant in ((runs / "salaad", "0.7@energy"), (tmp_path / "made", "X")):
+    for checkpoint, variant in ((runs / "salaad", record["variant"]), (tmp_path / "made", "X")):
         evaluate("perplexity", checkpoint, tmp_path, variants=variant, dtype="float32")
     through_variant, through_folder = rows_of(tmp_path, "perplexity")
     assert through_variant["perplexity"] == pytest.approx(through_folder["perplexity"], rel=1e-5)
@@ -445,9 +445,8 @@ def test_a_calibrated_cut_is_refined_towards_l_plus_s_as_well(runs, tmp_path):
     distances = []
     for alternations in (0, 5):
         made = tmp_path / str(alternations)
-        compress(
-            runs / "salaad", made, budget="0.7", allocation="energy", refine=alternations, calibrate=8, dtype="float32"
-        )
+        fit = {"refine": alternations, "calibrate": 8}
+        compress(runs / "salaad", made, budget="0.7", lm_head="false", dtype="float32", **fit)
         distances.append(distance(AutoModelForCausalLM.from_pretrained(made), targets))
     assert distances[1] < 0.9 * distances[0]
 
@@ -455,7 +454,7 @@ def test_a_calibrated_cut_is_refined_towards_l_plus_s_as_well(runs, tmp_path):
 def test_refined_and_calibrated_variants_are_the_folders_made_with_the_same_options(runs, tmp_path):
     fit = ("--refine", 5, "--calibrate", 8)
     common = ("--dtype", "float32", "--output", tmp_path)
-    for variants, options in (("0.7@energy,0.7@0.5", fit), ("0.7@energy", ())):
+    for variants, options in (("0.7@energy+head,0.7@0.5", fit), ("0.7@energy+head", ())):
         ok("evaluate.py", "perplexity", "--checkpoint", runs / "salaad", "--variants", variants, *common, *options)
     energy, by_hpa, plain = rows_of(tmp_path, "perplexity")
     assert [(row["refine"], row["calibrate"]) for row in (energy, by_hpa, plain)] == [(5, 8), (5, 8), (0, 0)]
@@ -509,7 +508,7 @@ def test_a_sweep_shows_every_way_to_cut_of_every_model_and_records_it(sweep):
 
 @pytest.mark.parametrize(("rival", "label"), [("rpca", "vanilla + RPCA"), ("godec", "vanilla + GoDec")])
 def test_a_rival_in_a_sweep_is_the_folder_that_compress_makes_of_the_vanilla_run(sweep, runs, tmp_path, rival, label):
-    compress(runs / "full_rank", tmp_path / "made", f"--{rival}", budget="0.5", allocation="energy", **FIT)
+    compress(runs / "full_rank", tmp_path / "made", f"--{rival}", budget="0.5", lm_head="false", **FIT)
     evaluate("perplexity", tmp_path / "made", tmp_path, dtype="float32")
     [folder] = rows_of(tmp_path, "perplexity")
     mine = [row for row in sweep[1] if row["label"] == label and row["calibrate"]]

@@ -74,7 +74,7 @@ def compressed(runs: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--budget", "1K"), "is below the floor of"),
+        (("--budget", 100), "is below the floor of"),
         (("--kappa", 1.5), "outside [0, 1]"),
         (("--kappa", 0.5), "give a --budget too"),
         (("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5), "energy finds its own"),
@@ -93,7 +93,7 @@ def compressed(runs: Path, tmp_path: Path) -> Path:
         (("--elastic", "--refine", 3, "--budget", "0.7", "--format", "dense"), "leave one of them out"),
         (("--elastic", "--kappa", 0.5), "--kappa"),
         (("--elastic", "--refine", 3, "--budget", "0.7", "--kappa", 0.5), "energy finds its own; leave it out"),
-        (("--elastic", "--refine", 3, "--budget", "1K"), "is below the floor of"),
+        (("--elastic", "--refine", 3, "--budget", 100), "is below the floor of"),
         *(
             (("--godec", option, value), f"{option} is {float(value)}, outside (0, 1]")
             for option in ("--density", "--rank-ratio")
@@ -201,7 +201,7 @@ def test_what_is_godecs_is_refused_without_it(runs, tmp_path):
 def elastic(runs, tmp_path_factory) -> Path:
     """A folder of every size of the SALAAD run."""
     folder = tmp_path_factory.mktemp("elastic") / "elastic"
-    compress(runs / "salaad", folder, elastic=True)
+    compress(runs / "salaad", folder, elastic=True, lm_head="false")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Embedding and head split beside the L + S that training left, or with all else: against the dense weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
+from salaad.common.files import write_checksums
 from salaad.compression.split import HEAD_BESIDE, split_names
 from salaad.factored import SlrLinear
+from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, refused, rows_of
 from tests.helpers.models import logits, open_folder
@@ -42,9 +45,9 @@ def test_a_budget_below_the_head_and_all_else_that_is_dense_can_be_had(runs, tmp
     source = ModelOnDisk.open(runs / "salaad")
     sizes = {name: tensor.numel() for name, tensor in source.folder.load(torch.float32).named_parameters()}
     floor = sum(size for name, size in sizes.items() if "norm" in name or name == HEAD)
-    arguments = ("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "refused")
+    arguments = ("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "refused", "--lm_head=false")
     assert "is below the floor of" in refused(*arguments, "--budget", floor - 1)
-    compress(runs / "salaad", tmp_path / "made", budget=floor // 2, lm_head=True, dtype="float32")
+    compress(runs / "salaad", tmp_path / "made", budget=floor // 2, dtype="float32")
     model = open_folder(tmp_path / "made")
     assert isinstance(model.lm_head, SlrLinear)
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
@@ -61,11 +64,40 @@ def test_one_that_is_a_block_already_is_not_split_again(runs, tmp_path):
     assert all(torch.equal(without[key], beside[key]) for key in without)
 
 
+@pytest.mark.parametrize(
+    ("run", "options", "split"),
+    [
+        ("salaad", {"budget": "0.5"}, True),
+        ("salaad", {"budget": "0.5", "lm_head": "false"}, False),
+        ("salaad", {"budget": "0.5", "kappa": 0.5}, False),  # the paper's cut leaves the head whole
+        ("salaad", {}, False),
+        ("salaad", {"budget": "100M"}, False),  # all of L + S fits
+        ("full_rank", {"budget": "0.5", "rpca": True}, True),
+        ("full_rank", {"budget": "0.5", "godec": True}, False),
+        ("full_rank", {"budget": "0.95", "rpca": True, "roles": "q,k"}, False),
+        ("without_moments", {"budget": "0.5"}, False),
+        ("without_moments", {"budget": "0.5", "calibrate": 4}, True),
+    ],
+)
+def test_unless_told_the_head_is_split_where_energy_can_weigh_it(runs, tmp_path, run, options, split):
+    source = runs / run
+    if run == "without_moments":
+        source = tmp_path / run
+        shutil.copytree(last_checkpoint(runs / "salaad"), source)
+        (source / "state" / SECOND_MOMENTS).unlink()
+        write_checksums(source)
+    compress(source, tmp_path / "made", dtype="float32", **({"refine": 0} if "budget" in options else {}), **options)
+    record = json.loads((tmp_path / "made" / "compression.json").read_text())
+    without = 4 if "roles" in options else 15  # of two layers, and the embedding as in the run
+    assert record["blocks"] == without + split
+    assert record["variant"].endswith("@energy+head") == split
+
+
 def test_an_elastic_folder_with_the_head_opens_at_sizes_that_need_it_cut(runs, tmp_path):
     source = ModelOnDisk.open(runs / "salaad")
     head = source.folder.load(torch.float32).lm_head.weight.numel()
-    compress(runs / "salaad", tmp_path / "made", elastic=True, lm_head=True, dtype="float32")
-    compress(runs / "salaad", tmp_path / "other", elastic=True, dtype="float32")
+    compress(runs / "salaad", tmp_path / "made", elastic=True, dtype="float32")
+    compress(runs / "salaad", tmp_path / "other", elastic=True, lm_head="false", dtype="float32")
     floors = [
         json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["fixed"]
         for name in ("made", "other")
@@ -76,7 +108,7 @@ def test_an_elastic_folder_with_the_head_opens_at_sizes_that_need_it_cut(runs, t
 
 
 def test_with_rpca_the_head_joins_the_blocks_of_the_run_and_is_fitted_on_text(runs, tmp_path):
-    options = {"rpca": True, "lm_head": True, "budget": "0.12", "dtype": "float32"}
+    options = {"rpca": True, "budget": "0.12", "dtype": "float32"}
     compress(runs / "full_rank", tmp_path / "cut", **options)
     compress(runs / "full_rank", tmp_path / "fitted", distill="4K", **options)
     models = [open_folder(tmp_path / name) for name in ("cut", "fitted")]

@@ -200,13 +200,15 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
 # ---- a small model
 
 
-@pytest.mark.parametrize(("budget", "head"), [("0.5", False), (0.5, False), (None, False), (0.5, True)])
+@pytest.mark.parametrize(("budget", "head"), [("0.5", False), (0.5, None), (None, None), (0.5, True)])
 def test_compress_gives_the_model_that_compress_py_writes(saved, tmp_path, budget, head):
     model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
     salaad = Salaad.load(model, saved)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     small = salaad.compress(budget, lm_head=head)
-    words = ([] if budget is None else ["--budget=0.5"]) + ["--lm_head"] * head
+    words = ([] if budget is None else ["--budget=0.5"]) + (
+        {None: [], True: ["--lm_head"], False: ["--lm_head=false"]}[head]
+    )
     deploying.compress(saved, tmp_path / "small", *words, dtype="float32")
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "small", local_files_only=True)
     assert slr_modules(small).keys() == slr_modules(written).keys() != set()
