@@ -49,6 +49,7 @@ from scripts.trainings import ROOT, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 FIGURES = ("variant", "parameters", "perplexity")
+OF_A_CUT = (*FIGURES, "bytes")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
 
@@ -115,6 +116,7 @@ class Comparison:
         extra: options of train.py for all.
         tokens: validation tokens, of whose second half every figure is.
         other_text: a second validation file, on which whole models are measured too.
+        ways: which ways to smaller models are measured.
     """
 
     config: str
@@ -122,10 +124,11 @@ class Comparison:
     extra: tuple[str, ...]
     tokens: int
     other_text: str | None = None
+    ways: tuple[str, ...] = tuple(WAYS)
 
     def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
         """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
-        left = [way for way in training.ways if way not in row.get("ways", {})]
+        left = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
         if row and not left:
             return
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
@@ -143,7 +146,10 @@ class Comparison:
         row.setdefault("costs", {}).setdefault("train", model.training_cost(summary["positions"]))
         for way in left:
             since = time.perf_counter()
-            sizes = [{"share": share, **{key: size[key] for key in FIGURES}} for share, size in WAYS[way](model)]
+            sizes = [
+                {"share": share, **{key: size[key] for key in OF_A_CUT if key in size}}
+                for share, size in WAYS[way](model)
+            ]
             row["minutes"][way] = (time.perf_counter() - since) / 60
             row["ways"][way] = sizes
             if costs := model.costs_of(way):
@@ -173,6 +179,9 @@ def main() -> None:
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
     parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
+    parser.add_argument(
+        "--ways", default=";".join(WAYS), help="to smaller models, separated by semicolons; all of a row"
+    )
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
     parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
@@ -192,7 +201,10 @@ def main() -> None:
         check(file is None or Path(file).is_file(), f"{name} {file} is no file; give an existing one")
     runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
     runs.mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(options.config, runs, tuple(extra), options.tokens, options.other_text)
+    ways = tuple(options.ways.split(";"))
+    for way in ways:
+        check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
+    comparison = Comparison(options.config, runs, tuple(extra), options.tokens, options.other_text, ways)
     searched = read_json(options.search)["methods"] if options.search else {}
     rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
     settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)

@@ -30,7 +30,6 @@ from salaad.evaluation import sweep
 from salaad.evaluation.figures import elastic_figure
 from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.factored.fixed_size import disk_bytes
 from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.runs.summary import save_result
 from scripts.run_figures import training_figure
@@ -112,9 +111,7 @@ def shown(label: str, row: Mapping[str, Any], deployment: CheckpointDeployment) 
     """A row of the table: what was measured, and the bytes of the weights on disk."""
     variant = Variant(row["variant"], row["budget"], row["kappa"], row["refine"], head=row["head"])
     deployment = deployment.of(variant)
-    parts = deployment.cut(variant)
-    blocks = sum(disk_bytes(slr, element=4) for slr in parts.values())
-    return {**row, "label": label, "bytes": 4 * deployment.fixed + blocks if parts else 4 * deployment.dense}
+    return {**row, "label": label, "bytes": deployment.disk_bytes(deployment.cut(variant), element=4)}
 
 
 def write_text(output: Path) -> str:

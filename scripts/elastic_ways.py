@@ -130,7 +130,8 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
     if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
         deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
     for share, budget in budgets_of(model):
-        yield share, evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+        variant = Variant(f"{budget}@energy", budget, None, ALTERNATIONS)
+        yield share, evaluation(variant) | {"bytes": deployment.disk_bytes(deployment.cut(variant), element=4)}
 
 
 def by_hpa(model: Measured) -> Sizes:
@@ -157,7 +158,8 @@ def tuned_each(model: Measured, split: str | None = None, head: bool = False) ->
     for share in NAMED:
         folder = compressed(model, (share,), split, head)
         row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
-        yield share, {**row, "parameters": read_json(folder / RECORD)["parameters"][1]}
+        of = read_json(folder / RECORD)
+        yield share, {**row, "parameters": of["parameters"][1], "bytes": of["bytes_on_disk"][1]}
 
 
 def compressed(model: Measured, chosen: Sequence[float], split: str | None, head: bool) -> Path:

@@ -43,7 +43,7 @@ from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.factored.elastic_file import SizeRange
-from salaad.factored.fixed_size import factor
+from salaad.factored.fixed_size import disk_bytes, factor
 from salaad.factored.slr import Slr
 from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_fixed_size
@@ -253,6 +253,11 @@ class CheckpointDeployment:
             spared = sum(math.prod(slr.shape) - slr.parameters for slr in trained.values())
             return self.source.parameters or self.dense - spared
         return self.fixed + sum(slr.parameters for slr in parts.values())
+
+    def disk_bytes(self, parts: Parts, element: int) -> int:
+        """Bytes of a folder's weights with these parts, numbers of `element` bytes; of the dense model for none."""
+        blocks = sum(disk_bytes(slr, element) for slr in parts.values())
+        return element * self.fixed + blocks if parts else element * self.dense
 
     @contextmanager
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:

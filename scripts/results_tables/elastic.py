@@ -73,9 +73,10 @@ def fair_table(rows: Sequence[Row], bench: Path) -> str:
                 there = [row for row in mine if has(row["ways"].get(way, ()), share)]
                 if there:
                     sizes = [row["ways"][way] for row in there]
-                    stored = next(size["parameters"] for size in sizes[0] if size["share"] == share)
+                    size = next(size for size in sizes[0] if size["share"] == share)
+                    stored = megabytes(size["bytes"]) if "bytes" in size else ""
                     values = _with_deviation([at(mine, share) for mine in sizes])
-                    lines.append((f"{label}: {way}", values, "", "", millions(stored), *[""] * 4))
+                    lines.append((f"{label}: {way}", values, "", "", millions(size["parameters"]), "", stored, "", ""))
     tokens = rows[0]["text_tokens"]
     header = ("model", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
     told = (

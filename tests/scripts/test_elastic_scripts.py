@@ -42,8 +42,11 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     for way in ("cut", "cut, head", "head, tuned"):
         assert [row["share"] for row in ways[way]] == elastic_ways.all_shares()
         assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # as large, however it was made
-    for way in ("tuned, each", "head, tuned, each"):
+    for way, cut in (("tuned, each", "cut"), ("head, tuned, each", "cut, head")):
         assert [row["share"] for row in ways[way]] == list(NAMED)
+        counted = {row["share"]: row["bytes"] for row in ways[cut]}
+        for row in ways[way]:  # a file of the same ranks and counts, whose header takes some more
+            assert counted[row["share"]] < row["bytes"] < counted[row["share"]] + 20_000
     costs = rows["SALAAD"]["costs"]
     # Two folders of one size; one of six ranges, each of which reads the same text and learns two sizes in a step.
     assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
@@ -71,6 +74,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     [
         (["--rows=nothing"], "there is no row 'nothing'; give some of full-rank; SALAAD"),
         (["--repeated=nobody"], "there is no row 'nobody'"),
+        (["--ways=cut;none"], "there is no way 'none'; give some of cut; cut, head"),
         (["--seeds=a"], "--seeds is a; give whole numbers"),
         (["--search=nowhere.json"], "--search nowhere.json is no file"),
         (["--other-text=nowhere.jsonl"], "--other-text nowhere.jsonl is no file"),
