@@ -14,7 +14,7 @@ SMALLER = {0.75: "three quarters", 0.5: "half", 0.2: "a fifth"}  # of what can b
 def sections() -> dict[str, str]:
     """The rows of the project's README, and the demo's table."""
     table = RESULTS / "demo" / "demo.md"
-    return {"summary": summary_table(), "demo": table.read_text().strip()}
+    return {"summary": summary_table(), "samples": samples(), "demo": table.read_text().strip()}
 
 
 def summary_table() -> str:
@@ -33,6 +33,14 @@ def summary_table() -> str:
     )
     header = ("size", "parameters", "trained with SALAAD", "full-rank, cut with the same tools", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{told}"
+
+
+def samples() -> str:
+    """What the smallest and the largest size of SALAAD's elastic folder write, a line each."""
+    rows = read_json(RESULTS / "elastic" / "nano-20.json")["rows"]
+    written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
+    texts = written.get("head, tuned") or written["tuned"]
+    return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
 
 
 def _at(sizes: Sequence[Mapping[str, Any]], share: float) -> Mapping[str, Any]:
