@@ -17,10 +17,9 @@ from salaad.common.validation import split_list
 from salaad.compression.card import Usage, history, in_words, not_smaller, write_card
 from salaad.compression.deployment import Deployment, FittedOnText, take_over
 from salaad.compression.opening import open_deployment
-from salaad.compression.split import PostHoc, has_free_head
 from salaad.compression.variants import Variant
+from salaad.compression.what_to_split import split_of
 from salaad.config.commands import CompressOptions
-from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
@@ -213,42 +212,6 @@ def usage_of(deployment: Deployment, options: CompressOptions, content: FolderCo
         shorter = "data" not in source.run and positions is not None and positions < DataConfig().sequence_length
         evaluation = ("--data.sequence_length", str(positions)) if shorter else ()
     return Usage(options.output, options.elastic or content.factored > 0, size, evaluation)
-
-
-def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
-    """How the model is to be split after the fact: the blocks named, or those of the run, or all projections.
-
-    Without --rpca and --godec only embedding and head can be, beside what was trained.
-    """
-    head = splits_head(source, options) if options.lm_head is None else options.lm_head
-    if not (options.rpca or options.godec):
-        asked = {"embedding": options.embedding, "lm_head": head}
-        outer = tuple(name for name, wanted in asked.items() if wanted)
-        return PostHoc(replace(source.blocks, roles=outer), beside=True) if outer else None
-    blocks = source.blocks
-    if options.roles or options.embedding:
-        blocks = SalaadConfig(roles=options.roles, embedding=options.embedding)
-    if head:
-        blocks = replace(blocks, lm_head=True)
-    method = "rpca" if options.rpca else "godec"
-    given = {"rank_ratio": options.rank_ratio, "density": options.density}
-    return PostHoc(blocks, method, **{name: value for name, value in given.items() if value is not None})
-
-
-def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
-    """Whether the head is split where nothing is said about it.
-
-    Its worth beside the other blocks has to be known, or energy takes too much of it; then every size measured so far
-    is better for it (results/elastic). GoDec, whose L + S is less than X, was not measured.
-    """
-    felt = options.calibrate > 0 or source.second_moments is not None
-    splits = options.rpca or (source.surrogate is not None and not options.godec)
-    if not (options.by_energy and felt and splits) or options.roles or not has_free_head(source.folder.outline):
-        return False
-    if options.budget is None or options.elastic or options.rpca:
-        return options.elastic or options.budget is not None
-    whole = open_deployment(source)
-    return parse_budget(options.budget, whole.dense) < whole.whole.parameters  # else nothing has to be cut
 
 
 def size_table(name: str, sizes: dict[str, tuple[int, int]]) -> str:
