@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from salaad.common.budgets import parse_budget
+from salaad.common.errors import UserError
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc, has_free_head
 from salaad.config.commands import CompressOptions
@@ -14,7 +15,14 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
     """How the model is to be split after the fact: the blocks named, or those of the run, or all projections.
 
     Without --rpca and --godec only embedding and head can be, beside what was trained.
+
+    Raises:
+        UserError: the head is asked for and cannot be split.
     """
+    if options.lm_head and not has_free_head(source.folder.outline):
+        raise UserError(
+            f"{source.name} has no LM head, or one that is tied to another weight and stays dense; leave --lm-head out"
+        )
     head = splits_head(source, options) if options.lm_head is None else options.lm_head
     if not (options.rpca or options.godec):
         asked = {"embedding": options.embedding, "lm_head": head}

@@ -21,8 +21,9 @@ ABOUT = (
     "it is about, the claim is not shown. The measures are in scripts/reproduction/claims.py; at nano and micro those "
     "of the LM head, the elastic curve, bfloat16 and small dense models were set or made stricter when results were "
     "known.",
-    "At nano and micro all weights learn at one rate, the field's usual one. Later searches found slower projections far "
-    "better for full-rank training and SALAAD alike (elastic/README.md): what is compared here holds at the one rate.",
+    "At nano and micro all weights learn at one rate, the field's usual one. Later searches found slower projections "
+    "far better for full-rank training and SALAAD alike (elastic/README.md): what is compared here holds at the one "
+    "rate.",
     "Cuts by energy of commits before 42d0652 count every entry of a block alike, since checkpoints held no second "
     "moments of the optimizer then; those of later commits are weighed by them.",
 )

@@ -19,6 +19,7 @@ from tests.helpers.models import logits, open_folder
 from tests.helpers.training import last_checkpoint
 
 HEAD = "lm_head.weight"
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
 FIT = {"refine": 3, "dtype": "float32"}
 pytestmark = pytest.mark.usefixtures("own_caches")
 
@@ -139,10 +140,18 @@ def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path
 
 
 def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
-    sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, tie_word_embeddings=True, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
     with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head, or"):
         split_names(model, HEAD_BESIDE, {}, "m")
+
+
+def test_a_tied_head_is_not_split_with_all_else_either(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
+    model.save_pretrained(tmp_path / "tied")
+    arguments = ("--checkpoint", tmp_path / "tied", "--output", tmp_path / "made", "--budget", "0.9", "--rpca")
+    said = refused("compress.py", *arguments, "--lm-head")
+    assert "has no LM head, or one that is tied to another weight and stays dense; leave --lm-head out" in said
+    compress(tmp_path / "tied", tmp_path / "made", "--rpca", budget="0.9")
 
 
 @pytest.mark.parametrize(
