@@ -148,6 +148,13 @@ SCALES = {
         tokens="300K",
         max_length=512,
     ),
+    "micro-20": Scale(
+        "micro-20",
+        text=WIKIPEDIA,
+        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000"),
+        tokens="300K",
+        max_length=512,
+    ),
     "60m-wikipedia": Scale(
         "60m-wikipedia",
         text=WIKIPEDIA,

@@ -8,9 +8,11 @@ from typing import Any
 
 from salaad.common.files import read_json
 from scripts.reproduction.claims import ANSWERS, CLAIMS, claims_tables, text_table, verdicts
+from scripts.reproduction.conclusions import conclusions
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import ROOT, Scale
 from scripts.reproduction.items import Item
+from scripts.results_tables.elastic import fair_table
 
 TITLE = "The paper, table by table"
 ABOUT = (
@@ -39,6 +41,10 @@ BESIDE = {
     "reliability.md": "what a training run survives, and the seconds to recover",
 }
 
+# At which the claims are judged; others join once there are results of them.
+FAIR = "nano-20"
+JUDGED = ("nano", "nano-20", "micro", "micro-20")
+
 # What a figure comes out of: its training, the cut and the evaluation.
 BEHIND = (
     "train.py",
@@ -52,8 +58,10 @@ Result = Mapping[str, Any]
 def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> Path:
     """Write README.md into the folder of all results, from what lies there; its path."""
     found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
+    judged = [scale for scale in scales if found[scale] or scale.name in JUDGED]
+    measured = {scale: result for scale, result in found.items() if result}
     readme = results / "README.md"
-    readme.write_text(markdown(results, items, {scale: measured for scale, measured in found.items() if measured}))
+    readme.write_text(markdown(results, items, judged, measured))
     return readme
 
 
@@ -121,12 +129,32 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     return text_table(("claim", *(scale.name for scale in scales)), lines)
 
 
-def markdown(results: Path, items: Sequence[Item], found: Mapping[Scale, Mapping[str, Result]]) -> str:
-    """The whole report as Markdown."""
-    parts = [f"# {TITLE}", " ".join(ABOUT), "Beside it:"]
+def fair(results: Path) -> list[str]:
+    """The table of all methods at the paper's tokens per parameter, and its picture; nothing before it is measured."""
+    measured = results / "elastic" / f"{FAIR}.json"
+    if not measured.exists():
+        return []
+    table = fair_table(read_json(measured)["rows"], results / "bench" / "methods-nano.json")
+    picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
+    return [f"## All methods at the paper's tokens per parameter ({FAIR})", table, picture]
+
+
+def markdown(
+    results: Path, items: Sequence[Item], judged: Sequence[Scale], found: Mapping[Scale, Mapping[str, Result]]
+) -> str:
+    """The whole report as Markdown.
+
+    Args:
+        results: folder of all results.
+        items: of the paper.
+        judged: scales that have a column in the table of claims.
+        found: scale → item → result, of the scales that have any.
+    """
+    parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
+    if said := conclusions(results):
+        parts += ["## What to conclude", "\n".join(f"- {sentence}" for sentence in said)]
+    parts += ["## How to read it", " ".join(ABOUT), "Beside it:"]
     parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in BESIDE.items()))
-    if len(found) > 1:
-        parts += ["## The claims at a glance", glance(results, list(found))]
     for scale, measured in found.items():
         parts += [f"## {scale.name}", outdated_note(measured)]
         parts += [f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
