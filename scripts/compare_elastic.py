@@ -180,7 +180,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
     parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
     parser.add_argument(
-        "--ways", default=";".join(WAYS), help="to smaller models, separated by semicolons; all of a row"
+        "--ways",
+        default=";".join(WAYS),
+        help="ways to smaller models, separated by semicolons; all unless given",
     )
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")

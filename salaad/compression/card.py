@@ -115,7 +115,7 @@ def history(name: str, kind: str, options: CompressOptions, variants: Sequence[V
         "factors": "factors that were trained themselves",
     }[kind.partition("-")[0]]
     if kind.startswith(("trained-", "factors-")):
-        origin += ", and by robust PCA of what training left whole"
+        origin += ", where training left any, and else found by robust PCA in the finished weights"
     if options.elastic:
         ranges = f" in each of {len(variants)} ranges of sizes" if len(variants) > 1 else ""
         cut = f"all units are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"

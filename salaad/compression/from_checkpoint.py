@@ -96,10 +96,11 @@ class CheckpointDeployment:
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
-        if post_hoc is not None:
+        if self._split:
             how = f"{post_hoc.blocks.gamma} {post_hoc.blocks.energy} {names} {(post_hoc.rank_ratio, post_hoc.density)}"
             source_of_parts = self.kind if post_hoc.beside else post_hoc.method
             self.kind = f"{source_of_parts}-{sha256(how.encode()).hexdigest()[:8]}"
+        self._last_cut: dict[str, Parts] = {}
         self._models: dict[torch.dtype, PreTrainedModel] = {}
 
     def _trained_shapes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -218,8 +219,13 @@ class CheckpointDeployment:
         return self._whole({})
 
     def cut(self, variant: Variant) -> Parts:
-        """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`."""
-        return {} if variant.name == "X" else cut(self._whole(self.weights(variant)), variant)
+        """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`. The last cut is kept."""
+        if variant.name == "X":
+            return {}
+        of = self._name_of(variant)
+        if of not in self._last_cut:
+            self._last_cut = {of: cut(self._whole(self.weights(variant)), variant)}
+        return self._last_cut[of]
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:  # noqa: D102
         belows = [None, *(variant.budget for variant in variants[:-1])]

@@ -12,7 +12,7 @@ from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.sensitivity import weights_from
-from salaad.compression.split import HEAD_BESIDE, Parts, has_free_head, post_hoc_parts, split_names
+from salaad.compression.split import HEAD_BESIDE, Parts, can_weigh_head, post_hoc_parts, split_names
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
@@ -40,8 +40,8 @@ def compress(
             0.5; all of L + S unless given.
         kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
         refine: alternating projections that follow; 20 by energy, none by HPA, unless given.
-        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it. Unless given it
-            is where a budget is cut by energy, if the optimizer has second moments and no other weight is tied to it.
+        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it. Unless given, it
+            is split where a cut by energy has to remove something and the optimizer's second moments tell its worth.
 
     Returns:
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
@@ -64,7 +64,7 @@ def compress(
     moments = {} if kappa is not None else salaad.second_moments()
     if lm_head is None:
         something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
-        lm_head = something_goes and bool(moments) and has_free_head(salaad.model)
+        lm_head = something_goes and can_weigh_head(salaad.model, salaad.weights, moments)
     names = split_names(salaad.model, HEAD_BESIDE, salaad.weights, type(salaad.model).__name__) if lm_head else []
     beside = weights_of(salaad.model, names)
     parts = _parts(salaad, beside)

@@ -99,9 +99,24 @@ def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], s
     return new
 
 
-def has_free_head(model: nn.Module) -> bool:
-    """Whether the model has an LM head that is tied to no other weight, so that it can be split."""
-    return any(role_of(name) == "lm_head" for name in matrices(model).keys() - tied_modules(model))
+def free_heads(model: nn.Module) -> set[str]:
+    """Names of the LM heads that are tied to no other weight, so that they can be split."""
+    return {name for name in matrices(model).keys() - tied_modules(model) if role_of(name) == "lm_head"}
+
+
+def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[str]) -> bool:
+    """Whether a cut by energy can have the LM head too: it can be split, is no block, and is weighed beside the others.
+
+    Unweighed, as by an optimizer that keeps moments of embedding and head alone, energy takes too much of it.
+
+    Args:
+        model: the model.
+        blocks: those of training.
+        known: matrices whose mean squared gradients are known.
+    """
+    heads = free_heads(model) - set(blocks)
+    inner = [name for name in known if role_of(name) not in ("embedding", "lm_head")]
+    return bool(heads and inner) and heads <= set(known)
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:

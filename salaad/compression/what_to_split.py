@@ -1,13 +1,17 @@
 """Which weights compress.py splits after the fact: what its options name, and the head where nothing is said of it."""
 
+import math
 from dataclasses import replace
 
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
-from salaad.compression.opening import open_deployment
-from salaad.compression.split import PostHoc, has_free_head
+from salaad.compression.split import PostHoc, can_weigh_head, free_heads
 from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
+from salaad.methods.salaad.storage import read_index
+from salaad.model.parameters import count_parameters
+from salaad.model.second_moments import names_of_moments
+from salaad.model.weights import matrices
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -19,7 +23,7 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
     Raises:
         UserError: the head is asked for and cannot be split.
     """
-    if options.lm_head and not has_free_head(source.folder.outline):
+    if options.lm_head and not free_heads(source.folder.outline):
         raise UserError(
             f"{source.name} has no LM head, or one that is tied to another weight and stays dense; leave --lm-head out"
         )
@@ -39,19 +43,19 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
 
 
 def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
-    """Whether the head is split where nothing is said about it.
+    """Whether the head is split where nothing is said about it: by energy where it can be weighed and something goes.
 
-    Its worth beside the other blocks has to be known, or energy takes too much of it; then every size measured so far
-    is better for it (results/elastic). GoDec, whose L + S is less than X, was not measured.
+    Without text every size measured so far is better for it (results/elastic). GoDec, whose L + S is less than X, was
+    not measured, nor were methods that train their factors.
     """
-    weighed = options.calibrate > 0 or source.second_moments is not None
-    if not (options.by_energy and weighed and has_free_head(source.folder.outline)):
+    if not options.by_energy or options.godec or options.roles or not (options.rpca or source.surrogate):
         return False
-    if options.rpca:
-        return not options.roles and (options.elastic or options.budget is not None)
-    if options.godec or source.surrogate is None:
+    model, index = source.folder.outline, {} if options.rpca else read_index(source.surrogate)
+    moments = source.second_moments
+    known = matrices(model) if options.calibrate else names_of_moments(moments) if moments else ()
+    if not can_weigh_head(model, index, known):
         return False
-    if options.elastic or options.budget is None:
-        return options.elastic
-    deployment = open_deployment(source)
-    return parse_budget(options.budget, deployment.dense) < deployment.whole.parameters  # else nothing has to go
+    dense = count_parameters(model)
+    spared = sum(math.prod(e["shape"]) - e["rank"] * sum(e["shape"]) - e["nnz"] for e in index.values())
+    cut = options.budget is not None and not options.elastic and parse_budget(options.budget, dense) < dense - spared
+    return options.elastic or cut

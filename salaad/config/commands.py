@@ -207,8 +207,9 @@ class CompressOptions:
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S.
-        lm_head: split the head too, likewise; small sizes gain most by it. Unless given it is where a cut by energy
-            knows what the loss feels, from the training or by --calibrate; not with --godec, --roles or a tied head.
+        lm_head: split the head too, likewise; small sizes gain most by it. Unless given, it is split where a cut by
+            energy has to remove something and its worth is known (from the training or by --calibrate), but not with
+            --godec or --roles, a tied head, or a method that trains its factors.
     """
 
     checkpoint: str

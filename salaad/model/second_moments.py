@@ -4,16 +4,18 @@ Adam's second moment of a weight estimates E[g²], the diagonal of the empirical
 rows and over the columns of a matrix take n + m numbers, and tell later which of them a cut may damage least.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from salaad.common.errors import UserError
+from salaad.common.files import is_file
 from salaad.model.weights import matrices
 
 SECOND_MOMENTS = "second_moments.safetensors"  # in state/ of a checkpoint, in surrogate/ of another trainer's folder
@@ -45,16 +47,25 @@ def save_second_moments(moments: Moments, folder: Path) -> None:
         save_file(tensors, folder / SECOND_MOMENTS)
 
 
+def names_of_moments(path: Path) -> list[str]:
+    """The matrices that a file has them of.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with _reading(path), safe_open(path, framework="pt") as file:
+        keys = file.keys()
+    return list(dict.fromkeys(key.rpartition("/")[0] for key in keys))
+
+
 def read_second_moments(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Moments:
     """Those of the matrices in `shapes` that the file has.
 
     Raises:
         UserError: the file cannot be read, or its numbers are none of such matrices.
     """
-    try:
+    with _reading(path):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None
     there = [name for name in shapes if all(f"{name}/{side}" in tensors for side in _SIDES)]
     found = {name: tuple(tensors[f"{name}/{side}"] for side in _SIDES) for name in there}
     for name, pair in found.items():
@@ -62,3 +73,22 @@ def read_second_moments(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Mo
         if not fits or not all(part.isfinite().all() and (part >= 0).all() for part in pair):
             raise UserError(f"{path} holds no second moments of {name}; give a whole checkpoint")
     return found
+
+
+def moments_in(folder: Path, model: nn.Module) -> Moments:
+    """Those of the matrices of a model that lie in its folder: a checkpoint, or that of another trainer; else none.
+
+    Raises:
+        UserError: as `read_second_moments`.
+    """
+    shapes = {name: tuple(place.weight.shape) for name, place in matrices(model).items()}
+    files = [path for part in ("state", "surrogate") if is_file(path := folder / part / SECOND_MOMENTS)]
+    return read_second_moments(files[0], shapes) if files else {}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None

@@ -11,6 +11,7 @@ from scripts.reproduction.evidence import the_row
 from scripts.results_tables.elastic import at, by_label, has
 
 ELASTIC = "[elastic](elastic/README.md)"
+PAIR = ("salaad", "full_rank")
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 
 
@@ -51,33 +52,30 @@ def conclusions(results: Path) -> list[str]:
 def full_size(results: Path) -> str | None:
     """What SALAAD's X costs."""
     cost = Trainings(results / "elastic" / "nano-20.json").over("SALAAD")
-    step = _json(results / "bench" / "methods-nano.json")
-    if cost is None or step is None:
+    bench = _json(results / "bench" / "methods-nano.json")
+    if cost is None or bench is None:
         return None
-    state = {
-        name: megabytes(row["optimizer_bytes"] + row["method_bytes"])
-        for name, row in step["methods"].items()
-        if name in ("salaad", "full_rank")
-    }
+    methods = bench["methods"]
+    state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
+    best = "full-rank" if cost > 0 else "with SALAAD"
     return (
-        f"**The best model of full size**: train full-rank. SALAAD's X is {cost:+.1%} from it, a step takes "
-        f"{step['methods']['salaad']['over_full_rank']:.2f} times as long, and training keeps {state['salaad']} of "
-        f"state for {state['full_rank']} ({ELASTIC})."
+        f"**The best model of full size**: train {best}. SALAAD's X is {cost:+.1%} "
+        f"from full-rank training, a step takes {methods['salaad']['over_full_rank']:.2f} times as long, and training "
+        f"keeps {state['salaad']} of state instead of {state['full_rank']} ({ELASTIC})."
     )
 
 
 def rates(results: Path) -> str | None:
-    """What slower projections are worth."""
-    one = _json(results / "methods" / "nano.json")
-    two = _json(results / "demo" / "sweep.json")
-    if one is None or two is None:
-        return None
-    before = one["methods"]["full_rank"]["full"]["variants"]["X"]["perplexity"]
-    after = the_row(two["rows"], label="vanilla + RPCA", variant="X")["perplexity"]
-    return (
-        f"**Before any method**: let the projections learn slower than embedding and head, which takes full-rank "
-        f"training at nano from {before:.2f} to {after:.2f} ([methods](methods/README.md), [demo](demo/README.md))."
-    )
+    """What rates of their own are worth."""
+    for scale in ("nano-20", "nano"):
+        trainings = Trainings(results / "elastic" / f"{scale}.json")
+        cost = trainings.over("full-rank, one rate")
+        if cost is not None:
+            return (
+                f"**Before any method**: give embedding and head a higher learning rate than the projections. With one "
+                f"rate for all, full-rank training at {scale} is {cost:+.1%} from that with two ({ELASTIC})."
+            )
+    return None
 
 
 def many_sizes(results: Path) -> str | None:
@@ -92,9 +90,9 @@ def many_sizes(results: Path) -> str | None:
         return None
     ours, theirs = (f"{half:+.1%} and {fifth:+.1%}" for half, fifth in (cuts[:2], cuts[2:]))
     return (
-        f"**Many sizes, no text**: what SALAAD's model is cut to is {ours} from the whole full-rank model at half and "
-        f"a fifth of the compressible parameters; the full-rank model itself, split by robust PCA and cut with the "
-        f"same tools, {theirs} ({ELASTIC})."
+        f"**Many sizes, no text**: cut to half and to a fifth of the compressible parameters, SALAAD's model is {ours} "
+        f"from the whole full-rank model; the full-rank model itself, split by robust PCA and cut with the same tools, "
+        f"is {theirs} ({ELASTIC})."
     )
 
 
@@ -105,8 +103,8 @@ def head(results: Path) -> str | None:
     if without is None or beside is None:
         return None
     return (
-        f"**Below half**: let the cut have the head too, as it does by default: a fifth is {beside:+.1%} from the "
-        f"whole full-rank model with it and {without:+.1%} with a dense head ({ELASTIC})."
+        f"**The head**: split it too, which is the default, or leave it whole? A fifth of the compressible parameters "
+        f"is {beside:+.1%} from the whole full-rank model with it split and {without:+.1%} with it whole ({ELASTIC})."
     )
 
 
@@ -125,10 +123,10 @@ def with_text(results: Path) -> str | None:
         ]
         if None in best:
             return None
-        said.append(f"{label} {best[0]:+.1%} and {best[1]:+.1%}")
+        said.append(f"{label}'s half is {best[0]:+.1%} from it and its fifth {best[1]:+.1%}")
     return (
-        f"**One size, and text**: match and distil it on a twentieth of the training tokens; from the whole full-rank "
-        f"model half and a fifth are then {' and '.join(said)} ({ELASTIC})."
+        f"**One size, and text**: match the cut to the whole model and distil it on a twentieth of the training "
+        f"tokens. Beside the whole full-rank model {', '.join(said)} ({ELASTIC})."
     )
 
 
@@ -155,8 +153,8 @@ def way_to_cut(results: Path) -> str | None:
         min(row["perplexity"] for row in smallest if (row["kappa"] is None) == energy) for energy in (False, True)
     )
     return (
-        f"**How to cut**: by energy and refined, not by HPA: {by_energy:.1f} for {by_hpa:.1f} with "
-        f"{millions(smallest[0]['budget'])} parameters at nano ([nano](nano/README.md))."
+        f"**How to cut**: at nano a cut to {millions(smallest[0]['budget'])} parameters has perplexity "
+        f"{by_energy:.1f} by energy and refined, and {by_hpa:.1f} by HPA (below, *Flexible deployment*)."
     )
 
 
@@ -171,26 +169,9 @@ def headline(results: Path) -> str | None:
     of = {name: row["perplexity"]["mean"] for name, row in (("X", X), ("L+S", whole), ("full", dense))}
     share = whole["parameters"]["mean"] / X["parameters"]["mean"]
     return (
-        f"**The paper's model L + S** stands for X ({of['L+S'] / of['X'] - 1:+.1%} with {share:.0%} of its parameters "
-        f"at nano) and is no better than full-rank training ({of['L+S'] / of['full'] - 1:+.1%}): see the claims below."
-    )
-
-
-def other_methods(results: Path) -> str | None:
-    """The best of the others."""
-    measured = _json(results / "methods" / "nano.json")
-    if measured is None:
-        return None
-    others = {
-        name: entry["full"]["variants"]["X"]
-        for name, entry in measured["methods"].items()
-        if name not in ("full_rank", "salaad") and entry.get("full")
-    }
-    best = min(others, key=lambda name: others[name]["perplexity"])
-    return (
-        f"**Other ways to train**: of {len(others)}, {best} is best at nano ({others[best]['perplexity']:.2f} with "
-        f"{millions(others[best]['parameters'])} parameters), where there is one token a parameter "
-        "([methods](methods/README.md))."
+        f"**The paper's model L + S** is at nano {of['L+S'] / of['X'] - 1:+.1%} from X, with {share:.0%} of its "
+        f"parameters, and {of['L+S'] / of['full'] - 1:+.1%} from full-rank training (below, *Perplexity and "
+        "parameters*)."
     )
 
 
@@ -204,8 +185,8 @@ def bfloat16(results: Path) -> str | None:
         rounded = the_row(measured["rows"], method=method, variant="X", precision="bf16")["perplexity"]["mean"]
         costs[method] = rounded / the_row(table["rows"], method=method, variant="X")["perplexity"]["mean"] - 1
     return (
-        f"**Weights in bfloat16 during training** cost SALAAD's X {costs['salaad']:+.1%} and full-rank training "
-        f"{costs['full_rank']:+.1%} at nano: see the claims below."
+        f"**Weights in bfloat16 during training** change SALAAD's X by {costs['salaad']:+.1%} and "
+        f"full-rank training by {costs['full_rank']:+.1%} at nano (below, *Training in bfloat16*)."
     )
 
 
@@ -218,7 +199,6 @@ SENTENCES: Sequence[Callable[[Path], str | None]] = (
     way_to_cut,
     headline,
     rates,
-    other_methods,
     bfloat16,
 )
 

@@ -123,9 +123,12 @@ def trainings_table(result: Result) -> str:
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
-    """Claim by scale: yes, no, or not shown."""
+    """Claim by scale: yes, no, not shown, or not measured."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
-    lines = [(claim.name, *(ANSWERS[column[i][1].agrees] for column in columns)) for i, claim in enumerate(CLAIMS)]
+    lines = [
+        (claim.name, *(ANSWERS[verdict.agrees] if verdict.numbers else "not measured" for verdict in row))
+        for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
+    ]
     return text_table(("claim", *(scale.name for scale in scales)), lines)
 
 
@@ -134,7 +137,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{FAIR}.json"
     if not measured.exists():
         return []
-    table = fair_table(read_json(measured)["rows"], results / "bench" / "methods-nano.json")
+    table = fair_table(read_json(measured)["rows"], results / "bench" / f"methods-{FAIR.partition('-')[0]}.json")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
     return [f"## All methods at the paper's tokens per parameter ({FAIR})", table, picture]
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.common.files import write_checksums
-from salaad.compression.split import HEAD_BESIDE, split_names
+from salaad.compression.split import HEAD_BESIDE, can_weigh_head, split_names
 from salaad.factored import SlrLinear
 from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -191,3 +191,14 @@ def test_a_variant_with_the_head_needs_l_and_s(runs, tmp_path, kind, words):
         compress(runs / "salaad", folder, elastic=True)
     arguments = ("perplexity", "--checkpoint", folder, "--output", tmp_path / "made", "--variants", "0.5@energy+head")
     assert words in refused("evaluate.py", *arguments)
+
+
+def test_energy_weighs_a_head_only_beside_other_matrices_whose_gradients_are_known():
+    model, tied = (LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=t, **SIZES)) for t in (False, True))
+    inner = "model.layers.0.mlp.up_proj"
+    assert can_weigh_head(model, [inner], ["lm_head", inner])
+    assert not can_weigh_head(model, [inner], [inner, "model.embed_tokens"])
+    assert not can_weigh_head(model, [inner], ["lm_head", "model.embed_tokens"])  # as of a run with galore
+    assert not can_weigh_head(model, [inner, "lm_head"], ["lm_head", inner])  # a block already
+    assert not can_weigh_head(tied, [inner], ["lm_head", inner])
+    assert not can_weigh_head(model.model, [inner], ["lm_head", inner])  # of no head

@@ -174,7 +174,7 @@ def test_a_checkpoint_of_the_trainer_opens_with_our_commands_and_in_a_loop(whole
     model = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True)
     assert Salaad.load(model, checkpoint).steps == 8
     AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(checkpoint)
-    assert "0.5@energy" in deploying.compress(checkpoint, tmp_path / "small", budget=0.5)
+    assert "0.5@energy+head" in deploying.compress(checkpoint, tmp_path / "small", budget=0.5)
 
 
 def test_after_training_the_model_is_free_and_compresses(whole):

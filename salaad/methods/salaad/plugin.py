@@ -30,7 +30,7 @@ from salaad.methods.salaad.watch import Watch
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
-from salaad.model.second_moments import Moments, save_second_moments, second_moments
+from salaad.model.second_moments import Moments, moments_in, save_second_moments, second_moments
 
 
 class Salaad:
@@ -101,6 +101,7 @@ class Salaad:
             for name in self.surrogates
         ]
         self.closed = False
+        self._moments_found: Moments = {}
 
     def __repr__(self) -> str:
         """What part of the model is drawn towards L + S, and what is left out for which reason."""
@@ -324,9 +325,9 @@ class Salaad:
         return write
 
     def second_moments(self) -> Moments:
-        """Of the optimizer that moves the weights; none before its first step."""
+        """Of the optimizer that moves the weights; before its first step those that `load` found."""
         optimizer = self._watch.optimizer
-        return {} if optimizer is None else second_moments(self.model, optimizer)
+        return self._moments_found if optimizer is None else second_moments(self.model, optimizer)
 
     @classmethod
     def load(
@@ -361,6 +362,7 @@ class Salaad:
         try:
             storage.load_surrogates(salaad.surrogates, surrogates, salaad.weights)
             salaad.load_counts(about)
+            salaad._moments_found = moments_in(Path(folder), model)
         except UserError:
             salaad.close()
             raise
