@@ -8,6 +8,8 @@ from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.elastic import by_label
 
+SCALE = "nano-20"
+CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
 SMALLER = {0.75: "three quarters", 0.5: "half", 0.2: "a fifth"}  # of what can be compressed
 
 
@@ -19,17 +21,16 @@ def sections() -> dict[str, str]:
 
 def summary_table() -> str:
     """SALAAD whole and cut to two sizes without text, a full-rank model cut likewise, dense models of these sizes."""
-    rows = read_json(RESULTS / "elastic" / "nano.json")["rows"]
-    first = {label: mine[0] for label, mine in by_label(rows).items()}
-    full, salaad = first["full-rank"], first["SALAAD"]
+    models = by_label(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
+    full, salaad = (_measured(models[label], way) for label, way in CUTS.items())
     lines = [("whole", *_line([salaad["X"], full["X"], full["X"]]))]
     for share, name in SMALLER.items():
-        cuts = [_at(row["ways"][way], share) for row, way in ((salaad, "cut, head"), (full, "rpca, head"))]
-        dense = first.get(f"dense, {share:g}")
-        lines.append((f"cut to {name}", *_line([*cuts, dense and dense["X"]])))
+        cuts = [_at(row["ways"][CUTS[row["label"]]], share) for row in (salaad, full)]
+        small = [row["X"] for row in models.get(f"dense, {share:g}", ())]
+        lines.append((f"cut to {name}", *_line([*cuts, *(small[:1] or [None])])))
     told = (
-        f"Perplexity over {full['X']['tokens']:,} validation tokens, one seed, equal training tokens; lower is better. "
-        "Shares are of what can be compressed; no text is used to cut."
+        f"Perplexity over {full['X']['tokens']:,} validation tokens, one seed each, 20 training tokens a parameter; "
+        "lower is better. Shares are of what can be compressed; no text is used to cut."
     )
     header = ("size", "parameters", "trained with SALAAD", "full-rank, cut with the same tools", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{told}"
@@ -37,10 +38,15 @@ def summary_table() -> str:
 
 def samples() -> str:
     """What the smallest and the largest size of SALAAD's elastic folder write, a line each."""
-    rows = read_json(RESULTS / "elastic" / "nano-20.json")["rows"]
+    rows = read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"]
     written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
     texts = written.get("head, tuned") or written["tuned"]
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], way: str) -> Mapping[str, Any]:
+    """The first seed of which this way was measured."""
+    return next(row for row in rows if way in row["ways"])
 
 
 def _at(sizes: Sequence[Mapping[str, Any]], share: float) -> Mapping[str, Any]:
