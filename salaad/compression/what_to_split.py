@@ -45,8 +45,8 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
 def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
     """Whether the head is split where nothing is said about it: by energy where it can be weighed and something goes.
 
-    Without text every size measured so far is better for it (results/elastic). GoDec, whose L + S is less than X, was
-    not measured, nor were methods that train their factors.
+    Every size measured so far is better for it, but half of nano where that is fitted on text (results/elastic). GoDec,
+    whose L + S is less than X, was not measured, nor were methods that train their factors.
     """
     if not options.by_energy or options.godec or options.roles or not (options.rpca or source.surrogate):
         return False
