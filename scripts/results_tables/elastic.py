@@ -21,6 +21,7 @@ FAIR_WAYS = (
     *("cut, head", "tuned, each", "head, tuned, each"),
 )
 _REFERENCE = "full-rank"
+_SMALL = "dense, "  # how the labels of models begin that were trained at a smaller size
 
 Row = Mapping[str, Any]
 
@@ -63,7 +64,7 @@ def fair_table(rows: Sequence[Row], bench: Path) -> str:
     costs = read_json(bench)["methods"]
     lines = []
     for label, mine in by_label(rows).items():
-        cost = costs[mine[0]["method"]] if not label.startswith("dense, ") else None
+        cost = costs[mine[0]["method"]] if not label.startswith(_SMALL) else None
         for name in ("X", "L+S"):
             if name in mine[0]:
                 shown = label if name == "X" else f"{label}: L + S"
@@ -169,7 +170,11 @@ def picture(rows: Sequence[Row], path: Path) -> None:
                 markersize=5,
                 label=f"{label}: {way}",
             )
-    small = sorted(_mean_of_x(mine) for mine in models.values() if not _ways(mine))
+    whole = {label: _mean_of_x(mine) for label, mine in models.items() if not _ways(mine)}
+    small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
+    others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
+    for marker, (label, point) in zip("pPXhHdx8", others.items(), strict=False):
+        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=label)
     if small:
         panel.plot(*zip(*small, strict=True), "k*", markersize=9, label="trained dense at its size")
     if _REFERENCE in models:
@@ -177,7 +182,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     low = min(row["X"]["perplexity"] for row in rows)
     highest = max((y for mine in models.values() for way in _ways(mine) for _, y in _points(mine, way)), default=low)
     panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
-    panel.set_ylim(0.98 * low, min(1.5 * low, 1.02 * max(highest, *(y for _, y in small), low)))
+    panel.set_ylim(0.98 * low, min(1.5 * low, 1.02 * max(highest, *(y for _, y in whole.values()), low)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter("{x:g}")
     dress(panel, which="both")
