@@ -41,8 +41,8 @@ BESIDE = {
     "reliability.md": "what a training run survives, and the seconds to recover",
 }
 
-# At which the claims are judged; others join once there are results of them.
-FAIR = "nano-20"
+FAIR = "nano-20"  # the scale whose table of all methods opens the report
+# Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
 
 # What a figure comes out of: its training, the cut and the evaluation.
