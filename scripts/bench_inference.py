@@ -36,8 +36,9 @@ from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.factored import cpu_kernels, gpu_products
-from salaad.factored.fixed_size import factor, resident_bytes, slr_modules
+from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
+from salaad.factored.smaller_form import resident_bytes
 from salaad.model.build import describe_model, load_model
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks

@@ -31,7 +31,7 @@ from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.factored import cpu_kernels
-from salaad.factored.fixed_size import resident_bytes
+from salaad.factored.smaller_form import resident_bytes
 from salaad.model.build import load_model
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.bench_inference import compare, decode, prefill

@@ -34,7 +34,7 @@ class SizedModel(NamedTuple):
     """A model of one size as it is to be stored.
 
     Args:
-        model: with its blocks as U·V + S wherever that is smaller, or all dense.
+        model: with its blocks as U·V + S wherever that is smaller in a file, or all dense.
         parameters: by the paper's count.
         blocks: how many were cut.
         kappa: κ of the cut.

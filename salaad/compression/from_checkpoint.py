@@ -43,8 +43,9 @@ from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.factored.elastic_file import SizeRange
-from salaad.factored.fixed_size import disk_bytes, factor
+from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
+from salaad.factored.smaller_form import disk_bytes
 from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss

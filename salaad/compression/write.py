@@ -23,7 +23,8 @@ from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
-from salaad.factored.fixed_size import mark_factored, memory_bytes, resident_bytes, slr_modules
+from salaad.factored.fixed_size import mark_factored, slr_modules
+from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
 from salaad.model.weights import tied_modules
@@ -162,14 +163,16 @@ def budgets_of(options: CompressOptions, dense: int) -> dict[str, int]:
 
 
 def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions) -> FolderContent:
-    sized = deployment.sized(variant, getattr(torch, options.float_dtype), options.format == "factored")
-    mark_factored(sized.model, sized.parameters, in_int8=options.dtype == "int8")
+    in_int8 = options.dtype == "int8"
+    with form_for_file("int8" if in_int8 else "float"):
+        sized = deployment.sized(variant, getattr(torch, options.float_dtype), options.format == "factored")
+    mark_factored(sized.model, sized.parameters, in_int8)
     factored = len(slr_modules(sized.model))
     kinds = "U, V and S in int8, all else in bfloat16" if options.dtype == "int8" else f"weights in {options.dtype}"
     note = f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
     note = sized.note or note
     note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
-    numbers, memory = count_parameters(sized.model), resident_bytes(sized.model)
+    numbers, memory = count_parameters(sized.model), opened_bytes(sized.model)
     save = sized.model.save_pretrained
     return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, factored, sized.kappa, note)
 

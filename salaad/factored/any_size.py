@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -24,12 +24,13 @@ from salaad.factored.experts import open_stacks
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
     ignore_guards,
-    is_smaller_dense,
     mark_factored,
     names_inside,
     outline_of,
+    put_dense,
     stack_guards,
 )
+from salaad.factored.smaller_form import is_smaller_dense
 from salaad.hpa import Kept
 from salaad.model.folder_formats import ANY_SIZE, is_any_size
 from salaad.model.weight_headers import (
@@ -203,14 +204,11 @@ class ElasticQuantizer(CheckedQuantizer):
             outline, module = model.get_submodule(name), self._modules[name]
             if outline is module:  # a tied weight stays dense
                 module.weight.data.copy_(slr.dense())
-            elif is_smaller_dense(slr, slr.values.element_size()):
-                module.weight = nn.Parameter(slr.dense().to(outline.U))
-                if getattr(module, "bias", None) is not None:
-                    module.bias = outline.bias
-                model.set_submodule(name, module)
-            else:
-                slr = slr.to(outline.U.device, outline.U.dtype)
-                outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
+                continue
+            slr = slr.to(outline.U.device, outline.U.dtype)
+            outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
+            if is_smaller_dense(outline, outline.U.element_size()):
+                put_dense(model, name, module)
         parameters = self.quantization_config.fixed + sum(slr.parameters for slr in self._blocks.values())
         for name, vector in self._vectors.items():
             model.get_parameter(name).data.copy_(vector)

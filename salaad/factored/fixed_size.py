@@ -8,6 +8,7 @@ with their rank and number of entries. transformers opens such a folder through 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,11 +19,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
-from salaad.factored import packing
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
+from salaad.factored.smaller_form import Numbers, is_smaller_dense
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
@@ -55,7 +56,7 @@ class SlrConfig(QuantizationConfigMixin):
         self,
         blocks: dict[str, list[int]] | None = None,
         parameters: int | None = None,
-        numbers: Literal["float", "int8"] = "float",
+        numbers: Numbers = "float",
         activation: Literal["silu"] | None = None,
         format: int | None = None,
         **_: Any,
@@ -99,6 +100,8 @@ class SlrQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
+    # Name in the model → name in the folder and layer of the usual kind, of blocks that may become dense in memory.
+    _may_be_dense: Mapping[str, tuple[str, nn.Module]] = MappingProxyType({})
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -110,6 +113,8 @@ class SlrQuantizer(CheckedQuantizer):
             check_block(model, own, *blocks[name], headers)
         open_stacks(model, inside)
         ignore_guards(model, blocks)
+        usual = {own: (name, model.get_submodule(own)) for own, name in inside.items()}
+        self._may_be_dense = usual if self.quantization_config.activation is None else {}
         for own, name in inside.items():
             rank, nnz = blocks[name]
             layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8, self.quantization_config.activation)
@@ -125,10 +130,22 @@ class SlrQuantizer(CheckedQuantizer):
                 module.unpack()
             except ValueError as error:
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
+        self._make_dense(model)
         join_siblings(slr_modules(model))
         # transformers takes what it calls quantized for rounded, which has no half() and no training of its own.
         model.is_quantized = False
         return model
+
+    def _make_dense(self, model: PreTrainedModel) -> None:
+        """Turn the blocks that are smaller dense into layers of their usual kind."""
+        for own, (name, usual) in self._may_be_dense.items():
+            layer = model.get_submodule(own)
+            if is_smaller_dense(layer, layer.U.element_size()):
+                put_dense(model, own, usual)
+                del self.quantization_config.blocks[name]  # in which form the model is saved again
+        self._may_be_dense = {}
+        if not self.quantization_config.blocks:
+            self.remove_quantization_config(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """The model's tensors as they are stored: the positions of S's entries packed, the numbers perhaps as int8."""
@@ -157,13 +174,8 @@ class SlrQuantizer(CheckedQuantizer):
         with torch.device("meta"):
             usual = type(model)(model.config)
             open_stacks(usual, slr_modules(model))
-        for name, module in slr_modules(model).items():
-            layer, weight = usual.get_submodule(name), module.float_weight()
-            weight = (weight.mT.contiguous() if isinstance(layer, Conv1D) else weight).to(dtype)
-            layer.weight = nn.Parameter(weight)
-            if getattr(module, "bias", None) is not None:
-                layer.bias = module.bias
-            model.set_submodule(name, layer.train(module.training))
+        for name in slr_modules(model):
+            put_dense(model, name, usual.get_submodule(name), dtype)
         close_stacks(model)
         return model.to(dtype)
 
@@ -202,8 +214,25 @@ def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T
     return {name: value for name, value in inside.items() if hasattr(model, name.partition(".")[0])}
 
 
+def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put a dense layer in the place of one of U·V + S, which is summed in float32.
+
+    Args:
+        model: whose module of this name it is.
+        name: of the module, whose bias is kept.
+        usual: the dense layer, without its weight.
+        dtype: of the weight; that of the layer unless given.
+    """
+    layer = model.get_submodule(name)
+    weight = layer.float_weight().to(dtype or layer.U.dtype)
+    usual.weight = nn.Parameter(weight.mT.contiguous() if isinstance(usual, Conv1D) else weight)
+    if getattr(layer, "bias", None) is not None:
+        usual.bias = layer.bias
+    model.set_submodule(name, usual.train(layer.training))
+
+
 def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
-    """Replace the named blocks of a dense model by layers of U·V + S, in place, where those take less memory.
+    """Replace the named blocks of a dense model by layers of U·V + S, in place, where those are smaller.
 
     Elsewhere the dense weight becomes U·V + S. A tied weight stays dense, as the other module reads it as a whole.
 
@@ -220,7 +249,7 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
         X = place_of(model, name).weight
         slr = slr.to(X.device, X.dtype)
         if name not in in_parts:
-            X.data.copy_(slr.dense())
+            X.data.copy_(slr.to(X.device, torch.promote_types(X.dtype, torch.float32)).dense())
         else:
             module = model.get_submodule(name)
             if isinstance(module, nn.Embedding):
@@ -288,36 +317,6 @@ def outline_of(
     if activation is not None:
         return SlrActivated(m, n, rank, nnz, module.bias is not None, in_int8)
     return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
-
-
-def _resident_bytes(slr: Slr, element: int) -> int:
-    """Bytes of a block as U·V + S in memory, row starts and columns included."""
-    return slr.parameters * element + 4 * (slr.nnz + max(slr.shape) + 1)
-
-
-def is_smaller_dense(slr: Slr, element: int) -> bool:
-    """Whether a block takes no less memory as U·V + S than dense, with numbers of `element` bytes."""
-    n, m = slr.shape
-    return _resident_bytes(slr, element) >= n * m * element
-
-
-def memory_bytes(slr: Slr, element: int) -> int:
-    """Bytes of a block in memory in the form that `factor` gives it, with numbers of `element` bytes."""
-    n, m = slr.shape
-    return min(_resident_bytes(slr, element), n * m * element)
-
-
-def resident_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers in memory, row starts and columns included."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def disk_bytes(slr: Slr, element: int) -> int:
-    """Bytes of a block in a file in the form that `factor` gives it, with numbers of `element` bytes."""
-    n, m = slr.shape
-    if is_smaller_dense(slr, element):
-        return n * m * element
-    return slr.parameters * element + packing.encoded_size(slr.nnz, n * m)
 
 
 def slr_modules(model: nn.Module) -> dict[str, SlrWeight]:

@@ -24,7 +24,7 @@ from salaad.factored.fixed_size import factor, mark_factored, slr_modules
 from salaad.factored.layers import SlrEmbedding, SlrLinear
 from salaad.model.folder_formats import FIXED_SIZE
 from tests.factored.test_fixed_size import IDS, blocks_of, gpt2, llama, logits, open_folder, tied_llama, with_dense
-from tests.helpers.slr_weights import dense, distance, gaussian, parts
+from tests.helpers.slr_weights import assert_opened_as, dense, distance, gaussian, parts
 
 MODELS = {"llama": llama, "gpt2": gpt2, "tied llama": tied_llama}
 
@@ -88,8 +88,7 @@ def test_a_model_takes_another_dtype_and_is_saved_and_opened_in_it(pair, tmp_pat
     model = getattr(open_folder(folder), to)()
     model.save_pretrained(tmp_path / "saved")
     found = open_folder(tmp_path / "saved", dtype=model.dtype)
-    for (name, mine), theirs in zip(model.state_dict().items(), found.state_dict().values(), strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+    assert_opened_as(found, model)
     eps = torch.finfo(model.dtype).eps
     assert distance(found.double()(input_ids=IDS).logits, twin.double()(input_ids=IDS).logits) < max(1e-6, 20 * eps)
     twin.float()

@@ -2,8 +2,10 @@
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from salaad.factored.layers import SlrWeight
 from salaad.factored.slr import Slr
 
 
@@ -36,3 +38,35 @@ def dense(slr: Slr) -> Tensor:
 def distance(a: Tensor, b: Tensor) -> float:
     """‖a − b‖ / ‖b‖."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def held_by(layer: SlrWeight) -> Tensor:
+    """U·V + S of a layer in float64, its entries put in their places by torch's own sparse tensors."""
+    S = torch.sparse_csr_tensor(layer.S_starts, layer.columns, layer.S_values.detach().double(), layer.shape)
+    return layer.U.detach().double() @ layer.V.detach().double() + S.to_dense()
+
+
+def assert_opened_as(opened: nn.Module, saved: nn.Module) -> int:
+    """The tensors of a model that was saved, its blocks dense where that takes less memory; how many those are."""
+    mine, theirs = opened.state_dict(), saved.state_dict()
+    dense_now = 0
+    for name, layer in saved.named_modules():
+        if not isinstance(layer, SlrWeight):
+            continue
+        (n, m), element = layer.shape, layer.U.element_size()
+        in_parts = sum(tensor.numel() * element for tensor in (layer.U, layer.V, layer.S_values))
+        in_parts += 4 * (layer.nnz + max(n, m) + 1)
+        assert isinstance(opened.get_submodule(name), SlrWeight) == (in_parts < n * m * element), name
+        if in_parts < n * m * element:
+            continue
+        dense_now += 1
+        weight, bits = mine.pop(f"{name}.weight"), torch.finfo(layer.U.dtype).eps
+        weight = weight.mT if isinstance(opened.get_submodule(name), Conv1D) else weight
+        # Rounded once, after a sum in float32.
+        assert weight.dtype == layer.U.dtype
+        torch.testing.assert_close(weight.double(), held_by(layer), rtol=bits / 2 + 1e-6, atol=1e-6)
+        theirs = {key: t for key, t in theirs.items() if not key.startswith(f"{name}.") or key == f"{name}.bias"}
+    assert mine.keys() == theirs.keys()
+    for key, tensor in mine.items():
+        assert tensor.dtype == theirs[key].dtype and torch.equal(tensor, theirs[key]), key
+    return dense_now

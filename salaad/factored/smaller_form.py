@@ -1,0 +1,85 @@
+"""Which form of a block is smaller, U·V + S or dense, and how many bytes it takes.
+
+A place of S takes a few bits in a file and 32 in memory. So a block may be smaller in parts in the one and dense in the
+other: it is stored in parts, and becomes dense when the folder is opened.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Literal
+
+import torch
+from torch import nn
+
+from salaad.factored import int8, packing
+from salaad.factored.layers import SlrWeight
+from salaad.factored.slr import Slr
+
+Numbers = Literal["float", "int8"]
+_for_file: ContextVar[Numbers | None] = ContextVar("_for_file", default=None)
+
+
+@contextmanager
+def form_for_file(numbers: Numbers) -> Iterator[None]:
+    """Within this context blocks take the form that is smaller in a file with such numbers, not in memory."""
+    token = _for_file.set(numbers)
+    try:
+        yield
+    finally:
+        _for_file.reset(token)
+
+
+def _numbers(block: Slr | SlrWeight) -> int:
+    return block.rank * sum(block.shape) + block.nnz
+
+
+def _bytes_in_parts(block: Slr | SlrWeight, element: int) -> int:
+    """Bytes of a block as U·V + S in memory, row starts and columns included."""
+    return _numbers(block) * element + 4 * (block.nnz + max(block.shape) + 1)
+
+
+def _packed_bytes(block: Slr | SlrWeight, element: int, numbers: Numbers) -> int:
+    """Bytes of a block as U·V + S in a file."""
+    places = packing.encoded_size(block.nnz, prod(block.shape))
+    if numbers == "float":
+        return _numbers(block) * element + places
+    with torch.device("meta"):
+        tensors = int8.outlines(*block.shape, block.rank, block.nnz).values()
+    return places + sum(tensor.nbytes for tensor in tensors)
+
+
+def is_smaller_dense(block: Slr | SlrWeight, element: int) -> bool:
+    """Whether a block with numbers of `element` bytes takes no less in parts than dense: in memory, or in a file."""
+    numbers = _for_file.get()
+    in_parts = _bytes_in_parts(block, element) if numbers is None else _packed_bytes(block, element, numbers)
+    return in_parts >= prod(block.shape) * element
+
+
+def memory_bytes(block: Slr | SlrWeight, element: int) -> int:
+    """Bytes of a block in memory in its smaller form, with numbers of `element` bytes."""
+    return min(_bytes_in_parts(block, element), prod(block.shape) * element)
+
+
+def disk_bytes(block: Slr | SlrWeight, element: int) -> int:
+    """Bytes of a block in a file in its smaller form, with numbers of `element` bytes."""
+    return min(_packed_bytes(block, element, "float"), prod(block.shape) * element)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers in memory, row starts and columns included."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def opened_bytes(model: nn.Module) -> int:
+    """Bytes that a model takes in memory once it was stored and is opened again, on the CPU."""
+    spared = 0
+    for layer in model.modules():
+        if isinstance(layer, SlrWeight) and layer.activation is None:
+            element = layer.U.element_size()
+            dense = prod(layer.shape) * element
+            if _bytes_in_parts(layer, element) >= dense:
+                bias = getattr(layer, "bias", None)
+                spared += resident_bytes(layer) - (0 if bias is None else bias.nbytes) - dense
+    return resident_bytes(model) - spared

@@ -1,0 +1,116 @@
+"""The form in which a block is stored, and the form in which it is opened, against bytes that are counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel
+
+from salaad.factored.fixed_size import factor, mark_factored, slr_modules
+from salaad.factored.layers import SlrLinear
+from salaad.factored.slr import Slr
+from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes
+from tests.factored.test_fixed_size import ARCHITECTURES, blocks_of, gpt2, llama
+from tests.helpers.models import logits, open_folder
+from tests.helpers.slr_weights import assert_opened_as, dense, distance
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def whole_numbers(nnz: int) -> Slr:
+    """A 32×32 block of rank 3 in small whole numbers, so that U·V + S is exact in any order of summation."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.randint(-2, 3, size, generator=generator).float() for size in ((32, 3), (3, 32)))
+    values = torch.randint(1, 5, (nnz,), generator=generator).float().sort(descending=True).values
+    return Slr((32, 32), U, V, torch.randperm(1024, generator=generator)[:nnz].int(), values)
+
+
+def stored_bytes(folder: Path, name: str = Q) -> int:
+    """Bytes of the tensors of a block in the file."""
+    tensors = load_file(folder / "model.safetensors")
+    return sum(t.numel() * t.element_size() for key, t in tensors.items() if key.startswith(f"{name}."))
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+# Of 32×32 numbers, 192 in U and V; a place takes 3 to 4 bits in the file and 32 in memory.
+@pytest.mark.parametrize(
+    ("dtype", "nnz", "stored_in_parts", "opened_in_parts"),
+    [
+        (torch.float32, 300, True, True),
+        (torch.float32, 500, True, False),
+        (torch.float32, 700, True, False),
+        (torch.float32, 800, False, False),
+        (torch.bfloat16, 200, True, True),
+        (torch.bfloat16, 500, True, False),
+        (torch.bfloat16, 760, False, False),
+    ],
+)
+def test_a_block_is_stored_packed_where_that_is_smaller_and_opens_in_the_form_that_takes_less_memory(
+    tmp_path, dtype, nnz, stored_in_parts, opened_in_parts
+):
+    slr = whole_numbers(nnz)
+    with form_for_file("float"):
+        model = factor(llama().to(dtype), {Q: slr})
+    assert isinstance(model.get_submodule(Q), SlrLinear) == stored_in_parts
+    save(model, tmp_path / "first")
+    assert disk_bytes(slr, dtype.itemsize) == stored_bytes(tmp_path / "first") - 32 * dtype.itemsize  # its bias
+    assert (disk_bytes(slr, dtype.itemsize) < 1024 * dtype.itemsize) == stored_in_parts
+    opened = open_folder(tmp_path / "first")
+    assert isinstance(opened.get_submodule(Q), SlrLinear) == opened_in_parts
+    assert opened_bytes(model) == resident_bytes(opened.to(dtype))
+    weight = opened.get_submodule(Q).weight.detach()
+    assert weight.dtype == dtype and torch.equal(weight.double(), dense(slr))
+    assert torch.equal(opened.get_submodule(Q).bias, model.get_submodule(Q).bias)
+    # It is stored again in the form that it has, and nothing else is said of it.
+    again = open_folder(save(opened, tmp_path / "again"))
+    entry = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {"blocks": {}})
+    assert (Q in entry["blocks"]) == opened_in_parts == bool(slr_modules(again))
+    assert torch.equal(again.get_submodule(Q).weight.detach(), weight)
+    with form_for_file("float"):
+        as_stored = open_folder(tmp_path / "first")
+    assert isinstance(as_stored.get_submodule(Q), SlrLinear) == stored_in_parts
+    save(as_stored, tmp_path / "copy")
+    assert stored_bytes(tmp_path / "copy") == stored_bytes(tmp_path / "first")
+
+
+@pytest.mark.parametrize("make", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_every_kind_of_layer_opens_dense_where_that_takes_less_memory(tmp_path, make):
+    model = make()
+    with form_for_file("float"):
+        factor(model, blocks_of(model))
+    model.bfloat16()
+    opened = open_folder(save(model, tmp_path), dtype=torch.bfloat16)
+    assert assert_opened_as(opened, model) > 0
+    assert opened_bytes(model) == resident_bytes(opened.bfloat16()) < resident_bytes(model)
+    assert distance(logits(opened.float()), logits(model.float())) < 0.02  # sums rounded to bfloat16, or not
+    assert all(parameter.requires_grad for parameter in opened.parameters())
+
+
+def test_the_base_model_of_a_folder_opens_dense_blocks_under_its_own_names(tmp_path):
+    model = gpt2()
+    with form_for_file("float"):
+        factor(model, {"transformer.h.0.attn.c_proj": whole_numbers(500)})
+    base = AutoModel.from_pretrained(save(model, tmp_path), local_files_only=True)
+    assert not slr_modules(base)
+    weight = base.get_submodule("h.0.attn.c_proj").weight.detach()
+    assert torch.equal(weight.mT.double(), dense(whole_numbers(500)).mT)
+
+
+def test_in_int8_a_block_is_stored_packed_where_a_byte_a_number_is_smaller_than_the_dense_floats(tmp_path):
+    slr = whole_numbers(900)
+    model = llama().to(torch.bfloat16)
+    with form_for_file("int8"):
+        factor(model, {Q: slr})
+    mark_factored(model, 1, in_int8=True)
+    save(model, tmp_path)
+    assert stored_bytes(tmp_path) - 2 * 32 < 1024 * 2
+    opened = open_folder(tmp_path)
+    assert type(opened.get_submodule(Q)) is nn.Linear
+    assert distance(opened.get_submodule(Q).weight.detach(), dense(slr)) < 0.02
