@@ -13,7 +13,7 @@ goes on.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +175,34 @@ class Comparison:
 
 def main() -> None:
     """Train and measure what is missing; write the JSON file."""
+    options, extra = parse_options()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
+    comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
+    searched = read_json(options.search)["methods"] if options.search else {}
+    rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
+    settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
+    todo = asked_for(trainings(options.config, extra, settings), options)
+    runs.mkdir(parents=True, exist_ok=True)
+    kept = read_json(options.output)["rows"] if options.output.exists() else []
+    rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
+
+    def save() -> None:
+        with lock:
+            there = [row for row in rows.values() if row]
+            write_json({"config": options.config, **provenance(), "rows": there}, options.output)
+
+    def measure(item: tuple[Training, int]) -> None:
+        training, seed = item
+        comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(measure, todo))
+
+
+def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Its own options, checked, and those of train.py for all runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
@@ -197,49 +225,31 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs", "tokens")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     for name, file in (("--search", options.search), ("--other-text", options.other_text)):
         check(file is None or Path(file).is_file(), f"{name} {file} is no file; give an existing one")
-    runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
-    runs.mkdir(parents=True, exist_ok=True)
-    ways = tuple(options.ways.split(";"))
-    for way in ways:
+    options.ways = tuple(options.ways.split(";"))
+    for way in options.ways:
         check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
-    comparison = Comparison(options.config, runs, tuple(extra), options.tokens, options.other_text, ways)
-    searched = read_json(options.search)["methods"] if options.search else {}
-    rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
-    settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
-    every = trainings(options.config, tuple(extra), settings)
-    asked = options.rows.split(";") if options.rows else [training.label for training in every]
-    labels = [training.label for training in every]
-    for label in (*asked, *options.repeated.split(";")):
-        check(label in labels, f"there is no row {label!r}; give some of {'; '.join(labels)}")
     check(
         all(seed.isdigit() for seed in split_list(options.seeds)),
         f"--seeds is {options.seeds}; give whole numbers such as 0,1,2",
     )
-    seeds = [int(seed) for seed in split_list(options.seeds)]
-    todo = [
+    options.seeds = [int(seed) for seed in split_list(options.seeds)]
+    return options, tuple(extra)
+
+
+def asked_for(every: Sequence[Training], options: argparse.Namespace) -> list[tuple[Training, int]]:
+    """The trainings of the rows that are named, each with its seeds."""
+    labels, repeated = [training.label for training in every], options.repeated.split(";")
+    asked = options.rows.split(";") if options.rows else labels
+    for label in (*asked, *repeated):
+        check(label in labels, f"there is no row {label!r}; give some of {'; '.join(labels)}")
+    return [
         (training, seed)
         for training in every
         if training.label in asked
-        for seed in (seeds if training.label in options.repeated.split(";") else seeds[:1])
+        for seed in (options.seeds if training.label in repeated else options.seeds[:1])
     ]
-    kept = read_json(options.output)["rows"] if options.output.exists() else []
-    rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
-
-    def save() -> None:
-        with lock:
-            there = [row for row in rows.values() if row]
-            write_json({"config": options.config, **provenance(), "rows": there}, options.output)
-
-    def measure(item: tuple[Training, int]) -> None:
-        training, seed = item
-        comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(measure, todo))
 
 
 if __name__ == "__main__":

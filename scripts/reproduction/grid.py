@@ -121,6 +121,8 @@ def _flops_per_run(options: tuple[str, ...]) -> float:
 
 TEXT = ("--data.source=files", "--data.packing=true")
 WIKIPEDIA = Path("runs/wikipedia")
+ON_WIKIPEDIA = {"text": WIKIPEDIA, "tokens": "300K", "max_length": 512}
+MICRO = (f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000")
 # Two epochs of 93 M tokens. K, c, Δα and Δβ follow 60m's 11 000 steps by c · steps and by (updates) · c · Δ.
 SHORT_60M = (
     "--train.steps=1400",
@@ -135,26 +137,12 @@ SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
     "nano-20": Scale(
         "nano-20",
-        text=WIKIPEDIA,
         options=(f"--data.tokenizer={WIKIPEDIA}-4096.model", "--train.eval_tokens=300000"),
         seeds=(0, 1, 2),
-        tokens="300K",
-        max_length=512,
+        **ON_WIKIPEDIA,
     ),
-    "micro": Scale(
-        "micro",
-        text=WIKIPEDIA,
-        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000"),
-        tokens="300K",
-        max_length=512,
-    ),
-    "micro-20": Scale(
-        "micro-20",
-        text=WIKIPEDIA,
-        options=(f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000"),
-        tokens="300K",
-        max_length=512,
-    ),
+    "micro": Scale("micro", options=MICRO, **ON_WIKIPEDIA),
+    "micro-20": Scale("micro-20", options=MICRO, **ON_WIKIPEDIA),
     "60m-wikipedia": Scale(
         "60m-wikipedia",
         text=WIKIPEDIA,

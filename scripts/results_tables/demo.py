@@ -8,6 +8,8 @@ from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.elastic import by_label
 
+Row = Mapping[str, Any]
+
 SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
 SMALLER = {0.75: "three quarters", 0.5: "half", 0.2: "a fifth"}  # of what can be compressed
@@ -33,7 +35,25 @@ def summary_table() -> str:
         "lower is better. Shares are of what can be compressed; no text is used to cut."
     )
     header = ("size", "parameters", "trained with SALAAD", "full-rank, cut with the same tools", "dense, trained small")
-    return f"{markdown_table(header, lines)}\n\n{told}"
+    return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
+
+
+def headline(salaad: Row, full: Row, models: Mapping[str, Sequence[Row]]) -> str:
+    """The table in a sentence: cuts beside dense models of their sizes, and the whole models beside one another."""
+    half, fifth = (
+        compared(_at(salaad["ways"][CUTS["SALAAD"]], share)["perplexity"] / small[0]["X"]["perplexity"])
+        for share, small in ((share, models[f"dense, {share:g}"]) for share in (0.5, 0.2))
+    )
+    whole = compared(salaad["X"]["perplexity"] / full["X"]["perplexity"])
+    return (
+        f"**Cut to half, SALAAD's model is {half} than a dense model trained at that size; cut to a fifth, {fifth}; "
+        f"whole, it is {whole} than full-rank training.**"
+    )
+
+
+def compared(ratio: float) -> str:
+    """What a ratio of perplexities says, such as `8.1 % better`."""
+    return f"{abs(1 - ratio) * 100:.1f} % {'better' if ratio <= 1 else 'worse'}"
 
 
 def samples() -> str:
@@ -44,14 +64,14 @@ def samples() -> str:
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
 
 
-def _measured(rows: Sequence[Mapping[str, Any]], way: str) -> Mapping[str, Any]:
+def _measured(rows: Sequence[Row], way: str) -> Row:
     """The first seed of which this way was measured."""
     return next(row for row in rows if way in row["ways"])
 
 
-def _at(sizes: Sequence[Mapping[str, Any]], share: float) -> Mapping[str, Any]:
+def _at(sizes: Sequence[Row], share: float) -> Row:
     return next(size for size in sizes if size["share"] == share)
 
 
-def _line(rows: Sequence[Mapping[str, Any] | None]) -> tuple[str, ...]:
+def _line(rows: Sequence[Row | None]) -> tuple[str, ...]:
     return millions(rows[0]["parameters"]), *("–" if row is None else f"{row['perplexity']:.2f}" for row in rows)

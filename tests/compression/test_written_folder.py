@@ -130,13 +130,16 @@ def test_a_folder_of_a_model_with_few_positions_and_no_run_is_measured_by_the_li
 
 # ---- the card
 
+LEFT = "as they were trained with SALAAD, where training left any, and else found by robust PCA in the finished weights"
+
 
 def test_the_card_says_what_the_folder_is_and_how_it_is_opened(runs, gpt2, tmp_path):
     (source := tmp_path / "gpt2").mkdir()
     shutil.copytree(gpt2, source, dirs_exist_ok=True)
     (source / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# GPT\n")
     for checkpoint, folder, options, words in (
-        (runs / "salaad", "energy", ("--budget", "0.6"), ("energy per parameter, refined by 20 alternating",)),
+        (runs / "salaad", "energy", ("--budget", "0.6"), ("energy per parameter, refined by 20 alternating", LEFT)),
+        (runs / "salaad", "alone", ("--budget", "0.6", "--lm_head=false"), ("as they were trained with SALAAD; they",)),
         (runs / "salaad", "hpa", ("--budget", "0.6", "--kappa", 0.5), ("by HPA with κ = 0.5.", "trained with SALAAD")),
         (runs / "salaad", "elastic", ("--elastic",), ("all units are kept", 'budget="')),
         (source, "split", ("--rpca",), ("found by robust PCA", "[README.source.md](README.source.md)")),

@@ -197,6 +197,25 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
         torch.testing.assert_close(first["small"], small(input_ids=IDS[0]).logits, rtol=1e-4, atol=1e-4)
 
 
+def small_of_two_ranks() -> dict[str, Tensor]:
+    """What the small model makes of a text, with and without the head and by default, after five steps of AdamW."""
+    model = llama()
+    loop = Loop(DistributedDataParallel(model), Salaad(model, dataclasses.replace(CONFIG, schedule="synchronous")))
+    loop.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loop.run(0, 5)
+    with torch.no_grad():
+        return {
+            str(head): loop.salaad.compress(0.5, lm_head=head)(input_ids=IDS[0]).logits for head in (None, True, False)
+        }
+
+
+def test_on_two_ranks_too_the_head_is_split_unless_told_where_the_optimizer_tells_its_worth(tmp_path):
+    first, second = run_ranks(small_of_two_ranks, 2, tmp_path)
+    assert_equal(first, second)
+    assert torch.equal(first["None"], first["True"])
+    assert (first["None"] - first["False"]).norm() > 0.01 * first["False"].norm()
+
+
 # ---- a small model
 
 

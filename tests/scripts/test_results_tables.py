@@ -1,0 +1,67 @@
+"""What pages say beside their tables, and what pictures show: against sums by hand."""
+
+import json
+
+import pytest
+
+from scripts.results_tables import demo, elastic
+
+SHARES = (0.75, 0.5, 0.2)
+
+
+def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[float]) -> dict:
+    sizes = {
+        way.replace("_", ", "): [
+            {"share": share, "perplexity": value, "parameters": 1e6 * (1 + share)}
+            for share, value in zip(SHARES, found, strict=True)
+        ]
+        for way, found in ways.items()
+    }
+    whole = {"perplexity": X, "parameters": parameters, "tokens": 1000}
+    return {"label": label, "seed": seed, "X": whole, "ways": sizes}
+
+
+@pytest.mark.parametrize(
+    ("salaad", "cuts", "said"),
+    [
+        (50.5, [51.0, 57.0, 63.0], ("5.0 % better", "10.0 % better", "1.0 % worse")),
+        (49.0, [51.0, 63.0, 77.0], ("5.0 % worse", "10.0 % worse", "2.0 % better")),
+    ],
+)
+def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkeypatch, salaad, cuts, said):
+    rows = [
+        row("full-rank", 0, 48.0),
+        row("full-rank", 2, 50.0, rpca_head=[50.0, 58.0, 80.0]),
+        row("SALAAD", 2, salaad, cut_head=cuts),
+        row("dense, 0.5", 0, 60.0),
+        row("dense, 0.2", 0, 70.0),
+    ]
+    (tmp_path / "elastic").mkdir()
+    (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(demo, "RESULTS", tmp_path)
+    page = demo.summary_table()
+    half, fifth, whole = said  # models of one seed are compared, where there are several
+    assert f"Cut to half, SALAAD's model is {half} than a dense model trained at that size" in page
+    assert f"cut to a fifth, {fifth}; whole, it is {whole} than full-rank training" in page
+
+
+def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_the_seeds(tmp_path, monkeypatch):
+    rows = [
+        row("full-rank", 0, 50.0, rpca=[51.0, 55.0, 80.0]),
+        row("full-rank", 1, 52.0, rpca=[53.0, 57.0, 90.0]),
+        row("galore", 0, 56.0),
+        row("lost", 0, 58.0, parameters=1.5e6),
+        row("dense, 0.5", 0, 60.0, parameters=1.4e6),
+    ]
+    drawn = {}
+
+    def keep(figure, path):
+        [panel] = figure.axes
+        drawn.update({line.get_label(): [*zip(*line.get_data(), strict=True)] for line in panel.get_lines()})
+
+    monkeypatch.setattr(elastic, "save", keep)
+    elastic.picture(rows, tmp_path / "picture.png")
+    assert drawn["full-rank: rpca"] == [(1.2, 85.0), (1.5, 56.0), (1.75, 52.0)]
+    assert drawn["galore"] == [(2.0, 56.0)] and drawn["lost"] == [(1.5, 58.0)]
+    assert drawn["trained dense at its size"] == [(1.4, 60.0)]
+    assert {y for _, y in drawn["full-rank"]} == {51.0}
