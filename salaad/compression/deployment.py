@@ -120,7 +120,7 @@ class Deployment(Protocol):
         """Within this context the variant in a model, for inference on the best device there is."""
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where that is smaller."""
+        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where `factor` does."""
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
         """All units and their order by value per parameter, in a range of sizes per variant, the largest first.

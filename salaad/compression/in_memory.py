@@ -30,9 +30,10 @@ def compress(
     refine: int | None = None,
     lm_head: bool | None = None,
 ) -> nn.Module:
-    """A copy of the model whose blocks are L + S cut to a budget, stored as U·V + S where that is smaller; collective.
+    """A copy of the model whose blocks are L + S cut to a budget, U·V + S where that takes less memory; collective.
 
-    The same cut as that of compress.py. The model and its training are left as they are.
+    The same cut as that of compress.py, whose folders hold every block in the form that takes less of a file. The model
+    and its training are left as they are.
 
     Args:
         salaad: whose model it is.

@@ -24,7 +24,7 @@ from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import mark_factored, slr_modules
-from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes
+from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes, takes_dense_form
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
 from salaad.model.weights import tied_modules
@@ -167,14 +167,16 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     with form_for_file("int8" if in_int8 else "float"):
         sized = deployment.sized(variant, getattr(torch, options.float_dtype), options.format == "factored")
     mark_factored(sized.model, sized.parameters, in_int8)
-    factored = len(slr_modules(sized.model))
+    stored = slr_modules(sized.model)
     kinds = "U, V and S in int8, all else in bfloat16" if options.dtype == "int8" else f"weights in {options.dtype}"
-    note = f"{factored} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
+    note = f"{len(stored)} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
+    if opened_dense := sum(takes_dense_form(layer, layer.U.element_size()) for layer in stored.values()):
+        note += f" {opened_dense} of them become dense when the folder is opened, which takes less memory."
     note = sized.note or note
     note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
     numbers, memory = count_parameters(sized.model), opened_bytes(sized.model)
     save = sized.model.save_pretrained
-    return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, factored, sized.kappa, note)
+    return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, len(stored), sized.kappa, note)
 
 
 def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: CompressOptions) -> FolderContent:

@@ -20,17 +20,20 @@ from salaad.common.budgets import format_count, parse_budget, to_remove
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, expected_units, expected_vector
-from salaad.factored.experts import open_stacks
+from salaad.factored.experts import close_stacks, open_stacks
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
+    always_dense,
     ignore_guards,
+    mark_dense,
     mark_factored,
     names_inside,
     outline_of,
     put_dense,
+    slr_modules,
     stack_guards,
 )
-from salaad.factored.smaller_form import is_smaller_dense
+from salaad.factored.smaller_form import takes_dense_form
 from salaad.hpa import Kept
 from salaad.model.folder_formats import ANY_SIZE, is_any_size
 from salaad.model.weight_headers import (
@@ -43,11 +46,10 @@ from salaad.model.weight_headers import (
     is_count,
     numbers,
 )
-from salaad.model.weights import tied_modules
 
 FORMAT_VERSION, WITH_RANGES = 1, 2
 _ASKED = "_asked_budget"
-_DENSER = 1000  # largest ratio of the numbers in tied weights, which stay dense in memory, to those in the files
+_DENSER = 1000  # largest ratio of the numbers in weights that are always dense in memory to those in the files
 
 
 class ElasticConfig(QuantizationConfigMixin):
@@ -181,9 +183,9 @@ class ElasticQuantizer(CheckedQuantizer):
             }
             self._vectors = {own: file.vector(index, name) for own, name in self._fitted(model, index).items()}
         self._modules = {name: model.get_submodule(name) for name in self._blocks}
-        tied = tied_modules(model)
+        always = always_dense(model)
         for name, slr in self._blocks.items():
-            if name not in tied:
+            if name not in always:
                 # With nnz = 0, since some architectures read a weight before it is filled.
                 model.set_submodule(name, outline_of(self._modules[name], slr.rank, 0))
         check_room(model, headers, beside=dense)
@@ -202,24 +204,26 @@ class ElasticQuantizer(CheckedQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, slr in self._blocks.items():
             outline, module = model.get_submodule(name), self._modules[name]
-            if outline is module:  # a tied weight stays dense
-                module.weight.data.copy_(slr.dense())
+            if outline is module:  # one that is always dense
+                module.weight.data.copy_(slr.to("cpu", torch.promote_types(slr.values.dtype, torch.float32)).dense())
                 continue
             slr = slr.to(outline.U.device, outline.U.dtype)
             outline.fill(slr.transposed() if isinstance(module, Conv1D) else slr)
-            if is_smaller_dense(outline, outline.U.element_size()):
+            if takes_dense_form(outline, outline.U.element_size()):
                 put_dense(model, name, module)
+        close_stacks(model)
         parameters = self.quantization_config.fixed + sum(slr.parameters for slr in self._blocks.values())
         for name, vector in self._vectors.items():
             model.get_parameter(name).data.copy_(vector)
         del self._blocks, self._modules, self._vectors
         self.remove_quantization_config(model)
-        mark_factored(model, parameters)  # in memory it is a model of a fixed size
+        # In memory it is a model of a fixed size, or an ordinary one.
+        mark_factored(model, parameters) if slr_modules(model) else mark_dense(model)
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:
-        """Compare the tensors in the file with config.json and the model; returns the parameters of tied blocks."""
-        entry, tied, dense = self.quantization_config, tied_modules(model), 0
+        """Compare the tensors in the file with config.json and the model; returns how many parameters stay dense."""
+        entry, always, dense = self.quantization_config, always_dense(model), 0
         for index, blocks in enumerate(entry.ranges):
             check_tensors(expected_line(index, len(blocks), headers), headers)
             for own, name in inside.items():
@@ -227,13 +231,16 @@ class ElasticQuantizer(CheckedQuantizer):
                 if check_block(model, own, rank, nnz, headers) != (n, m):
                     raise UserError(f"config.json gives {name} two shapes, one of them {n}×{m}; give a whole folder")
                 check_tensors(expected_units(index, name, blocks[name]), headers)
-                dense += n * m if own in tied and not index else 0
+                dense += n * m if own in always and not index else 0
             for own, name in self._fitted(model, index).items():
                 check_tensors(expected_vector(index, name, model.get_parameter(own)), headers)
-        # A tied weight becomes dense in memory, however few units the file holds of it.
+        # Such a weight becomes dense in memory, however few units the file holds of it.
         most = _DENSER * numbers(headers)
         if dense > most:
-            raise UserError(f"tied blocks take {dense:,} numbers, a folder of this size at most {most:,}; give another")
+            raise UserError(
+                f"blocks that are dense in memory take {dense:,} numbers, a folder of this size at most {most:,}; give "
+                "another"
+            )
         return dense
 
     def _fitted(self, model: PreTrainedModel, index: int) -> dict[str, str]:
@@ -251,11 +258,11 @@ class ElasticQuantizer(CheckedQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """The parameters that are never compressed, and the units."""
-        tied = tied_modules(model)
+        always = always_dense(model)
         blocks = {model.get_submodule(name).weight.data_ptr() for name in self.quantization_config.blocks}
         state = {key: tensor for key, tensor in model.state_dict().items() if tensor.data_ptr() not in blocks}
         # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
-        guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in tied}
+        guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in always}
         return {**state, **guards, **stack_guards(model), **self.stored}, {}
 
     def is_serializable(self) -> bool:

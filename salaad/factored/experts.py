@@ -110,10 +110,10 @@ def open_stacks(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def close_stacks(model: nn.Module) -> None:
-    """Put together what `open_stacks` took apart, in place: a 3-D parameter of the dense weights of all experts."""
+    """Put together, in place, what `open_stacks` took apart and is all dense: one 3-D parameter of all experts."""
     for module in list(model.modules()):
         for key, stack in list(module._modules.items()):
-            if isinstance(stack, ExpertStack):
+            if isinstance(stack, ExpertStack) and all(type(layer) is nn.Linear for layer in stack._modules.values()):
                 weights = nn.Parameter(stack.dense().detach())
                 del module._modules[key]
                 module.register_parameter(key, weights)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
+from accelerate.hooks import add_hook_to_module
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +24,7 @@ from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
-from salaad.factored.smaller_form import Numbers, is_smaller_dense
+from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
@@ -100,8 +101,8 @@ class SlrQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
-    # Name in the model → name in the folder and layer of the usual kind, of blocks that may become dense in memory.
-    _may_be_dense: Mapping[str, tuple[str, nn.Module]] = MappingProxyType({})
+    # Name → layer of the usual kind, of blocks that may become dense in memory.
+    _may_be_dense: Mapping[str, nn.Module] = MappingProxyType({})
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -113,7 +114,7 @@ class SlrQuantizer(CheckedQuantizer):
             check_block(model, own, *blocks[name], headers)
         open_stacks(model, inside)
         ignore_guards(model, blocks)
-        usual = {own: (name, model.get_submodule(own)) for own, name in inside.items()}
+        usual = {own: model.get_submodule(own) for own in inside}
         self._may_be_dense = usual if self.quantization_config.activation is None else {}
         for own, name in inside.items():
             rank, nnz = blocks[name]
@@ -122,6 +123,8 @@ class SlrQuantizer(CheckedQuantizer):
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers)
+        # What is saved again is this model, by its own names.
+        self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -137,15 +140,16 @@ class SlrQuantizer(CheckedQuantizer):
         return model
 
     def _make_dense(self, model: PreTrainedModel) -> None:
-        """Turn the blocks that are smaller dense into layers of their usual kind."""
-        for own, (name, usual) in self._may_be_dense.items():
-            layer = model.get_submodule(own)
-            if is_smaller_dense(layer, layer.U.element_size()):
-                put_dense(model, own, usual)
-                del self.quantization_config.blocks[name]  # in which form the model is saved again
+        """Turn the blocks that are smaller dense into layers of their usual kind; in that form they are saved again."""
+        for name, usual in self._may_be_dense.items():
+            layer = model.get_submodule(name)
+            if not layer.U.is_meta and takes_dense_form(layer, layer.U.element_size()):
+                put_dense(model, name, usual)
+                del self.quantization_config.blocks[name]
         self._may_be_dense = {}
+        close_stacks(model)
         if not self.quantization_config.blocks:
-            self.remove_quantization_config(model)
+            mark_dense(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """The model's tensors as they are stored: the positions of S's entries packed, the numbers perhaps as int8."""
@@ -229,21 +233,24 @@ def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype 
     if getattr(layer, "bias", None) is not None:
         usual.bias = layer.bias
     model.set_submodule(name, usual.train(layer.training))
+    if hasattr(layer, "_hf_hook"):  # of a device map
+        add_hook_to_module(usual, layer._hf_hook)
 
 
 def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     """Replace the named blocks of a dense model by layers of U·V + S, in place, where those are smaller.
 
-    Elsewhere the dense weight becomes U·V + S. A tied weight stays dense, as the other module reads it as a whole.
+    They are where they take less memory, or within `form_for_file` less of a file; elsewhere the dense weight becomes
+    U·V + S. So does one that is `always_dense`.
 
     Args:
         model: any model; its dtype is that of the result.
         blocks: module name → U·V + S of its weight, in the orientation in which the module holds it.
     """
-    tied = tied_modules(model)
+    dense = always_dense(model)
     parameters = count_parameters(model) + sum(slr.parameters - prod(slr.shape) for slr in blocks.values())
     element = {name: X.element_size() for name, X in weights_of(model, blocks).items()}
-    in_parts = [name for name, slr in blocks.items() if not (name in tied or is_smaller_dense(slr, element[name]))]
+    in_parts = [name for name, slr in blocks.items() if not (name in dense or takes_dense_form(slr, element[name]))]
     open_stacks(model, in_parts)
     for name, slr in blocks.items():
         X = place_of(model, name).weight
@@ -286,6 +293,26 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
     return shared
 
 
+def always_dense(model: nn.Module) -> set[str]:
+    """Names of the modules whose weight no layer of U·V + S stands for.
+
+    Those are tied weights, which another module reads as a whole, and embeddings that do more than look rows up.
+    """
+    return {*tied_modules(model), *(name for name, module in model.named_modules() if does_more(module))}
+
+
+def does_more(module: nn.Module) -> bool:
+    """Whether this is an embedding that does more than look rows up, such as Gemma's, which scales them."""
+    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+
+
+def mark_dense(model: PreTrainedModel) -> None:
+    """Make an ordinary model of one whose blocks are all dense; `dequantize`, which has nothing to do, still works."""
+    quantizer = SlrQuantizer(SlrConfig())
+    quantizer.remove_quantization_config(model)
+    model.hf_quantizer = quantizer
+
+
 def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> None:
     """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S.
 
@@ -312,6 +339,8 @@ def outline_of(
     if isinstance(module, nn.Embedding):
         if activation is not None:
             raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")
+        if does_more(module):
+            raise UserError(f"{type(module).__name__} is more than a table, and stays dense; compress the model anew")
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     if activation is not None:

@@ -31,12 +31,48 @@ def form_for_file(numbers: Numbers) -> Iterator[None]:
         _for_file.reset(token)
 
 
+def takes_dense_form(block: Slr | SlrWeight, element: int) -> bool:
+    """Whether a block with numbers of `element` bytes takes no less in parts than dense.
+
+    That is in memory, on the device of a layer or else on the CPU; within `form_for_file` in a file.
+    """
+    numbers = _for_file.get()
+    in_parts = _bytes_in_parts(block, element) if numbers is None else _packed_bytes(block, element, numbers)
+    return in_parts >= prod(block.shape) * element
+
+
+def memory_bytes(slr: Slr, element: int) -> int:
+    """Bytes of a block in memory in its smaller form, with numbers of `element` bytes."""
+    return min(_bytes_in_parts(slr, element), prod(slr.shape) * element)
+
+
+def disk_bytes(slr: Slr, element: int) -> int:
+    """Bytes of a block in a file in its smaller form, with numbers of `element` bytes."""
+    return min(_packed_bytes(slr, element, "float"), prod(slr.shape) * element)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers in memory, row starts and columns included."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def opened_bytes(model: nn.Module) -> int:
+    """Bytes that a model will take in memory once it was stored and is opened again where it is now."""
+    layers = (layer for layer in model.modules() if isinstance(layer, SlrWeight) and layer.activation is None)
+    in_parts = {layer: _bytes_in_parts(layer, 0) for layer in layers}
+    spared = (max(0, size - prod(layer.shape) * layer.U.element_size()) for layer, size in in_parts.items())
+    return resident_bytes(model) - sum(spared)
+
+
 def _numbers(block: Slr | SlrWeight) -> int:
     return block.rank * sum(block.shape) + block.nnz
 
 
 def _bytes_in_parts(block: Slr | SlrWeight, element: int) -> int:
-    """Bytes of a block as U·V + S in memory, row starts and columns included."""
+    """Bytes of a block as U·V + S in memory, row starts and columns included: those of a layer as it is."""
+    if isinstance(block, SlrWeight):
+        bias = getattr(block, "bias", None)
+        return resident_bytes(block) - (0 if bias is None else bias.nbytes)
     return _numbers(block) * element + 4 * (block.nnz + max(block.shape) + 1)
 
 
@@ -48,38 +84,3 @@ def _packed_bytes(block: Slr | SlrWeight, element: int, numbers: Numbers) -> int
     with torch.device("meta"):
         tensors = int8.outlines(*block.shape, block.rank, block.nnz).values()
     return places + sum(tensor.nbytes for tensor in tensors)
-
-
-def is_smaller_dense(block: Slr | SlrWeight, element: int) -> bool:
-    """Whether a block with numbers of `element` bytes takes no less in parts than dense: in memory, or in a file."""
-    numbers = _for_file.get()
-    in_parts = _bytes_in_parts(block, element) if numbers is None else _packed_bytes(block, element, numbers)
-    return in_parts >= prod(block.shape) * element
-
-
-def memory_bytes(block: Slr | SlrWeight, element: int) -> int:
-    """Bytes of a block in memory in its smaller form, with numbers of `element` bytes."""
-    return min(_bytes_in_parts(block, element), prod(block.shape) * element)
-
-
-def disk_bytes(block: Slr | SlrWeight, element: int) -> int:
-    """Bytes of a block in a file in its smaller form, with numbers of `element` bytes."""
-    return min(_packed_bytes(block, element, "float"), prod(block.shape) * element)
-
-
-def resident_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers in memory, row starts and columns included."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def opened_bytes(model: nn.Module) -> int:
-    """Bytes that a model takes in memory once it was stored and is opened again, on the CPU."""
-    spared = 0
-    for layer in model.modules():
-        if isinstance(layer, SlrWeight) and layer.activation is None:
-            element = layer.U.element_size()
-            dense = prod(layer.shape) * element
-            if _bytes_in_parts(layer, element) >= dense:
-                bias = getattr(layer, "bias", None)
-                spared += resident_bytes(layer) - (0 if bias is None else bias.nbytes) - dense
-    return resident_bytes(model) - spared

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
@@ -208,6 +209,19 @@ def test_a_folder_in_parts_becomes_an_ordinary_one(gpt2, tmp_path):
     assert open_folder(back_too).dtype == torch.bfloat16 and not slr_modules(open_folder(back_too))
     card = (back / "README.md").read_text()
     assert "import salaad" not in card and "those of a folder of one size" in card
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_what_is_said_of_memory_and_file_is_what_the_folder_takes(gpt2, tmp_path, dtype):
+    """Of 0.85 of the parameters most blocks are stored in parts and opened dense, in int8 more than in bfloat16."""
+    said = compress(gpt2, tmp_path / "made", rpca=True, budget="0.85", dtype=dtype)
+    record, opened = record_of(tmp_path / "made"), open_folder(tmp_path / "made")
+    assert record["bytes_in_memory"][1] == sum(t.nbytes for t in (*opened.parameters(), *opened.buffers()))
+    in_parts = sum(key.endswith(".S_packed") for key in load_file(tmp_path / "made" / "model.safetensors"))
+    assert record["factored_blocks"] == in_parts > len(slr_modules(opened))
+    assert f"{in_parts - len(slr_modules(opened))} of them become dense when the folder is opened" in said
+    if dtype == "int8":
+        assert in_parts == record["blocks"]  # a byte a number is always less than two, places included
 
 
 def test_a_folder_in_parts_is_stored_anew_in_int8(gpt2, tmp_path):

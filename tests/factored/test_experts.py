@@ -1,6 +1,7 @@
 """Experts in 3-D parameters as blocks, from the penalty to a deployed layer, against dense computations."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from salaad.factored.experts import ExpertStack, close_stacks, open_stacks, stac
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.layers import SlrLinear
 from salaad.factored.slr import Slr
+from salaad.factored.smaller_form import form_for_file
 from salaad.methods.salaad.storage import read_index
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -32,14 +34,14 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def parts_of(model: PreTrainedModel, some: slice = slice(None)) -> dict[str, Slr]:
+def parts_of(model: PreTrainedModel, some: slice = slice(None), density: float = 0.05) -> dict[str, Slr]:
     """L + S of the blocks: the best matrix of rank 3, and the largest entries of what is left."""
     found = {}
     for name, X in list(find_blocks(model, SalaadConfig()).items())[some]:
         U, sigma, V = torch.linalg.svd(X.detach(), full_matrices=False)
         L = U[:, :3] * sigma[:3] @ V[:3]
         R = X.detach() - L
-        found[name] = Slr.from_parts(L, torch.where(R.abs() > R.abs().quantile(0.95), R, 0.0), 3)
+        found[name] = Slr.from_parts(L, torch.where(R.abs() > R.abs().quantile(1 - density), R, 0.0), 3)
     return found
 
 
@@ -107,6 +109,64 @@ def test_a_model_with_experts_in_parts_is_written_opened_written_again_and_made_
     assert {n: p.shape for n, p in dense.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
     dense.save_pretrained(tmp_path / "dense")
     torch.testing.assert_close(logits(open_folder(tmp_path / "dense")), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["experts", "down_proj", "experts.1"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_open_dense_are_the_weights_of_an_ordinary_model(family, which, tmp_path):
+    """So many entries that they are stored in parts and opened dense: all experts, a stack of them, or some of each."""
+    model = model_of(family)
+    blocks = parts_of(model) | {k: slr for k, slr in parts_of(model, density=0.55).items() if _is_of(k, which)}
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, X in find_blocks(twin, SalaadConfig()).items():
+            X.copy_(blocks[name].dense())
+    expected = logits(twin)
+    with form_for_file("float"):
+        factor(model, blocks)
+    assert slr_modules(model).keys() == blocks.keys()
+    folder = tmp_path / "first"
+    model.save_pretrained(folder)
+    for again in (tmp_path / "second", tmp_path / "third"):
+        opened = open_folder(folder)
+        in_parts = slr_modules(opened).keys()
+        assert {name for name in blocks if "experts" in name and _is_of(name, which)}.isdisjoint(in_parts)
+        if which != "experts.1":  # whole stacks are parameters again
+            assert all(_stack_of(name) not in stacks(opened) for name in blocks if _is_of(name, which))
+        torch.testing.assert_close(logits(opened), expected, rtol=1e-4, atol=1e-5)
+        folder = again
+        opened.save_pretrained(folder)
+    dense = open_folder(folder).dequantize()
+    assert {n: p.shape for n, p in dense.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
+    torch.testing.assert_close(logits(dense), expected, rtol=1e-4, atol=1e-5)
+
+
+def _is_of(name: str, which: str) -> bool:
+    """Whether a block is an expert of every layer: any, a down projection, or the one with this number."""
+    *_, kind, index = ("", *name.split("."))
+    return "experts." in name and index.isdigit() and which in ("experts", kind, f"experts.{index}")
+
+
+def _stack_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "dense"])
+def test_a_folder_of_experts_that_opens_dense_is_stored_anew_in_any_form(tiny_tokenizer_dir, tmp_path, dtype):
+    source = model_of("mixtral", vocab_size=512)
+    shutil.copytree(tiny_tokenizer_dir, tmp_path / "source")
+    source.save_pretrained(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "made", rpca=True, budget="0.8", dtype="float32")
+    compress(tmp_path / "source", tmp_path / "sizes", rpca=True, elastic=True, dtype="float32")
+    how = {"format": "dense", "dtype": "float32"} if dtype == "dense" else {"dtype": dtype}
+    compress(tmp_path / "made", tmp_path / "anew", **how)
+    compress(tmp_path / "sizes", tmp_path / "of_size", budget="0.8", **how)
+    for before, after in (
+        (open_folder(tmp_path / "made"), open_folder(tmp_path / "anew", dtype=torch.float32)),
+        (open_folder(tmp_path / "sizes", budget="0.8"), open_folder(tmp_path / "of_size", dtype=torch.float32)),
+    ):
+        allowed = 0.05 if dtype == "int8" else 1e-5
+        assert distance(logits(after), logits(before)) < allowed
 
 
 def test_a_checkpoint_with_experts_is_cut_at_every_size_and_measured(tiny_tokenizer_dir, text_files, tmp_path):

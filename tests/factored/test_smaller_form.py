@@ -1,21 +1,24 @@
 """The form in which a block is stored, and the form in which it is opened, against bytes that are counted."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
-from salaad.factored.fixed_size import factor, mark_factored, slr_modules
+from salaad.factored.fixed_size import factor, mark_factored, put_dense, slr_modules
 from salaad.factored.layers import SlrLinear
 from salaad.factored.slr import Slr
 from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes
 from tests.factored.test_fixed_size import ARCHITECTURES, blocks_of, gpt2, llama
-from tests.helpers.models import logits, open_folder
-from tests.helpers.slr_weights import assert_opened_as, dense, distance
+from tests.helpers.models import IDS, logits, open_folder
+from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts
+from tests.model.test_families import model_of
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -103,14 +106,71 @@ def test_the_base_model_of_a_folder_opens_dense_blocks_under_its_own_names(tmp_p
     assert torch.equal(weight.mT.double(), dense(whole_numbers(500)).mT)
 
 
-def test_in_int8_a_block_is_stored_packed_where_a_byte_a_number_is_smaller_than_the_dense_floats(tmp_path):
-    slr = whole_numbers(900)
+def test_the_base_model_is_saved_without_the_head_that_it_lacks(tmp_path):
+    model = llama()
+    with form_for_file("float"):
+        factor(model, {Q: whole_numbers(300), "lm_head": parts(512, 32, 3, 9000)})
+    base = AutoModel.from_pretrained(save(model, tmp_path / "first"), local_files_only=True)
+    again = AutoModel.from_pretrained(save(base, tmp_path / "again"), local_files_only=True)
+    assert list(slr_modules(again)) == [Q.removeprefix("model.")]
+    with torch.no_grad():
+        assert torch.equal(again(IDS).last_hidden_state, base(IDS).last_hidden_state)
+
+
+def test_a_model_whose_blocks_all_opened_dense_is_an_ordinary_one(tmp_path):
+    model = llama()
+    with form_for_file("float"):
+        factor(model, {Q: whole_numbers(600)})
+    opened = open_folder(save(model, tmp_path / "first"))
+    before = logits(opened)
+    assert torch.equal(logits(opened.dequantize()), before)
+    opened = open_folder(tmp_path / "first")
+    save(opened, tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    assert torch.equal(logits(open_folder(tmp_path / "again")), before)
+
+
+def test_a_layer_that_becomes_dense_keeps_what_moves_its_inputs_between_devices(tmp_path):
+    model = llama()
+    with form_for_file("float"):
+        factor(model, {Q: whole_numbers(600)})
+    layer, seen = model.get_submodule(Q), []
+
+    class Watcher(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return args, kwargs
+
+    add_hook_to_module(layer, Watcher())
+    put_dense(model, Q, nn.Linear(32, 32))
+    logits(model)
+    assert seen == [model.get_submodule(Q)] and type(seen[0]) is nn.Linear
+
+
+def test_an_embedding_that_scales_its_rows_stays_dense(tmp_path):
+    model = model_of("gemma", vocab_size=512, tie_word_embeddings=False)
+    slr = parts(512, model.config.hidden_size, 3, 500)
+    twin = copy.deepcopy(model)
+    twin.model.embed_tokens.weight.data.copy_(slr.dense())
+    factor(model, {"model.embed_tokens": slr})
+    assert not slr_modules(model)
+    assert torch.equal(logits(open_folder(save(model, tmp_path))), logits(twin))
+
+
+# U and V take 192 bytes and 6 scales, S a byte an entry and a scale for every 128; dense it takes 2048 bytes.
+@pytest.mark.parametrize(("rank", "nnz", "in_parts"), [(3, 1000, True), (16, 840, False), (16, 500, True)])
+def test_in_int8_a_block_is_stored_packed_where_that_is_smaller_than_the_dense_floats(tmp_path, rank, nnz, in_parts):
+    slr = parts(32, 32, rank, nnz)
     model = llama().to(torch.bfloat16)
     with form_for_file("int8"):
-        factor(model, {Q: slr})
+        factor(model, {Q: slr, "lm_head": parts(512, 32, 3, 500)})
     mark_factored(model, 1, in_int8=True)
     save(model, tmp_path)
-    assert stored_bytes(tmp_path) - 2 * 32 < 1024 * 2
+    numbers = 64 * rank + nnz + 4 * (2 * rank + -(-nnz // 128))
+    low = max(0, (1024 // nnz).bit_length() - 1)  # bits of a place that are stored as they are, the others in unary
+    packed = numbers + -(-nnz * low // 8) + -(-(nnz + (1024 >> low) + 1) // 8)
+    assert (packed < 2048) == in_parts
+    assert stored_bytes(tmp_path) - 2 * 32 == (packed if in_parts else 2048)
     opened = open_folder(tmp_path)
-    assert type(opened.get_submodule(Q)) is nn.Linear
+    assert (type(opened.get_submodule(Q)) is nn.Linear) == (nnz > 350 or not in_parts)
     assert distance(opened.get_submodule(Q).weight.detach(), dense(slr)) < 0.02
