@@ -82,7 +82,7 @@ def main() -> None:
     rows = []
     with TemporaryDirectory() as place:
         for stored in STORED:
-            how = {"checkpoint": str(options.checkpoint), "budget": options.budget, "dtype": stored, "lm_head": False}
+            how = {"checkpoint": str(options.checkpoint), "budget": options.budget, "dtype": stored}
             with torch.inference_mode(False):
                 compress(CompressOptions(output=f"{place}/{stored}", **how), source)
         for stored, opened in product(STORED, OPENED):
