@@ -44,7 +44,7 @@ def storage_table() -> str:
     """What scripts/bench_storage.py recorded of nano's model."""
     result = read_json(RESULTS / "bench" / "storage-nano.json")
     told = (
-        f"nano's model, trained with SALAAD and cut to {result['budget']} of its parameters; its X takes "
+        f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters; its X takes "
         f"{megabytes(result['dense_bytes'])} in float32, with whose speed the last two columns compare. "
         f"{result['machine']}, {result['threads']} threads, {result['products']} products in float32, "
         f"commit {result['commit']}."
