@@ -96,6 +96,18 @@ def many_sizes(results: Path) -> str | None:
     )
 
 
+def many_sizes_with_text(results: Path) -> str | None:
+    """One elastic folder, matched and distilled."""
+    trainings = Trainings(results / "elastic" / "nano-20.json")
+    half, fifth = (trainings.over("SALAAD", "head, tuned", share) for share in (HALF, FIFTH))
+    if half is None or fifth is None:
+        return None
+    return (
+        f"**Many sizes, and text**: one folder of all sizes, matched and distilled on a twentieth of the training "
+        f"tokens. Its half is {half:+.1%} and its fifth {fifth:+.1%} from the whole full-rank model ({ELASTIC})."
+    )
+
+
 def head(results: Path) -> str | None:
     """What splitting the head is worth."""
     trainings = Trainings(results / "elastic" / "nano-20.json")
@@ -193,6 +205,7 @@ def bfloat16(results: Path) -> str | None:
 SENTENCES: Sequence[Callable[[Path], str | None]] = (
     full_size,
     many_sizes,
+    many_sizes_with_text,
     head,
     with_text,
     trained_small,

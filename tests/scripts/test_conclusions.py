@@ -38,6 +38,12 @@ def test_cuts_are_compared_seed_by_seed_and_only_where_there_is_a_full_rank_mode
     assert "is +12.5% from the whole full-rank model with it split and +90.0% with it whole" in head
 
 
+def test_one_folder_of_all_sizes_is_compared_with_the_whole_full_rank_model(tmp_path):
+    full, mine = row("full-rank", 0, 50.0), row("SALAAD", 0, 51.0, head_tuned={0.5: 49.0, 0.2: 52.0})
+    [found] = said(tmp_path, full, mine)
+    assert "Its half is -2.0% and its fifth +4.0% from the whole full-rank model" in found
+
+
 def test_of_two_ways_with_text_the_better_counts_at_each_size(tmp_path):
     ways = {"rpca_tuned_each": {0.5: 49.0, 0.2: 70.0}, "rpca_head_tuned_each": {0.5: 50.0, 0.2: 60.0}}
     small = [row("dense, 0.5", 0, 52.0), row("dense, 0.2", 0, 60.0)]
