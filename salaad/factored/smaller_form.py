@@ -1,7 +1,8 @@
 """Which form of a block is smaller, U·V + S or dense, and how many bytes it takes.
 
 A place of S takes a few bits in a file and 32 in memory. So a block may be smaller in parts in the one and dense in the
-other: it is stored in parts, and becomes dense when the folder is opened.
+other: it is stored in parts, and becomes dense when the folder is opened. A model that was opened is saved in the form
+that it has, so that its file may be larger; compress.py writes a folder anew in the form for files.
 """
 
 from collections.abc import Iterator

@@ -42,7 +42,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def held_by(layer: SlrWeight) -> Tensor:
     """U·V + S of a layer in float64, its entries put in their places by torch's own sparse tensors."""
-    S = torch.sparse_csr_tensor(layer.S_starts, layer.columns, layer.S_values.detach().double(), layer.shape)
+    entries = layer.S_starts, layer.columns, layer.S_values.detach().double()
+    S = torch.sparse_csr_tensor(*entries, layer.shape, check_invariants=True)
     return layer.U.detach().double() @ layer.V.detach().double() + S.to_dense()
 
 
