@@ -17,8 +17,8 @@ from scripts.results_tables import RESULTS
 
 ELASTIC = RESULTS / "elastic"
 FAIR_WAYS = (
-    *("hpa", "nested", "rpca, head", "rpca, tuned, each", "rpca, head, tuned, each"),
-    *("cut, head", "tuned, each", "head, tuned, each"),
+    *("hpa", "nested", "rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
+    *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
 _REFERENCE = "full-rank"
 _SMALL = "dense, "  # how the labels of models begin that were trained at a smaller size
