@@ -169,7 +169,8 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     mark_factored(sized.model, sized.parameters, in_int8)
     stored = slr_modules(sized.model)
     kinds = "U, V and S in int8, all else in bfloat16" if options.dtype == "int8" else f"weights in {options.dtype}"
-    note = f"{len(stored)} of {sized.blocks} blocks are stored as U, V and S, the others dense; {kinds}."
+    others = ", the others dense" if len(stored) < sized.blocks else ""
+    note = f"{len(stored)} of {sized.blocks} blocks are stored as U, V and S{others}; {kinds}."
     if opened_dense := sum(takes_dense_form(layer, layer.U.element_size()) for layer in stored.values()):
         note += f" {opened_dense} of them become dense when the folder is opened, which takes less memory."
     note = sized.note or note
