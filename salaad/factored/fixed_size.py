@@ -114,8 +114,7 @@ class SlrQuantizer(CheckedQuantizer):
             check_block(model, own, *blocks[name], headers)
         open_stacks(model, inside)
         ignore_guards(model, blocks)
-        usual = {own: model.get_submodule(own) for own in inside}
-        self._may_be_dense = usual if self.quantization_config.activation is None else {}
+        self._may_be_dense = {own: model.get_submodule(own) for own in inside}
         for own, name in inside.items():
             rank, nnz = blocks[name]
             layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8, self.quantization_config.activation)

@@ -35,8 +35,11 @@ def form_for_file(numbers: Numbers) -> Iterator[None]:
 def takes_dense_form(block: Slr | SlrWeight, element: int) -> bool:
     """Whether a block with numbers of `element` bytes takes no less in parts than dense.
 
-    That is in memory, on the device of a layer or else on the CPU; within `form_for_file` in a file.
+    That is in memory, on the device of a layer or else on the CPU; within `form_for_file` in a file. A layer with an
+    activation between its factors has no dense form.
     """
+    if isinstance(block, SlrWeight) and block.activation is not None:
+        return False
     numbers = _for_file.get()
     in_parts = _bytes_in_parts(block, element) if numbers is None else _packed_bytes(block, element, numbers)
     return in_parts >= prod(block.shape) * element

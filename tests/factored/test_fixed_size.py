@@ -34,7 +34,7 @@ from salaad.factored.slr import Slr
 from salaad.model.build import load_model
 from salaad.model.folder_formats import FIXED_SIZE
 from tests.helpers.models import IDS, logits, open_folder
-from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts
+from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts, whole_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 Q = "model.layers.0.self_attn.q_proj"
@@ -456,12 +456,8 @@ def test_in_memory_a_block_takes_its_floats_and_32_bit_indices(case):
         (torch.bfloat16, 256, False),
     ],
 )
-def test_a_block_is_stored_in_its_smaller_form(dtype, nnz, in_parts, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    # Whole numbers, so that U·V + S is exact in any order of summation.
-    U, V = (torch.randint(-2, 3, size, generator=generator).float() for size in ((32, 3), (3, 32)))
-    values = torch.randint(1, 5, (nnz,), generator=generator).float().sort(descending=True).values
-    slr = Slr((32, 32), U, V, torch.randperm(1024, generator=generator)[:nnz].int(), values)
+def test_a_block_is_held_and_saved_in_the_form_that_takes_less_memory(dtype, nnz, in_parts, tmp_path):
+    slr = whole_numbers(nnz)
     model = factor(llama().to(dtype), {Q: slr, "lm_head": parts(512, 32, 3, 500)})
     model.save_pretrained(tmp_path)
     opened = open_folder(tmp_path)

@@ -12,23 +12,14 @@ from torch import nn
 from transformers import AutoModel
 
 from salaad.factored.fixed_size import factor, mark_factored, put_dense, slr_modules
-from salaad.factored.layers import SlrLinear
-from salaad.factored.slr import Slr
-from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes
+from salaad.factored.layers import SlrActivated, SlrLinear
+from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes, takes_dense_form
 from tests.factored.test_fixed_size import ARCHITECTURES, blocks_of, gpt2, llama
 from tests.helpers.models import IDS, logits, open_folder
-from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts
+from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts, whole_numbers
 from tests.model.test_families import model_of
 
 Q = "model.layers.0.self_attn.q_proj"
-
-
-def whole_numbers(nnz: int) -> Slr:
-    """A 32×32 block of rank 3 in small whole numbers, so that U·V + S is exact in any order of summation."""
-    generator = torch.Generator().manual_seed(0)
-    U, V = (torch.randint(-2, 3, size, generator=generator).float() for size in ((32, 3), (3, 32)))
-    values = torch.randint(1, 5, (nnz,), generator=generator).float().sort(descending=True).values
-    return Slr((32, 32), U, V, torch.randperm(1024, generator=generator)[:nnz].int(), values)
 
 
 def stored_bytes(folder: Path, name: str = Q) -> int:
@@ -155,6 +146,14 @@ def test_an_embedding_that_scales_its_rows_stays_dense(tmp_path):
     factor(model, {"model.embed_tokens": slr})
     assert not slr_modules(model)
     assert torch.equal(logits(open_folder(save(model, tmp_path))), logits(twin))
+
+
+def test_a_layer_with_an_activation_between_its_factors_has_no_dense_form():
+    layer, plain = SlrActivated(32, 32, 3, 900), SlrLinear(32, 32, 3, 900)
+    for each in (layer, plain):
+        each.fill(whole_numbers(900))
+    assert takes_dense_form(plain, 4) and not takes_dense_form(layer, 4)
+    assert opened_bytes(layer) == resident_bytes(layer) and opened_bytes(plain) == 4 * 1024 < resident_bytes(plain)
 
 
 # U and V take 192 bytes and 6 scales, S a byte an entry and a scale for every 128; dense it takes 2048 bytes.

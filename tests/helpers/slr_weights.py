@@ -22,6 +22,14 @@ def parts(n: int, m: int, rank: int, nnz: int, seed: int = 0, dtype: torch.dtype
     return Slr((n, m), U.to(dtype), V.to(dtype), positions, values.to(dtype))
 
 
+def whole_numbers(nnz: int) -> Slr:
+    """A 32×32 block of rank 3 in small whole numbers, so that U·V + S is exact in any order of summation."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.randint(-2, 3, size, generator=generator).float() for size in ((32, 3), (3, 32)))
+    values = torch.randint(1, 5, (nnz,), generator=generator).float().sort(descending=True).values
+    return Slr((32, 32), U, V, torch.randperm(1024, generator=generator)[:nnz].int(), values)
+
+
 def sparse(slr: Slr) -> np.ndarray:
     """S (n×m) in float64, entry by entry."""
     S = np.zeros(slr.shape)
