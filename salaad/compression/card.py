@@ -118,7 +118,9 @@ def history(name: str, kind: str, options: CompressOptions, variants: Sequence[V
         origin += ", where training left any, and else found by robust PCA in the finished weights"
     if options.elastic:
         ranges = f" in each of {len(variants)} ranges of sizes" if len(variants) > 1 else ""
-        cut = f"all units are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"
+        fitted = options.match or options.distill
+        most = "as many units as X has parameters for" if fitted else "all units"
+        cut = f"{most} are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"
     elif variant.budget is None:
         cut = "all of L + S is kept"
     else:

@@ -233,19 +233,21 @@ class CheckpointDeployment:
         return [self._range(variant, below) for variant, below in zip(variants, belows, strict=True)]
 
     def _range(self, variant: Variant, below: int | None) -> SizeRange:
-        """The sizes from that of the variant up, as far as `below`."""
+        """The sizes from that of the variant up: below `below`, and where they are fitted on text up to that of X."""
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
             first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts if first else None)
-        if below is not None:
-            queue = queue.first(below - 1 - self.fixed)
+        ends = [] if below is None else [below - 1]
+        if first is not None:
+            ends.append(self.dense)  # X itself is better than a fit of more parameters than it has
+        if ends:
+            queue = queue.first(min(ends) - self.fixed)
             parts = {name: parts[name].cut(*kept) for name, kept in queue.units().items()}
         if first is None:
             return SizeRange(parts, queue, below=below)
-        largest = min(queue.parameters, self.dense - self.fixed)  # above that X itself is smaller
-        sizes = sizes_in_turn(min(variant.budget - self.fixed, largest), largest, queue.keep)
-        name = f"{self._name_of(variant)} elastic below {below}"
+        sizes = sizes_in_turn(min(variant.budget - self.fixed, queue.parameters), queue.parameters, queue.keep)
+        name = f"{self._name_of(variant)} elastic of {queue.parameters} below {below}"
         fitted = self.tuning.distilled(Fitted(parts, first.vectors), name, sizes)
         return SizeRange(fitted.parts, queue, fitted.vectors, below)
 

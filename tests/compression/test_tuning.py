@@ -302,6 +302,21 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
     assert largest < divergence(tmp_path / "tuned", dense, text_files["validation"], budget=smallest)
 
 
+def test_a_folder_that_was_fitted_holds_no_size_above_that_of_the_dense_model(runs, tmp_path):
+    held, unit = {}, 0
+    for name, options in {"as it is": {}, "matched": {"match": 8}}.items():
+        compress(runs / "salaad", tmp_path / name, "--elastic", **WORDS, **options)
+        entry = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        held[name] = entry["fixed"] + sum(rank * (n + m) + nnz for n, m, rank, nnz in entry["blocks"].values())
+        unit = max(n + m for n, m, *_ in entry["blocks"].values())
+    dense = entry["dense"]
+    assert held["as it is"] > dense >= held["matched"] > dense - unit
+    with pytest.raises(UserError, match="that the folder holds"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "matched", budget=dense + unit)
+    told = {name: (tmp_path / name / "README.md").read_text() for name in held}
+    assert "all units are kept" in told["as it is"] and "as many units as X has parameters for" in told["matched"]
+
+
 def test_a_range_of_its_own_is_nearer_than_one_for_all_sizes(runs, dense, text_files, tmp_path):
     folders = {"one": "0.4", "two": "0.4, 0.7"}
     for name, budget in folders.items():
