@@ -183,14 +183,20 @@ def main() -> None:
     searched = read_json(options.search)["methods"] if options.search else {}
     rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
     settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
-    todo = asked_for(trainings(options.config, extra, settings), options)
+    every = trainings(options.config, extra, settings)
+    order = [training.label for training in every]
+    todo = asked_for(every, options)
     runs.mkdir(parents=True, exist_ok=True)
     kept = read_json(options.output)["rows"] if options.output.exists() else []
     rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
 
+    def place(row: dict[str, Any]) -> tuple[int, int]:
+        """As rows are trained; those that are not known here come last."""
+        return order.index(row["label"]) if row["label"] in order else len(order), row["seed"]
+
     def save() -> None:
         with lock:
-            there = [row for row in rows.values() if row]
+            there = sorted(filter(None, rows.values()), key=place)
             write_json({"config": options.config, **provenance(), "rows": there}, options.output)
 
     def measure(item: tuple[Training, int]) -> None:

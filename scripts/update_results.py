@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, demo, elastic, kernels, methods, nano, scaling
+from scripts.results_tables import RESULTS, ROOT, admm, bench, compared, demo, elastic, kernels, methods, nano, scaling
 
 PAGES = (
     ROOT / "README.md",
@@ -39,6 +39,7 @@ def all_sections() -> dict[str, str]:
         **demo.sections(),
         **nano.sections(),
         **elastic.sections(),
+        **compared.sections(),
         **methods.sections(),
         **admm.sections(),
         **bench.sections(),

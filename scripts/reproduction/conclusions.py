@@ -2,45 +2,26 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import megabytes, millions
 from scripts.reproduction.evidence import the_row
-from scripts.results_tables.elastic import at, by_label, has
+from scripts.results_tables.compared import FIFTH, HALF, Model, Trainings
 
 ELASTIC = "[elastic](elastic/README.md)"
 PAIR = ("salaad", "full_rank")
-HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 
 
-class Trainings:
-    """What compare_elastic.py measured at a scale, over full-rank training with the same seed.
+def nano_20(results: Path) -> Trainings:
+    """What is recorded of the sizes of one training, in the paper's regime."""
+    return recorded(results, "nano-20")
 
-    Args:
-        path: its JSON, which may not be there yet.
-    """
 
-    def __init__(self, path: Path) -> None:
-        rows = read_json(path)["rows"] if path.exists() else []
-        self.rows = by_label(rows)
-        self.reference = {row["seed"]: row["X"]["perplexity"] for row in self.rows.get("full-rank", ())}
-
-    def over(self, label: str, way: str | None = None, share: float | None = None) -> float | None:
-        """Mean over the seeds of perplexity over that of full-rank training, less 1; None where nothing is measured.
-
-        Args:
-            label: of the training.
-            way: to a smaller size; the whole model without it.
-            share: of the compressible parameters, with a way.
-        """
-        found = [
-            (row["X"]["perplexity"] if way is None else at(row["ways"][way], share)) / self.reference[row["seed"]]
-            for row in self.rows.get(label, ())
-            if row["seed"] in self.reference and (way is None or has(row["ways"].get(way, ()), share))
-        ]
-        return fmean(found) - 1 if found else None
+def recorded(results: Path, scale: str) -> Trainings:
+    """What is recorded of a scale, which may be nothing yet."""
+    found = _json(results / "elastic" / f"{scale}.json")
+    return Trainings(found["rows"] if found else ())
 
 
 def conclusions(results: Path) -> list[str]:
@@ -51,7 +32,7 @@ def conclusions(results: Path) -> list[str]:
 
 def full_size(results: Path) -> str | None:
     """What SALAAD's X costs."""
-    cost = Trainings(results / "elastic" / "nano-20.json").over("SALAAD")
+    cost = nano_20(results).over(Model("SALAAD"))
     bench = _json(results / "bench" / "methods-nano.json")
     if cost is None or bench is None:
         return None
@@ -68,8 +49,8 @@ def full_size(results: Path) -> str | None:
 def rates(results: Path) -> str | None:
     """What rates of their own are worth."""
     for scale in ("nano-20", "nano"):
-        trainings = Trainings(results / "elastic" / f"{scale}.json")
-        cost = trainings.over("full-rank, one rate")
+        trainings = recorded(results, scale)
+        cost = trainings.over(Model("full-rank, one rate"))
         if cost is not None:
             return (
                 f"**Before any method**: give embedding and head a higher learning rate than the projections. With one "
@@ -80,9 +61,9 @@ def rates(results: Path) -> str | None:
 
 def many_sizes(results: Path) -> str | None:
     """Cuts without text, of SALAAD and of a full-rank model."""
-    trainings = Trainings(results / "elastic" / "nano-20.json")
+    trainings = nano_20(results)
     cuts = [
-        trainings.over(label, way, share)
+        trainings.over(Model(label, way, share))
         for label, way in (("SALAAD", "cut, head"), ("full-rank", "rpca, head"))
         for share in (HALF, FIFTH)
     ]
@@ -98,8 +79,8 @@ def many_sizes(results: Path) -> str | None:
 
 def many_sizes_with_text(results: Path) -> str | None:
     """One elastic folder, matched and distilled."""
-    trainings = Trainings(results / "elastic" / "nano-20.json")
-    half, fifth = (trainings.over("SALAAD", "head, tuned", share) for share in (HALF, FIFTH))
+    trainings = nano_20(results)
+    half, fifth = (trainings.over(Model("SALAAD", "head, tuned", share)) for share in (HALF, FIFTH))
     if half is None or fifth is None:
         return None
     return (
@@ -110,8 +91,8 @@ def many_sizes_with_text(results: Path) -> str | None:
 
 def head(results: Path) -> str | None:
     """What splitting the head is worth."""
-    trainings = Trainings(results / "elastic" / "nano-20.json")
-    without, beside = (trainings.over("SALAAD", way, FIFTH) for way in ("cut", "cut, head"))
+    trainings = nano_20(results)
+    without, beside = (trainings.over(Model("SALAAD", way, FIFTH)) for way in ("cut", "cut, head"))
     if without is None or beside is None:
         return None
     return (
@@ -122,17 +103,17 @@ def head(results: Path) -> str | None:
 
 def with_text(results: Path) -> str | None:
     """Matched and distilled, every size by itself."""
-    trainings = Trainings(results / "elastic" / "nano-20.json")
+    trainings = nano_20(results)
     ways = {
         "SALAAD": ("tuned, each", "head, tuned, each"),
         "full-rank": ("rpca, tuned, each", "rpca, head, tuned, each"),
     }
     said = []
     for label, names in ways.items():
-        best = [
-            min((value for name in names if (value := trainings.over(label, name, share)) is not None), default=None)
-            for share in (HALF, FIFTH)
-        ]
+        best = []
+        for share in (HALF, FIFTH):
+            measured = [trainings.over(Model(label, name, share)) for name in names]
+            best.append(min((value for value in measured if value is not None), default=None))
         if None in best:
             return None
         said.append(f"{label}'s half is {best[0]:+.1%} from it and its fifth {best[1]:+.1%}")
@@ -144,8 +125,8 @@ def with_text(results: Path) -> str | None:
 
 def trained_small(results: Path) -> str | None:
     """Small dense models."""
-    trainings = Trainings(results / "elastic" / "nano-20.json")
-    small = {share: trainings.over(f"dense, {share:g}") for share in (HALF, FIFTH)}
+    trainings = nano_20(results)
+    small = {share: trainings.over(Model(f"dense, {share:g}")) for share in (HALF, FIFTH)}
     if None in small.values():
         return None
     return (

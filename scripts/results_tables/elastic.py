@@ -117,18 +117,18 @@ def draw_pictures() -> None:
 
 
 def curves_table(rows: Sequence[Row]) -> str:
-    """Perplexity of X, at half and at a fifth of the compressible parameters, and the elastic score."""
-    lines = []
+    """Perplexity of X and at every share of the compressible parameters, and the elastic score."""
+    lines, columns = [], sorted({*shares(), *NAMED}, reverse=True)
     for label, mine in by_label(rows).items():
         whole = _with_deviation([row["X"]["perplexity"] for row in mine])
-        lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(NAMED), ""))
+        lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
         for way in _ways(mine):
-            named = [
+            sizes = [
                 _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"].get(way, ()), share)])
-                for share in NAMED
+                for share in columns
             ]
             scores = [found for row in mine if (found := score(rows, row, way)) is not None]
-            lines.append((f"{label}: {way}", "", "", *named, f"{fmean(scores):.2%}" if scores else "–"))
+            lines.append((f"{label}: {way}", "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–"))
     tokens = rows[0]["X"]["tokens"]
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
@@ -136,7 +136,7 @@ def curves_table(rows: Sequence[Row]) -> str:
         f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps; ± is the deviation over the "
         f"seeds where there are several. Commits {commits}; {machines}."
     )
-    header = ("model", "parameters", "X", "half", "a fifth", "elastic score")
+    header = ("model", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
     return f"{markdown_table(header, lines)}\n\n{told}"
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from scripts.results_tables import demo, elastic
+from scripts.results_tables.compared import goals_table
 
 SHARES = (0.75, 0.5, 0.2)
 
@@ -65,3 +66,23 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
     assert drawn["galore"] == [(2.0, 56.0)] and drawn["lost"] == [(1.5, 58.0)]
     assert drawn["trained dense at its size"] == [(1.4, 60.0)]
     assert {y for _, y in drawn["full-rank"]} == {51.0}
+
+
+def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
+    rows = [
+        row("full-rank", 0, 60.0, rpca_head=[50.0, 50.0, 50.0]),
+        row("full-rank", 1, 50.0, rpca_head=[50.0, 52.0, 53.0]),
+        row("SALAAD", 1, 49.0, cut=[49.0, 50.4, 60.0], cut_head=[49.0, 50.4, 52.4]),
+        row("SALAAD", 2, 90.0, cut_head=[49.0, 50.4, 62.4]),
+        row("dense, 0.2", 0, 40.0),
+    ]
+    lines = [line.strip("|").split("|") for line in goals_table(rows).splitlines() if line.startswith("|")]
+    found = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+    # Seeds 1 alone are compared where both have them; a fifth and the dense model share none: 57.4 over 40.
+    assert found["the whole model, over full-rank training"][:2] == ["0.0%", "-2.0%, met"]
+    assert found["half, over full-rank training"] == ["0.5%", "+0.8%, missed", "–", "–"]
+    assert found["a fifth, over full-rank training"][1] == "+4.8%, met"
+    assert found["the elastic score"][1] == "–"  # not all of its sizes are there
+    assert found["over the dense model trained at the size"][1] == "+43.5%, missed"
+    assert found["over the full-rank model, split and cut alike"][1] == "-1.1%, met"  # at a fifth, the worst
+    assert found["over the cut that leaves the head whole"][1] == "+0.0%, met"  # three quarters alike

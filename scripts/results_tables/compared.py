@@ -1,0 +1,126 @@
+"""Perplexities of compare_elastic.py over one another, seed by seed, and the table of what was aimed at."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table
+from scripts.research.search_elastic import NAMED, shares
+from scripts.results_tables.elastic import at, by_label, has, results, score
+
+HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
+
+
+class Model(NamedTuple):
+    """A row's label, and with a way what is cut in that way to a share of the compressible parameters."""
+
+    label: str
+    way: str | None = None
+    share: float | None = None
+
+
+class Way(NamedTuple):
+    """A way to SALAAD's sizes, and the same of a full-rank model."""
+
+    salaad: str
+    full_rank: str
+
+
+FULL_RANK = Model("full-rank")
+WAYS = {
+    "without text": Way("cut, head", "rpca, head"),
+    "one folder, fitted": Way("head, tuned", "rpca, head, tuned"),
+    "every size fitted": Way("head, tuned, each", "rpca, head, tuned, each"),
+}
+
+
+class Trainings:
+    """What compare_elastic.py measured at a scale.
+
+    Args:
+        rows: of its JSON.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows, self._models = rows, by_label(rows)
+
+    def perplexities(self, model: Model) -> dict[int, float]:
+        """Seed → perplexity, of the seeds that were measured."""
+        mine = self._models.get(model.label, ())
+        if model.way is None:
+            return {row["seed"]: row["X"]["perplexity"] for row in mine}
+        curves = {row["seed"]: row["ways"].get(model.way, ()) for row in mine}
+        return {seed: at(curve, model.share) for seed, curve in curves.items() if has(curve, model.share)}
+
+    def over(self, model: Model, other: Model = FULL_RANK) -> float | None:
+        """Mean of perplexity over that of `other`, less 1; None where one of them is not measured.
+
+        The mean is over the seeds that both have; where they share none, the means of both are compared.
+        """
+        mine, theirs = self.perplexities(model), self.perplexities(other)
+        if not mine or not theirs:
+            return None
+        if both := mine.keys() & theirs.keys():
+            return fmean(mine[seed] / theirs[seed] for seed in both) - 1
+        return fmean(mine.values()) / fmean(theirs.values()) - 1
+
+    def score(self, label: str, way: str) -> float | None:
+        """The elastic score of a curve, mean over the seeds; None where no curve is whole."""
+        scores = [score(self.rows, row, way) for row in self._models.get(label, ())]
+        whole = [found for found in scores if found is not None]
+        return fmean(whole) if whole else None
+
+
+Measure = Callable[[Trainings, Way], float | None]
+
+
+def of_size(share: float) -> Measure:
+    """SALAAD's size over whole full-rank training."""
+    return lambda trainings, way: trainings.over(Model("SALAAD", way.salaad, share))
+
+
+def at_worst(other: Callable[[Way, float], Model]) -> Measure:
+    """SALAAD's sizes over another model of the same size, at the share where that is largest."""
+
+    def measure(trainings: Trainings, way: Way) -> float | None:
+        found = [trainings.over(Model("SALAAD", way.salaad, share), other(way, share)) for share in {*shares(), *NAMED}]
+        return max((value for value in found if value is not None), default=None)
+
+    return measure
+
+
+GOALS: Mapping[str, tuple[float, Measure]] = {
+    "half, over full-rank training": (0.005, of_size(HALF)),
+    "a fifth, over full-rank training": (0.05, of_size(FIFTH)),
+    "the elastic score": (0.015, lambda trainings, way: trainings.score("SALAAD", way.salaad)),
+    "over the dense model trained at the size": (0.0, at_worst(lambda _, share: Model(f"dense, {share:g}"))),
+    "over the full-rank model, split and cut alike": (
+        0.0,
+        at_worst(lambda way, share: Model("full-rank", way.full_rank, share)),
+    ),
+    "over the cut that leaves the head whole": (0.0, at_worst(lambda _, share: Model("SALAAD", "cut", share))),
+}
+
+
+def sections() -> dict[str, str]:
+    """Per scale what was aimed at and what was reached."""
+    return {f"elastic-goals-{scale}": goals_table(read_json(path)["rows"]) for scale, path in results().items()}
+
+
+def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line per goal: its limit, and what was measured of every way to SALAAD's sizes."""
+    trainings = Trainings(rows)
+    whole = _judged(trainings.over(Model("SALAAD")), 0.0)
+    lines = [("the whole model, over full-rank training", f"{0:.1%}", *([whole] * len(WAYS)))]
+    for name, (limit, measure) in GOALS.items():
+        lines.append((name, f"{limit:.1%}", *(_judged(measure(trainings, way), limit) for way in WAYS.values())))
+    told = (
+        "Perplexity of SALAAD's model over the other, less 1; of several sizes the worst counts. Means over the seeds "
+        "that both have, or of each over its own."
+    )
+    return f"{markdown_table(('goal', 'at most', *WAYS), lines)}\n\n{told}"
+
+
+def _judged(value: float | None, limit: float) -> str:
+    return "–" if value is None else f"{value:+.1%}, {'met' if value <= limit else 'missed'}"
