@@ -13,8 +13,11 @@ the compressible parameters, so that every stretch of steps covers all of it.
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from salaad.common.errors import Stopped, UserError
@@ -56,15 +59,14 @@ def distill(
         UserError: the text is shorter; or it cannot be read any further or a stop was requested, and what was done is
             saved.
     """
-    state, fitting = saved.load(), Fitting(tuned.trained(), steps, RATE)
+    state, learner = saved.load(), Learner(tuned, Fitting(tuned.trained(), steps, RATE), text_share, kept_at)
     if state is not None:
-        tuned.load_state_dict(state["tuned"])
-        fitting.load_state_dict(state["fitting"])
-    wrapper, device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
-    stream, since = open_stream(None if state is None else state["data"]), time.monotonic()
+        learner.load_state_dict(state)
+    fitting, since = learner.fitting, time.monotonic()
+    stream = open_stream(None if state is None else state["data"])
 
     def save() -> None:
-        saved.save({"tuned": tuned.state_dict(), "fitting": fitting.state_dict(), "data": stream.state_dict()})
+        saved.save({**learner.state_dict(), "data": stream.state_dict()})
 
     def interrupted() -> UserError:
         return UserError(f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there")
@@ -73,7 +75,7 @@ def distill(
     try:
         while fitting.done < steps:
             try:
-                ids, labels = (part.to(device) for part in next(stream).values())
+                batch = next(stream)
             except (UserError, Stopped) as error:
                 save()
                 raise (error if isinstance(error, UserError) else interrupted()) from None
@@ -82,11 +84,7 @@ def distill(
                     f"the training text ends after {fitting.done} of the {steps} batches that --distill asks for; give "
                     "fewer tokens, or more text"
                 )
-            with torch.no_grad():
-                teacher = wrapper.hidden_and_head(ids)
-            sizes = kept_at(fitting.done)
-            tokens = len(sizes) * (labels != IGNORED).sum()
-            loss = fitting.step(tuned.call(wrapper, ids, labels, teacher, kept=kept) / tokens for kept in sizes)
+            loss = learner.step(batch["input_ids"], batch["labels"])
             bar.update()
             bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
             if request.asked or time.monotonic() - since > _SECONDS:
@@ -98,6 +96,46 @@ def distill(
     finally:
         bar.close()
         stream.close()
+
+
+class Learner:
+    """A cut model that learns from the dense one, a batch a step.
+
+    Args:
+        tuned: both of them.
+        fitting: the steps.
+        text_share: of what is learned.
+        kept_at: step → the sizes that are trained then.
+    """
+
+    def __init__(
+        self,
+        tuned: TunedModel,
+        fitting: Fitting,
+        text_share: float,
+        kept_at: Callable[[int], Sequence[Kept | None]],
+    ) -> None:
+        self.tuned, self.fitting, self._kept_at = tuned, fitting, kept_at
+        self._divergence, self._device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
+
+    def step(self, ids: Tensor, labels: Tensor) -> float:
+        """Learn from one batch (rows × length); its mean divergence over tokens and sizes."""
+        ids, labels = ids.to(self._device), labels.to(self._device)
+        with torch.no_grad():
+            teacher = self._divergence.hidden_and_head(ids)
+        sizes = self._kept_at(self.fitting.done)
+        tokens = len(sizes) * (labels != IGNORED).sum()
+        call = partial(self.tuned.call, self._divergence, ids, labels, teacher)
+        return self.fitting.step(call(kept=kept) / tokens for kept in sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps."""
+        return {"tuned": self.tuned.state_dict(), "fitting": self.fitting.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.tuned.load_state_dict(state["tuned"])
+        self.fitting.load_state_dict(state["fitting"])
 
 
 def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], list[Kept]]:
