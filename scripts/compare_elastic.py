@@ -37,6 +37,7 @@ from scripts.compare_methods import best_rate
 from scripts.elastic_ways import (
     BEGINS,
     BLOCKS,
+    SPLITS,
     WAYS,
     Measured,
     budgets_of,
@@ -51,6 +52,7 @@ DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at whic
 FIGURES = ("variant", "parameters", "perplexity")
 OF_A_CUT = (*FIGURES, "bytes")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
+CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
 
 
@@ -96,14 +98,19 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     whole = ("--method=full_rank", *settings.dense)
     others = {name: (f"--method={name}", f"--optimizer.lr={lr:g}") for name, lr in settings.rates.items()}
     return [
-        Training("full-rank", whole, ("rpca", "rpca, head", *(f"rpca, {way}" for way in TUNED), "godec")),
-        Training("SALAAD", (*settings.dense, *settings.salaad), ("cut", "cut, head", *TUNED)),
+        Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
+        Training("SALAAD", (*settings.dense, *settings.salaad), (*CUTS, *TUNED)),
         Training("SALAAD, as in the paper", settings.dense, ("hpa", "energy")),
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
         Training("full-rank, one rate", (*whole, *ONE_RATE), ()),
         *(Training(name, words, ()) for name, words in others.items()),
     ]
+
+
+def of_a_split(name: str) -> tuple[str, ...]:
+    """The ways from a full-rank model that is split after the fact, the same as from a SALAAD model."""
+    return (*(way.replace("cut", name) for way in CUTS), *(f"{name}, {way}" for way in TUNED))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ there. The head counts as never compressed, also where a way splits it, so that 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
 KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 BLOCKS = SalaadConfig(embedding=True)
+SPLITS = ("rpca", "godec")  # of a model that was trained full-rank
 FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → what each folder keeps
 
 
@@ -61,7 +63,7 @@ class Measured:
         """Of what can be cut from `source`."""
         deployment = open_deployment(source, split)
         if split is not None and split.method == "godec":
-            room = round(max(all_shares()) * (deployment.dense - deployment.fixed))
+            room = budgets_of(self)[0][1] - deployment.fixed  # the largest
             split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
             deployment = open_deployment(source, split)
         data = DataConfig(**self.source.run["data"])
@@ -106,14 +108,14 @@ Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured t
 
 
 def way_of_tuning(way: str) -> str:
-    """`tuned` or `tuned, each` of what a way is called; another way as it is."""
-    return way.removeprefix("rpca, ").removeprefix("head, ")
+    """`tuned` or `tuned, each` of what a way is called; nothing of one that fits nothing."""
+    return way[way.index("tuned") :] if "tuned" in way else ""
 
 
 def split_of_way(way: str) -> tuple[str | None, bool]:
     """How a way splits after the fact, if it does, and whether it splits the head too."""
     words = way.split(", ")
-    return ("rpca" if "rpca" in words else None), "head" in words
+    return next((name for name in SPLITS if name in words), None), "head" in words
 
 
 def split_for(how: str | None, head: bool) -> PostHoc | None:
@@ -222,21 +224,16 @@ def nested(model: Measured) -> Sizes:
             yield share, evaluation(Variant(str(budget), budget, stored=True))
 
 
-WAYS: dict[str, Callable[[Measured], Sizes]] = {
-    "cut": by_energy,
-    "cut, head": partial(by_energy, head=True),
-    "energy": partial(by_energy, weighed=False),
-    "hpa": by_hpa,
-    "tuned": tuned,
-    "tuned, each": tuned_each,
-    "head, tuned": partial(tuned, head=True),
-    "head, tuned, each": partial(tuned_each, head=True),
-    "rpca": partial(by_energy, how="rpca"),
-    "rpca, head": partial(by_energy, how="rpca", head=True),
-    "rpca, tuned": partial(tuned, split="rpca"),
-    "rpca, tuned, each": partial(tuned_each, split="rpca"),
-    "rpca, head, tuned": partial(tuned, split="rpca", head=True),
-    "rpca, head, tuned, each": partial(tuned_each, split="rpca", head=True),
-    "godec": partial(by_energy, how="godec"),
-    "nested": nested,
-}
+def _ways() -> dict[str, Callable[[Measured], Sizes]]:
+    """By name: cut by energy and fitted on text, of L + S as trained and of every split, the head whole and split."""
+    found: dict[str, Callable[[Measured], Sizes]] = {}
+    for split, head in product((None, *SPLITS), (False, True)):
+        beside = ["head"] if head else []
+        words = [*filter(None, [split]), *beside]
+        found[", ".join([split or "cut", *beside])] = partial(by_energy, how=split, head=head)
+        found[", ".join([*words, "tuned"])] = partial(tuned, split=split, head=head)
+        found[", ".join([*words, "tuned", "each"])] = partial(tuned_each, split=split, head=head)
+    return {**found, "energy": partial(by_energy, weighed=False), "hpa": by_hpa, "nested": nested}
+
+
+WAYS = _ways()

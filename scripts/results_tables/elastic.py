@@ -17,7 +17,8 @@ from scripts.results_tables import RESULTS
 
 ELASTIC = RESULTS / "elastic"
 FAIR_WAYS = (
-    *("hpa", "nested", "rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
+    *("hpa", "nested", "godec, head", "godec, head, tuned, each"),
+    *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
 _REFERENCE = "full-rank"

@@ -69,12 +69,30 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     assert again == {label: row["ways"] for label, row in rows.items()}
 
 
+def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):
+    output, ways = tmp_path / "elastic.json", ("rpca, head", "godec, head", "godec, head, tuned, each")
+    words = ["compare_elastic.py", "--config=nano", "--rows=full-rank", f"--ways={';'.join(ways)}"]
+    monkeypatch.setattr(elastic_ways, "MATCH", 8)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [*words, f"--runs={tmp_path / 'runs'}", f"--output={output}", "--tokens=2000", *toy(train__steps=4)],
+    )
+    compare_elastic.main()
+    [row] = json.loads(output.read_text())["rows"]
+    assert list(row["ways"]) == list(ways) and set(row["costs"]) == {"train", "godec, head, tuned, each"}
+    sizes = [{size["share"]: size["parameters"] for size in row["ways"][way]} for way in ways]
+    for share, parameters in sizes[0].items():
+        for other in sizes[1:]:
+            assert other.get(share, parameters) == pytest.approx(parameters, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--rows=nothing"], "there is no row 'nothing'; give some of full-rank; SALAAD"),
         (["--repeated=nobody"], "there is no row 'nobody'"),
-        (["--ways=cut;none"], "there is no way 'none'; give some of cut; cut, head"),
+        (["--ways=cut;none"], "there is no way 'none'; give some of cut; tuned"),
         (["--seeds=a"], "--seeds is a; give whole numbers"),
         (["--search=nowhere.json"], "--search nowhere.json is no file"),
         (["--other-text=nowhere.jsonl"], "--other-text nowhere.jsonl is no file"),
