@@ -29,7 +29,7 @@ from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from scripts.research.search_elastic import NAMED, shares
 
-BEGINS = (0.6, 0.42, 0.34, 0.28, 0.235, 0.2)  # shares at which the ranges of an elastic folder begin
+BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
 MATCH = 256  # sequences
 DISTILL = 20  # the part of the training tokens is one of so many
 TEXT_SHARE = 0.3  # of what is learned in distillation that the text says

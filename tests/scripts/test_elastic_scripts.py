@@ -48,9 +48,9 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
         for row in ways[way]:  # a file of the same ranks and counts, whose header takes some more
             assert counted[row["share"]] < row["bytes"] < counted[row["share"]] + 20_000
     costs = rows["SALAAD"]["costs"]
-    # Two folders of one size; one of six ranges, each of which reads the same text and learns two sizes in a step.
+    # Two folders of one size; one of three ranges, each of which reads the same text and learns two sizes in a step.
     assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
-    assert costs["head, tuned"]["operations"] > 3 * costs["head, tuned, each"]["operations"]
+    assert costs["head, tuned"]["operations"] > 1.5 * costs["head, tuned, each"]["operations"]
     small, large = rows["SALAAD"]["samples"]["head, tuned"]
     assert small["text"].startswith(elastic_ways.BEGINNING) and large["text"].startswith(elastic_ways.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
