@@ -96,7 +96,7 @@ def head(results: Path) -> str | None:
     if without is None or beside is None:
         return None
     return (
-        f"**The head**: split it too, which is the default, or leave it whole? A fifth of the compressible parameters "
+        f"**The head**: split it too for small sizes, as is the default. A fifth of the compressible parameters "
         f"is {beside:+.1%} from the whole full-rank model with it split and {without:+.1%} with it whole ({ELASTIC})."
     )
 

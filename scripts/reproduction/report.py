@@ -139,7 +139,7 @@ def fair(results: Path) -> list[str]:
         return []
     table = fair_table(read_json(measured)["rows"], results / "bench" / f"methods-{FAIR.partition('-')[0]}.json")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
-    return [f"## All methods at the paper's tokens per parameter ({FAIR})", table, picture]
+    return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 
 
 def markdown(

@@ -1,6 +1,7 @@
 """What pages say beside their tables, and what pictures show: against sums by hand."""
 
 import json
+import re
 
 import pytest
 
@@ -25,25 +26,30 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
 @pytest.mark.parametrize(
     ("salaad", "cuts", "said"),
     [
-        (50.5, [51.0, 57.0, 63.0], ("5.0 % better", "10.0 % better", "1.0 % worse")),
-        (49.0, [51.0, 63.0, 77.0], ("5.0 % worse", "10.0 % worse", "2.0 % better")),
+        (50.5, [51.0, 57.0, 63.0], ("5.0 % better", "level with", "10.0 % better", "30.0 % better", "1.0 % worse")),
+        (49.0, [51.0, 63.0, 77.0], ("5.0 % worse", "10.5 % worse", "10.0 % worse", "14.4 % better", "2.0 % better")),
     ],
 )
 def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkeypatch, salaad, cuts, said):
     rows = [
         row("full-rank", 0, 48.0),
-        row("full-rank", 2, 50.0, rpca_head=[50.0, 58.0, 80.0]),
-        row("SALAAD", 2, salaad, cut_head=cuts),
+        row("full-rank", 2, 50.0, rpca_head=[50.0, 57.01, 90.0]),
+        row("SALAAD", 2, salaad, cut_head=cuts, head_tuned_each=[50.0, 50.0, 50.0]),
         row("dense, 0.5", 0, 60.0),
         row("dense, 0.2", 0, 70.0),
     ]
+    rows[2]["costs"] = {"train": {"operations": 1e9}, "head, tuned, each": {"operations": 2.1e8}}
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(demo, "RESULTS", tmp_path)
     page = demo.summary_table()
-    half, fifth, whole = said  # models of one seed are compared, where there are several
-    assert f"Cut to half, SALAAD's model is {half} than a dense model trained at that size" in page
-    assert f"cut to a fifth, {fifth}; whole, it is {whole} than full-rank training" in page
+    half, alike, fifth, alike_too, whole = (
+        words.removesuffix(" with") for words in said
+    )  # of one seed, where there are more
+    assert f"At 75 % of its parameters SALAAD's model is {half} than a dense model trained at that size" in page
+    assert re.search(f"and {alike} (than|with) a full-rank model cut alike; at 60 % {fifth} than the one", page)
+    assert f"and {alike_too} than the other; whole, {whole} than full-rank training" in page
+    assert "for 7.0% of the operations of the training" in page  # of three sizes that were fitted
 
 
 def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_the_seeds(tmp_path, monkeypatch):
