@@ -129,7 +129,10 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         (claim.name, *(ANSWERS[verdict.agrees] if verdict.numbers else "not measured" for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
-    return text_table(("claim", *(scale.name for scale in scales)), lines)
+    told = (
+        "Judged on trainings with the paper's way to draw X, to the end; above and below stands what we recommend too."
+    )
+    return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
 
 def fair(results: Path) -> list[str]:
