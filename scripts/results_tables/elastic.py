@@ -131,14 +131,19 @@ def curves_table(rows: Sequence[Row]) -> str:
             scores = [found for row in mine if (found := score(rows, row, way)) is not None]
             lines.append((f"{label}: {way}", "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–"))
     tokens = rows[0]["X"]["tokens"]
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    commits = ", ".join(sorted({commit for row in rows for commit in _commits(row)}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     told = (
         f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps; ± is the deviation over the "
-        f"seeds where there are several. Commits {commits}; {machines}."
+        f"seeds where there are several. Commits of trainings and cuts {commits}; {machines}."
     )
     header = ("model", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
     return f"{markdown_table(header, lines)}\n\n{told}"
+
+
+def _commits(row: Row) -> tuple[str, ...]:
+    """Of its training, and of its cuts where they were recorded."""
+    return row["commit"], *row.get("commits", {}).values()
 
 
 def cost_table(rows: Sequence[Row]) -> str:

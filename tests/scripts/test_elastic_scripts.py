@@ -80,6 +80,7 @@ def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, t
     )
     compare_elastic.main()
     [row] = json.loads(output.read_text())["rows"]
+    assert set(row["commits"]) == set(ways) and set(row["commits"].values()) == {row["commit"]}
     assert list(row["ways"]) == list(ways) and set(row["costs"]) == {"train", "godec, head, tuned, each"}
     sizes = [{size["share"]: size["parameters"] for size in row["ways"][way]} for way in ways]
     for share, parameters in sizes[0].items():
