@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -33,9 +33,10 @@ from salaad.factored.fixed_size import (
     slr_modules,
     stack_guards,
 )
+from salaad.factored.registration import ASKED
 from salaad.factored.smaller_form import takes_dense_form
 from salaad.hpa import Kept
-from salaad.model.folder_formats import ANY_SIZE, is_any_size
+from salaad.model.folder_formats import ANY_SIZE
 from salaad.model.weight_headers import (
     Headers,
     check_block,
@@ -48,7 +49,6 @@ from salaad.model.weight_headers import (
 )
 
 FORMAT_VERSION, WITH_RANGES = 1, 2
-_ASKED = "_asked_budget"
 _DENSER = 1000  # largest ratio of the numbers in weights that are always dense in memory to those in the files
 
 
@@ -174,7 +174,7 @@ class ElasticQuantizer(CheckedQuantizer):
         headers = headers_for(model, checkpoint_files)
         dense = self._check_units(model, inside, headers)
         open_stacks(model, inside)
-        asked = model.config.__dict__.pop(_ASKED, None)
+        asked = model.config.__dict__.pop(ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
         with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # within transformers' meta device
             index, kept = entry.keep(file, budget)
@@ -303,21 +303,3 @@ def save_elastic(model: PreTrainedModel, ranges: Sequence[SizeRange], fixed: int
     }
     model.hf_quantizer, model.config.quantization_config = quantizer, entry
     model.save_pretrained(folder)
-
-
-def _ask_for(config: PreTrainedConfig, budget: str | float | None) -> None:
-    if budget is None:
-        return
-    entry = getattr(config, "quantization_config", None)
-    if not is_any_size(entry):
-        raise UserError(
-            f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
-            "written with --elastic"
-        )
-    setattr(config, _ASKED, budget)
-
-
-# `from_pretrained` passes an argument that it does not know to the configuration if that has an attribute of this name,
-# and otherwise to the model's class, which fails on it. So every configuration gets the attribute `budget`, and its
-# setter refuses a folder of another format.
-PreTrainedConfig.budget = property(lambda config: getattr(config, _ASKED, None), _ask_for)

@@ -1,11 +1,13 @@
-"""Both folder formats in transformers' registry of quantizers, entered when transformers itself first makes it.
+"""What transformers has to know of both folder formats, told when it imports the module that it belongs in.
 
-Making that registry takes seconds, and so do the classes that are entered: neither is imported with this module, but
-when a folder is opened.
+The formats are entered in the registry of quantizers. `from_pretrained` passes an argument that it does not know to the
+configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so every
+configuration gets the attribute `budget`, whose setter refuses a folder of another format. Importing transformers takes
+seconds, and so do our classes: neither is imported with this module.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -13,9 +15,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name
+from salaad.common.errors import UserError
+from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name, is_any_size
 
-_REGISTRY = "transformers.quantizers.auto"
+ASKED = "_asked_budget"  # the attribute of a configuration that holds the size to open
 # The `quant_method` in config.json without the cure, as earlier versions wrote it → module, its entry, its quantizer.
 _FORMATS = {
     "salaad": ("salaad.factored.fixed_size", "SlrConfig", "SlrQuantizer"),
@@ -41,12 +44,15 @@ class _Later:
 
 
 class _AfterImport(MetaPathFinder):
-    """Enters the formats when the registry is imported, and is then taken out of the way."""
+    """Changes a module once it is imported, and is then taken out of the way."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self.name, self._change = name, change
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
@@ -54,22 +60,45 @@ class _AfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _enter(module)
+            self._change(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def _enter(registry: ModuleType) -> None:
+def _enter_formats(registry: ModuleType) -> None:
     for method in (*_FORMATS, FIXED_SIZE, ANY_SIZE):
         module, entry, quantizer = _FORMATS[format_name(method)]
         registry.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Later(module, entry)
         registry.AUTO_QUANTIZER_MAPPING[method] = _Later(module, quantizer)
 
 
+def _take_budgets(configurations: ModuleType) -> None:
+    configurations.PreTrainedConfig.budget = property(lambda config: getattr(config, ASKED, None), _ask_for)
+
+
+def _ask_for(config: Any, budget: str | float | None) -> None:
+    if budget is None:
+        return
+    if not is_any_size(getattr(config, "quantization_config", None)):
+        raise UserError(
+            f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
+            "written with --elastic"
+        )
+    setattr(config, ASKED, budget)
+
+
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.configuration_utils": _take_budgets,
+    "transformers.quantizers.auto": _enter_formats,
+}
+
+
 def register() -> None:
     """Let `from_pretrained` open both formats, now or as soon as transformers can."""
-    if _REGISTRY in sys.modules:
-        _enter(sys.modules[_REGISTRY])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _AfterImport)}
+    for name, change in _CHANGES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+        elif name not in waiting:
+            sys.meta_path.insert(0, _AfterImport(name, change))

@@ -149,7 +149,7 @@ def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
 
 
 def test_the_line_of_the_readme_opens_the_model_and_it_writes(runs, tmp_path, monkeypatch):
-    [line] = re.findall(r"After `import salaad` [^`]*`(.*?)`", (ROOT / "README.md").read_text())
+    [line] = re.findall(r"After `import salaad`[^`]*`(.*?)`", (ROOT / "README.md").read_text())
     compress(runs / "salaad", tmp_path / "salaad-194m", budget="0.7")
     monkeypatch.chdir(tmp_path)
     model, tokenizer = eval(line), AutoTokenizer.from_pretrained("salaad-194m")

@@ -4,6 +4,8 @@ import copy
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -557,3 +559,11 @@ def test_a_folder_whose_only_block_is_tied_is_refused_before_anything_is_written
     arguments = ("--godec", "--roles", "re:wte$", "--elastic", "--output", tmp_path / "made")
     assert "all blocks of model are tied weights" in refused("compress.py", "--checkpoint", model, *arguments)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("first", ["import salaad", "import transformers, salaad"])
+def test_a_new_process_that_knows_nothing_else_opens_a_size(elastic, first):
+    code = f"{first}; from transformers import AutoModelForCausalLM as Any; "
+    code += f"Any.from_pretrained({str(next(iter(elastic.values())))!r}, budget='0.6'); print('opened')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "opened", done.stderr

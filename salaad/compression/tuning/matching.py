@@ -56,7 +56,7 @@ def match(tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: Saved
         tuned.load_state_dict(state["tuned"])
 
     def fit(name: str, calls: Sequence[Call], goals: Sequence[Tensor]) -> None:
-        if name not in state["fitted"] and any(True for _ in tuned.trained(name)):
+        if name not in state["fitted"] and any(part.numel() for part in tuned.trained(name)):
             fit_module(tuned, name, calls, goals, real, request)
             state["fitted"].append(name)
             saved.save({**state, "tuned": tuned.state_dict()})
