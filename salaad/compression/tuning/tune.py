@@ -1,12 +1,10 @@
 """Fitting a cut to the dense model on text: matching, then distillation, for one size or for all of a folder."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from math import ceil
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -110,8 +108,9 @@ class Tuning:
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def forget(self) -> None:
-        """Delete what was kept for an interrupted command."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete what was kept of this command, which has ended; others on the same model keep theirs."""
+        for saved in self._states:
+            saved.remove()
 
     def untouched(self, parts: Parts) -> Fitted:
         """A cut before it is fitted, with the norms and biases that will be.
@@ -126,14 +125,16 @@ class Tuning:
 
     def _saved(self, of: str) -> SavedTuning:
         key = sha256(f"{self.source.digest} {of}".encode()).hexdigest()[:16]
-        return SavedTuning(self._folder / f"{key}.pt")
+        saved = SavedTuning(self.source.cache / "tuning" / f"{key}.pt")
+        self._states.append(saved)
+        return saved
 
     def _stream(self, state: dict | None) -> TrainingStream:
         return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=self._request)
 
-    @property
-    def _folder(self) -> Path:
-        return self.source.cache / "tuning"
+    @cached_property
+    def _states(self) -> list[SavedTuning]:
+        return []
 
     @cached_property
     def _request(self) -> StopRequest:
