@@ -93,7 +93,7 @@ def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tup
         first: the cut, if it was fitted in another way.
     """
     parts = whole.weighted()
-    if not variant.refine or variant.budget >= whole.parameters:
+    if first is None and (not variant.refine or variant.budget >= whole.parameters):
         return whole.unweighted(parts), UnitQueue.of(spectra(parts))
     kept = _kept(parts, whole.fixed, variant)
     near, second = {}, {}

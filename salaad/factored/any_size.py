@@ -132,7 +132,7 @@ class ElasticConfig(QuantizationConfigMixin):
         """The range that serves a budget of the whole model, and name → (rank kept, entries kept); all for None.
 
         Raises:
-            UserError: the budget is below what is never compressed, or above what the folder holds.
+            UserError: the budget is below what is never compressed, or above what the folder holds and above X.
         """
         index = self.range_of(budget)
         queue = self.queue(file.unit_counts(index), index)
@@ -140,7 +140,8 @@ class ElasticConfig(QuantizationConfigMixin):
             return index, queue.units()
         to_remove({}, fixed=self.fixed, budget=budget)  # raises where the budget is below the floor
         largest = self.fixed + queue.parameters
-        if budget > largest and not index:
+        # Units are taken whole, so what was fitted up to the size of X may end a unit below it.
+        if budget > max(largest, self.dense) and not index:
             raise UserError(
                 f"budget {format_count(budget)} is above the {format_count(largest, up=False)} that the folder holds; "
                 f"give {format_count(largest, up=False)} or less"

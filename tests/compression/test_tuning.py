@@ -313,8 +313,17 @@ def test_a_folder_that_was_fitted_holds_no_size_above_that_of_the_dense_model(ru
     assert held["as it is"] > dense >= held["matched"] > dense - unit
     with pytest.raises(UserError, match="that the folder holds"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "matched", budget=dense + unit)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "matched", budget="1.0")  # as near to X as whole units come
     told = {name: (tmp_path / name / "README.md").read_text() for name in held}
     assert "all units are kept" in told["as it is"] and "as many units as X has parameters for" in told["matched"]
+
+
+def test_a_folder_that_is_matched_with_all_of_its_units_holds_them_as_matched(runs, dense, text_files, tmp_path):
+    for name, options in {"as it is": {}, "matched": {"match": 8}}.items():
+        words = WORDS | {"budget": "9M"}  # above L + S
+        compress(runs / "salaad", tmp_path / name, "--elastic", **words, **options)
+    U = {name: load_file(tmp_path / name / "model.safetensors")[f"elastic.{Q}.U"] for name in ("as it is", "matched")}
+    assert not torch.equal(U["as it is"][: len(U["matched"])], U["matched"])
 
 
 def test_a_range_of_its_own_is_nearer_than_one_for_all_sizes(runs, dense, text_files, tmp_path):
@@ -361,6 +370,8 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
     assert said in error and "goes on" in error
     assert not (tmp_path / "a").exists()
     kept = list((runs / "salaad" / "cache").glob("*/tuning/*.pt"))
+    compress(runs / "salaad", tmp_path / "another", budget="0.6", match=8)
+    assert all(path.exists() for path in kept)  # of what another command was interrupted in
     compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words)
     assert not any(path.exists() for path in kept)
     compress(runs / "salaad", tmp_path / "b", *elastic, **WORDS, **words)

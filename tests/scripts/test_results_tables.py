@@ -43,9 +43,8 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(demo, "RESULTS", tmp_path)
     page = demo.summary_table()
-    half, alike, fifth, alike_too, whole = (
-        words.removesuffix(" with") for words in said
-    )  # of one seed, where there are more
+    # Of models of one seed, where there are several.
+    half, alike, fifth, alike_too, whole = (words.removesuffix(" with") for words in said)
     assert f"At 75 % of its parameters SALAAD's model is {half} than a dense model trained at that size" in page
     assert re.search(f"and {alike} (than|with) a full-rank model cut alike; at 60 % {fifth} than the one", page)
     assert f"and {alike_too} than the other; whole, {whole} than full-rank training" in page
