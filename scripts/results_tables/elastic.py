@@ -161,7 +161,7 @@ def cost_table(rows: Sequence[Row]) -> str:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Perplexity over stored parameters: a curve for every way, a point for every model that was trained small."""
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
-    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>"
+    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
     models = by_label(rows)
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
         for marker, way in zip(markers, _ways(mine), strict=False):
