@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from salaad.common.errors import UserError
 from salaad.common.files import read_json
 from salaad.compression.deployment import Deployment
 from salaad.compression.opening import open_deployment
@@ -173,26 +174,38 @@ def compressed(model: Measured, chosen: Sequence[float], split: str | None, head
         split: how it is split after the fact, if it is.
         head: the head is split too.
     """
-    elastic = len(chosen) > 1
     deployment = open_deployment(model.source, split_for("rpca", head=False))
+    budgets = [budget_of(deployment, share) for share in chosen]
     folder = model.run / folder_name(chosen, split, head)
-    if not folder.exists():
-        options = CompressOptions(
-            checkpoint=str(model.run),
-            output=str(folder),
-            budget=",".join(str(budget_of(deployment, share)) for share in chosen),
-            elastic=elastic,
-            dtype="float32",
-            match=MATCH,
-            distill=str(model.text_tokens // DISTILL),
-            text_share=TEXT_SHARE,
-            rpca=split == "rpca",
-            godec=split == "godec",
-            embedding=split is not None,
-            lm_head=head,
-        )
+    options = CompressOptions(
+        checkpoint=str(model.run),
+        output=str(folder),
+        budget=",".join(map(str, budgets)),
+        elastic=len(chosen) > 1,
+        dtype="float32",
+        match=MATCH,
+        distill=str(model.text_tokens // DISTILL),
+        text_share=TEXT_SHARE,
+        rpca=split == "rpca",
+        godec=split == "godec",
+        embedding=split is not None,
+        lm_head=head,
+    )
+    if folder.exists():
+        _require_made_so(folder, options, budgets, model.source.digest)
+    else:
         compress(options, model.source, DataConfig(**model.source.run["data"]))
     return folder
+
+
+def _require_made_so(folder: Path, options: CompressOptions, budgets: Sequence[int], digest: str) -> None:
+    """Raise a UserError if a folder was made of another checkpoint or in another way."""
+    record = read_json(folder / RECORD)
+    asked = {key: getattr(options, key) for key in ("match", "distill", "text_share")} | {"digest": digest}
+    asked |= {"ranges_from": list(budgets)} if options.elastic else {"budget": budgets[0]}
+    other = [key for key, value in asked.items() if record[key] != value]
+    if other:
+        raise UserError(f"{folder} was made with another {' and '.join(other)}; move it away, and it is made anew")
 
 
 def folder_name(chosen: Sequence[float], split: str | None, head: bool) -> str:

@@ -78,7 +78,8 @@ def second_moments_of_text(
 ) -> Moments:
     """Those per token of the blocks, float32 on the CPU.
 
-    Left out are experts in a 3-D parameter, whose outputs nobody sees.
+    Left out is what does not see every token once: routed experts, and what is called on other shapes than one row for
+    each token.
 
     Args:
         loss: of the model whose blocks they are, in float32, its parameters frozen.
@@ -95,13 +96,16 @@ def second_moments_of_text(
         sums[name] = [before + now for before, now in zip(sums.get(name, (0, 0)), pair, strict=True)]
 
     def add(name: str, inputs: Tensor, real: Tensor, gradient: Tensor) -> None:
-        g = gradient.double()[real].square()
+        g = gradient.flatten(0, -2)  # some families have a layer's tokens in one dimension, most in two
+        if len(g) != len(real):
+            return
+        g = g.double()[real].square()
         if isinstance(modules[name], nn.Embedding):
             n, _ = modules[name].weight.shape
-            rows = g.new_zeros(n).index_add_(0, inputs[real], g.mean(1))
+            rows = g.new_zeros(n).index_add_(0, inputs.flatten()[real], g.mean(1))
             pair = rows, g.sum(0) / n
         else:
-            pair = g.sum(0), inputs.double()[real].square().sum(0)
+            pair = g.sum(0), inputs.flatten(0, -2).double()[real].square().sum(0)
         add_pair(name, pair)
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
@@ -117,12 +121,12 @@ def second_moments_of_text(
     try:
         with torch.enable_grad():
             for batch in batches:
-                real = (batch["labels"] != IGNORED).to(device)
+                real = (batch["labels"] != IGNORED).flatten().to(device)
                 hidden, head = loss.hidden_and_head(batch["input_ids"].to(device))
                 targets = next_tokens(batch["labels"].to(device))
                 summed_cross_entropy(hidden, head, targets).backward()
                 for name in heads:
-                    add_pair(name, _sums_of_head(hidden.detach(), head, targets, real.flatten()))
+                    add_pair(name, _sums_of_head(hidden.detach(), head, targets, real))
                 tokens += int(real.sum())
     finally:
         for hook in hooks:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from salaad.common.budgets import to_remove
+from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, second_moments_of_text
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
@@ -55,6 +55,10 @@ from salaad.model.second_moments import read_second_moments
 from salaad.model.weight_headers import check_block
 from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
+
+_WHERE_L_AND_S_ARE = (
+    "give a checkpoint whose method trains them, such as salaad, sltrain or loro, or make them with compress.py --rpca"
+)
 
 
 class CheckpointDeployment:
@@ -116,20 +120,16 @@ class CheckpointDeployment:
             if variant.head and self._names:
                 self._with_head.check([replace(variant, head=False)])
                 continue
-            if variant.stored and not self._names:
+            if variant.name != "X" and not self._names:
+                made = self.source.parameters is not None
                 raise UserError(
-                    f"{self.source.name} was not written with --elastic and holds one size, so {variant.name} cannot "
-                    "be cut from it; give the checkpoint it was made of"
+                    f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; "
+                    + ("give the checkpoint that this one size was cut from" if made else _WHERE_L_AND_S_ARE)
                 )
             if variant.stored:
                 raise UserError(
                     f"{self.source.name} was not written with --elastic, so it keeps no order of its own to cut "
                     f"{variant.name} by; give {variant.name}@energy, or {variant.name}@0.6 for HPA"
-                )
-            if variant.name != "X" and not self._names:
-                raise UserError(
-                    f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; give a checkpoint "
-                    "whose method trains them, such as salaad, sltrain or loro, or make them with compress.py --rpca"
                 )
             if variant.budget is not None and variant.budget < self.fixed:
                 to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
@@ -229,6 +229,13 @@ class CheckpointDeployment:
         return self._last_cut[of]
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:  # noqa: D102
+        first = variants[0].budget
+        if self.tuning is not None and len(variants) > 1 and first > self.dense:
+            most = format_count(self.dense, up=False)
+            raise UserError(
+                f"a range of sizes from {format_count(first)} would be above the {most} parameters of X, and what is "
+                f"fitted ends there; give budgets of {most} or less"
+            )
         belows = [None, *(variant.budget for variant in variants[:-1])]
         return [self._range(variant, below) for variant, below in zip(variants, belows, strict=True)]
 

@@ -7,6 +7,7 @@ budget follows the range, and from that and the range's queue how many rows of e
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +201,11 @@ class ElasticQuantizer(CheckedQuantizer):
             if {part.rpartition(".")[0] for part in pair} & set(self._blocks)
         }
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *missing}
+        model.tie_weights = partial(_tie_to_filled, model, frozenset(f"{name}.weight" for name in self._blocks))
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        del model.tie_weights  # the class's again
         for name, slr in self._blocks.items():
             outline, module = model.get_submodule(name), self._modules[name]
             if outline is module:  # one that is always dense
@@ -274,6 +277,15 @@ class ElasticQuantizer(CheckedQuantizer):
     def is_trainable(self) -> bool:
         """True: what is opened is a model of one size."""
         return True
+
+
+def _tie_to_filled(
+    model: PreTrainedModel, filled: frozenset[str], missing_keys: set[str] | None = None, **kwargs: Any
+) -> None:
+    """`tie_weights` of a model whose parameters `filled` get their numbers later, and not from under their names."""
+    if missing_keys is not None:
+        missing_keys -= filled  # in place, since transformers reports what the set holds afterwards
+    type(model).tie_weights(model, missing_keys, **kwargs)
 
 
 def save_elastic(model: PreTrainedModel, ranges: Sequence[SizeRange], fixed: int, folder: Path) -> None:

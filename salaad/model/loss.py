@@ -149,11 +149,16 @@ class SummedLoss(nn.Module):
     on how rows are spread over micro-batches and ranks.
 
     Raises:
-        UserError: the model computes its logits by more than a linear head without bias.
+        UserError: the model computes its logits by more than a linear head without bias, or does not say of what.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        if model.base_model is model:
+            raise UserError(
+                f"transformers does not know what of a {type(model).__name__} comes before its head, which this loss "
+                "needs; give a model of another family"
+            )
         head = model.get_output_embeddings()
         changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
         if head is None or getattr(head, "bias", None) is not None or changed:

@@ -15,12 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, second_moments_of_text
+from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.text import open_text, sample_rows
 from salaad.model.loss import SummedLoss
+from salaad.model.roles import find_blocks
+from tests.helpers.families import FAMILIES, model_of
 
 LENGTH = 24
 HELD = 325  # documents in the training files
@@ -72,6 +76,7 @@ def moments(model: PreTrainedModel, blocks: list[str], *sizes: int) -> Moments:
 def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Block → E[g²] and E[x²] over real tokens, from zeros added to its outputs, with a loss of torch's own."""
     model, text, added, entering = deepcopy(model).double(), rows(), {}, {}
+    model.config._experts_implementation = "eager"  # the grouped product of torch has no float64
 
     def add_zeros(name: str):
         def add(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -85,9 +90,9 @@ def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, tuple[np
     logits = model(input_ids=text["input_ids"]).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), text["labels"][:, 1:].flatten(), reduction="sum")
     gradients = torch.autograd.grad(loss, [added[name] for name in blocks])
-    real = (text["labels"] != -100).numpy()
-    outputs = [np.square(gradient.numpy()[real]).mean(0) for gradient in gradients]
-    inputs = [np.square(entering[name].detach().numpy()[real]).mean(0) for name in blocks]
+    real = (text["labels"] != -100).flatten().numpy()
+    outputs = [np.square(gradient.flatten(0, -2).numpy()[real]).mean(0) for gradient in gradients]
+    inputs = [np.square(entering[name].detach().flatten(0, -2).numpy()[real]).mean(0) for name in blocks]
     return dict(zip(blocks, zip(outputs, inputs, strict=True), strict=True))
 
 
@@ -106,6 +111,26 @@ def test_the_square_of_a_gradient_is_that_of_the_output_times_that_of_the_input(
         assert by_row.dtype == by_column.dtype == torch.float32
         np.testing.assert_allclose(by_row.numpy(), square.mean(1), rtol=1e-4)
         np.testing.assert_allclose(by_column.numpy(), square.mean(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama4_text"}))  # whose body transformers cannot name
+def test_every_family_has_them_of_all_that_sees_every_token_once(family):
+    model = model_of(family).requires_grad_(False)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    blocks = list(find_blocks(model, SalaadConfig(embedding=True, lm_head=True)))
+    found = moments(model, blocks, 3, 4)
+    assert {name for name in blocks if name not in found} == {name for name in blocks if ".experts." in name}
+    expected = by_autograd(model, [name for name in blocks if name in linear])
+    assert len(expected) >= 6
+    for name, (outputs, inputs) in expected.items():
+        square = np.outer(inputs, outputs) if isinstance(linear[name], Conv1D) else np.outer(outputs, inputs)
+        np.testing.assert_allclose(found[name][0].numpy(), square.mean(1), rtol=1e-3)
+        np.testing.assert_allclose(found[name][1].numpy(), square.mean(0), rtol=1e-3)
+
+
+def test_a_model_whose_body_transformers_cannot_name_is_refused():
+    with pytest.raises(UserError, match="does not know what of a Llama4ForCausalLM comes before its head"):
+        SummedLoss(model_of("llama4_text"))
 
 
 @both

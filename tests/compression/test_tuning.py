@@ -209,6 +209,13 @@ class NeverAsked:
     asked = False
 
 
+def test_an_embedding_of_which_nothing_is_kept_is_left_out_of_matching(tuned, tmp_path):
+    tuned = TunedModel(tuned.model, tuned.parts() | {WTE: tuned.parts()[WTE].cut(0, 0)})
+    match(tuned, [{"input_ids": ids(), "labels": ids()}], SavedTuning(tmp_path / "state.pt"), NeverAsked())
+    assert tuned.parts()[WTE].parameters == 0
+    assert tuned.parts()[Q].dense().isfinite().all()
+
+
 def test_matching_reads_no_padding(tuned, tmp_path):
     """What stands behind the end of a sequence changes nothing of what is fitted."""
     found = []
@@ -371,6 +378,7 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
     assert not (tmp_path / "a").exists()
     kept = list((runs / "salaad" / "cache").glob("*/tuning/*.pt"))
     compress(runs / "salaad", tmp_path / "another", budget="0.6", match=8)
+    compress(runs / "salaad", tmp_path / "other rows", *elastic, **WORDS, **words, **{"data.packing": "true"})
     assert all(path.exists() for path in kept)  # of what another command was interrupted in
     compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words)
     assert not any(path.exists() for path in kept)
@@ -434,6 +442,7 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--budget=0.7,0.5", "--distill=1K"], "--budget 0.7,0.5 names several sizes, and a folder holds one"),
         (run, ["--elastic", "--budget=,", "--distill=1K"], "','"),
         (run, ["--elastic", "--budget=0.7,100", "--distill=1K"], "is below the floor"),
+        (run, ["--elastic", "--budget=1M,0.8", "--distill=1K"], "a range of sizes from 1M would be above the"),
         (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
         (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
         (run, ["--budget=0.5", "--distill=1000M", *few], "the training text ends after"),

@@ -20,9 +20,9 @@ from salaad.methods.salaad.storage import read_index
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, rows_of
+from tests.helpers.families import IDS, model_of
 from tests.helpers.models import open_folder
 from tests.helpers.slr_weights import distance, gaussian
-from tests.model.test_families import IDS, model_of
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "llama4_text")

@@ -15,9 +15,9 @@ from salaad.factored.fixed_size import factor, mark_factored, put_dense, slr_mod
 from salaad.factored.layers import SlrActivated, SlrLinear
 from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes, takes_dense_form
 from tests.factored.test_fixed_size import ARCHITECTURES, blocks_of, gpt2, llama
+from tests.helpers.families import model_of
 from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts, whole_numbers
-from tests.model.test_families import model_of
 
 Q = "model.layers.0.self_attn.q_proj"
 

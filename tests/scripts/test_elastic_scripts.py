@@ -67,6 +67,12 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     compare_elastic.main()
     again = {row["label"]: row["ways"] for row in json.loads(output.read_text())["rows"]}
     assert again == {label: row["ways"] for label, row in rows.items()}
+    for row in kept["rows"]:
+        row["ways"].pop("head, tuned", None)
+    output.write_text(json.dumps(kept))
+    monkeypatch.setattr(elastic_ways, "MATCH", 9)
+    with pytest.raises(UserError, match="elastic-head was made with another match; move it away"):
+        compare_elastic.main()
 
 
 def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):

@@ -28,6 +28,8 @@ from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _ROWS = 8  # of a batch
+# Settings by which the same files become other rows.
+_MAKES_ROWS = ("tokenizer", "text_field", "sequence_length", "packing", "shuffle_window", "streams")
 
 
 class Fitted(NamedTuple):
@@ -101,9 +103,8 @@ class Tuning:
         """The cut called `name` after distillation at the sizes of `kept_at`; as it is if that is left out."""
         if not self.how.tokens:
             return cut
-        tuned, text = self._begin(cut), fingerprint(self._text.train_files, self._text.sizes)
-        matched = self._sequences.digest if self.how.match else ""
-        saved = self._saved(f"distill {name} {self.steps} {self.how.text_share} {text} {matched}")
+        tuned, matched = self._begin(cut), self._sequences.digest if self.how.match else ""
+        saved = self._saved(f"distill {name} {self.steps} {self.how.text_share} {self._rows_read} {matched}")
         distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
@@ -139,6 +140,12 @@ class Tuning:
     @cached_property
     def _request(self) -> StopRequest:
         return StopRequest()
+
+    @property
+    def _rows_read(self) -> str:
+        """Changes with the rows that distillation reads, and with their order."""
+        made = [f"{name}={getattr(self.data, name)}" for name in _MAKES_ROWS]
+        return " ".join([fingerprint(self._text.train_files, self._text.sizes), *made])
 
     @cached_property
     def _text(self) -> Text:
