@@ -33,7 +33,7 @@ from salaad.config.command_line import read_command_line
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
-from scripts.compare_methods import best_rate
+from scripts.compare_methods import Rates, best_rates
 from scripts.elastic_ways import (
     BEGINS,
     BLOCKS,
@@ -76,12 +76,12 @@ class Settings(NamedTuple):
     Args:
         dense: of dense models and of SALAAD, such as their learning rates.
         salaad: that this project recommends for SALAAD.
-        rates: method → learning rate, of the other methods; those without are left out.
+        rates: method → its rates, of the other methods; those without are left out.
     """
 
     dense: tuple[str, ...]
     salaad: tuple[str, ...]
-    rates: Mapping[str, float]
+    rates: Mapping[str, Rates]
 
 
 def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:
@@ -96,7 +96,10 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         words = ("--method=full_rank", *settings.dense, f"--model.like={config}", f"--model.parameters={size}")
         small.append(Training(f"dense, {share:g}", words, ()))
     whole = ("--method=full_rank", *settings.dense)
-    others = {name: (f"--method={name}", f"--optimizer.lr={lr:g}") for name, lr in settings.rates.items()}
+    others = {
+        name: (f"--method={name}", f"--optimizer.lr={lr:g}", f"--optimizer.projection_lr={share:g}")
+        for name, (lr, share) in settings.rates.items()
+    }
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
         Training("SALAAD", (*settings.dense, *settings.salaad), (*CUTS, *TUNED)),
@@ -189,7 +192,7 @@ def main() -> None:
     runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
     comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
     searched = read_json(options.search)["methods"] if options.search else {}
-    rates = {name: best_rate(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
+    rates = {name: best_rates(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
     settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]

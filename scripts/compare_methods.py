@@ -1,11 +1,13 @@
 """Every way to train at one scale: a short search of its learning rate, then one training in full with the best.
 
     python scripts/compare_methods.py --config nano --output results/nano/methods.json
-    python scripts/compare_methods.py --config nano-20 --methods lora,galore --search-only --output FILE --jobs 2
+    python scripts/compare_methods.py --config nano-20 --projections 1,0.25 --search-only --output FILE --jobs 2
 
 For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
-this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. What the
-JSON file has is kept, an interrupted run goes on, and the file is written anew after every run.
+this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. The same
+is done around the best of them for every further share of that rate at which the projections learn, except of methods
+that have a rate of their own for them. What the JSON file has is kept, an interrupted run goes on, and the file is
+written anew after every run.
 """
 
 import argparse
@@ -15,19 +17,39 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from salaad.common.errors import run_command
+from salaad.common.budgets import finite_number
+from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
+from salaad.methods.registry import method_of
+from salaad.model.build import describe_model, outline
 from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
+
+
+class Rates(NamedTuple):
+    """At which a run learns.
+
+    Args:
+        lr: peak learning rate.
+        projections: that of the projections, as a share of it.
+    """
+
+    lr: float
+    projections: float
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Rates":
+        """Those of a result; one rate for all where it names no second."""
+        return cls(row["lr"], row.get("projection_lr", 1.0))
 
 
 @dataclass(frozen=True)
@@ -37,55 +59,84 @@ class Contest:
     Args:
         config: file in configs/.
         runs: folder of the runs.
+        projections: shares of the learning rate at which projections learn; without any those that methods bring.
         extra: options of train.py for all.
     """
 
     config: str
     runs: Path
+    projections: tuple[float, ...]
     extra: tuple[str, ...]
 
-    def result(self, method: str, lr: float, steps: int | None) -> dict[str, Any]:
+    def words(self, method: str) -> list[str]:
+        """Options of train.py for all runs of a method."""
+        return ["--config", self.config, "--method", method, *self.extra]
+
+    def shares(self, method: str) -> tuple[float, ...]:
+        """At which its projections may learn; one if it has a rate of its own for them."""
+        config, _ = read_command_line(self.words(method))
+        others = {share for share in self.projections if share != config.optimizer.projection_lr}
+        try:
+            for share in others:
+                other, _ = read_command_line([*self.words(method), f"--optimizer.projection_lr={share:g}"])
+                method_of(other).check(outline(describe_model(other.model, other.data.sequence_length)), other)
+        except UserError:
+            return (config.optimizer.projection_lr,)
+        return self.projections or (config.optimizer.projection_lr,)
+
+    def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
         """The summary of a run, trained if it is not there; in full without `steps`."""
-        folder = self.runs / (f"{method}-lr{lr:g}" + ("" if steps is None else f"-{steps}-steps"))
-        words = ["--config", self.config, "--method", method, *self.extra, f"--optimizer.lr={lr:g}"]
+        slower = f"x{rates.projections:g}" if rates.projections != 1 else ""
+        folder = self.runs / (f"{method}-lr{rates.lr:g}{slower}" + ("" if steps is None else f"-{steps}-steps"))
+        learning = [f"--optimizer.lr={rates.lr:g}", f"--optimizer.projection_lr={rates.projections:g}"]
+        words = [*self.words(method), *learning]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
         about, summary = trained(words, folder)
+        found = {"lr": rates.lr, "projection_lr": rates.projections, "steps": steps, **about}
         if summary is None:
             print(f"{folder.name}: diverged", flush=True)
-            return {"lr": lr, "steps": steps, **about, "variants": {}}
-        variants = summary["variants"]
-        shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in variants.items())
+            return found | {"variants": {}}
+        shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in summary["variants"].items())
         print(f"{folder.name}: {shown}", flush=True)
-        return {"lr": lr, **about, "variants": variants}
+        return found | {"variants": summary["variants"]}
 
     def complete(self, method: str, entry: dict[str, Any], search_only: bool, save: Callable[[], None]) -> None:
-        """Add to the entry of a method what it lacks: the runs of its search, and that in full at the best rate."""
-        config, _ = read_command_line(["--config", self.config, "--method", method, *self.extra])
+        """Add to the entry of a method what it lacks: the runs of its search, and that in full at the best rates."""
+        config, _ = read_command_line(self.words(method))
         entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
-        search = entry.setdefault("search", [])
+        search, centre = entry.setdefault("search", []), config.optimizer.lr
+        for share in self.shares(method):
 
-        def tried(lr: float) -> None:
-            if lr not in [row["lr"] for row in search]:
-                search.append(self.result(method, lr, steps))
-                search.sort(key=lambda row: row["lr"])
-                save()
+            def tried(lr: float, share: float = share) -> None:
+                if Rates(lr, share) not in map(Rates.of, search):
+                    search.append(self.result(method, Rates(lr, share), steps))
+                    search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"]))
+                    save()
 
-        for factor in FACTORS:
-            tried(entry["own_lr"] * factor)
-        for _ in range(MOST_MORE):
-            rates, best = [row["lr"] for row in search], best_rate(entry)
-            if best not in (min(rates), max(rates)):
-                break
-            tried(best / 2 if best == min(rates) else best * 2)
+            for factor in FACTORS:
+                tried(centre * factor)
+            for _ in range(MOST_MORE):
+                found = _found(search, share)
+                best = min(found, key=found.get)
+                if best not in (min(found), max(found)):
+                    break
+                tried(best / 2 if best == min(found) else best * 2)
+            found = _found(search, share)
+            centre = min(found, key=found.get)
         if not search_only and "full" not in entry:
-            entry["full"] = self.result(method, best_rate(entry), None)
+            entry["full"] = self.result(method, best_rates(entry), None)
             save()
 
 
-def best_rate(entry: dict[str, Any]) -> float:
-    """The learning rate of the lowest perplexity in the search of a method."""
-    return min(entry["search"], key=_perplexity)["lr"]
+def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
+    """Learning rate → perplexity, of the runs in which projections learn at this share of it."""
+    return {row["lr"]: _perplexity(row) for row in search if Rates.of(row).projections == share}
+
+
+def best_rates(entry: dict[str, Any]) -> Rates:
+    """Those of the lowest perplexity in the search of a method."""
+    return Rates.of(min(entry["search"], key=_perplexity))
 
 
 def _perplexity(result: dict[str, Any]) -> float:
@@ -98,13 +149,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas")
+    parser.add_argument("--projections", default="", help="shares of the rate at which projections learn, as 1,0.25")
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/methods-CONFIG unless given")
     parser.add_argument("--search-only", action="store_true", help="no run in full")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which results are added")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs")
-    contest = Contest(options.config, options.runs or ROOT / "runs" / f"methods-{options.config}", tuple(extra))
+    shares = tuple(
+        finite_number(word, f"--projections {word!r}", "a share such as 0.25")
+        for word in split_list(options.projections)
+    )
+    runs = options.runs or ROOT / "runs" / f"methods-{options.config}"
+    contest = Contest(options.config, runs, shares, tuple(extra))
     contest.runs.mkdir(parents=True, exist_ok=True)
     found = read_json(options.output)["methods"] if options.output.exists() else {}
     lock = Lock()

@@ -59,9 +59,11 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
 def _is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     """Whether a run began with what is asked for.
 
-    Settings that its version did not know have their defaults, and those of other methods do not count.
+    Settings that its version did not know have their defaults; those of other methods do not count, and whether the
+    model was compiled neither, as the same is computed.
     """
     defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]
     known = {key: {**defaults[key], **old.get(key, {})} for key in counted if isinstance(defaults[key], dict)}
+    known["train"]["compile"] = asked["train"]["compile"]
     return all(known.get(key, old.get(key)) == asked[key] for key in counted)

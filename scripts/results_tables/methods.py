@@ -39,7 +39,7 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
             rows.append(
                 (
                     method if name == "X" else f"{method}, {name}",
-                    f"{entry['full']['lr']:g}" if name == "X" else "",
+                    _rates(entry["full"]) if name == "X" else "",
                     f"{row['perplexity']:.2f}",
                     millions(row["parameters"]) + (f" ({millions(printed)})" if printed else ""),
                     millions(own["trained"]) if own else "",
@@ -65,14 +65,22 @@ def search_table(result: dict[str, Any]) -> str:
     """What every learning rate gave in a run of an eighth of the length."""
     rows = []
     for method, entry in result["methods"].items():
-        found = {row["lr"]: row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
+        found = {_rates(row): row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
         best = min(found, key=found.get)
-        shown = {lr: "diverged" if value == math.inf else f"{value:.1f}" for lr, value in found.items()}
-        tried = (f"{lr:g}: " + (f"**{text}**" if lr == best else text) for lr, text in shown.items())
+        shown = {rates: "diverged" if value == math.inf else f"{value:.1f}" for rates, value in found.items()}
+        tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
         rows.append((method, f"{entry['own_lr']:g}", ", ".join(tried)))
     some = next(iter(result["methods"].values()))["search"][0]
     told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
+    if any("×" in row[2] for row in rows):
+        told += " The second factor of a rate is that of the projections."
     return f"{markdown_table(('method', 'its own', 'learning rate: perplexity'), rows)}\n\n{told}"
+
+
+def _rates(row: dict[str, Any]) -> str:
+    """The learning rate of a result, times the share of it at which the projections learned where that is not one."""
+    share = row.get("projection_lr", 1.0)
+    return f"{row['lr']:g}" + (f" × {share:g}" if share != 1 else "")
 
 
 def widths_table(result: dict[str, Any]) -> str:

@@ -6,22 +6,27 @@ from math import log2
 
 import pytest
 
+from salaad.common.errors import UserError
 from scripts import compare_methods
-from scripts.compare_methods import best_rate
+from scripts.compare_methods import Rates, best_rates
+from scripts.results_tables.methods import search_table
 
 
 @pytest.fixture
 def search(tmp_path, monkeypatch):
-    """Run the script with trainings whose best learning rate is given; which ones it trained."""
+    """Run the script with trainings whose best learning rate is given, twice that of projections at half of it; which
+    ones it trained."""
     output = tmp_path / "found.json"
 
     def run(best: float, *words: str) -> list[tuple[float, int | None]]:
         trained = []
 
-        def result(self, method, lr, steps):
-            trained.append((lr, steps))
-            variants = {"X": {"perplexity": 100 + abs(log2(lr / best)), "tokens": 1}}
-            return {"lr": lr, "steps": steps or 1, "commit": "c", "command": "", "variants": variants}
+        def result(self, method, rates, steps):
+            lr, share = rates
+            trained.append((lr, steps) if share == 1 else (lr, share, steps))
+            variants = {"X": {"perplexity": 100 + share + abs(log2(lr * share / best)), "tokens": 1}}
+            about = {"steps": steps or 1, "commit": "c", "command": ""}
+            return {"lr": lr, "projection_lr": share, **about, "variants": variants}
 
         monkeypatch.setattr(compare_methods.Contest, "result", result)
         asked = ["--config=nano", "--methods=cola", f"--runs={tmp_path / 'runs'}", f"--output={output}", *words]
@@ -37,7 +42,7 @@ def test_a_search_goes_on_beyond_the_edge_that_is_best_and_then_trains_in_full(s
     assert search(0.012) == [(0.0015, 250), (0.003, 250), (0.006, 250), (0.012, 250), (0.024, 250), (0.012, None)]
     entry = json.loads(search.output.read_text())["methods"]["cola"]
     assert [row["lr"] for row in entry["search"]] == [0.0015, 0.003, 0.006, 0.012, 0.024]
-    assert (entry["own_lr"], best_rate(entry), entry["full"]["lr"]) == (0.003, 0.012, 0.012)
+    assert (entry["own_lr"], best_rates(entry).lr, entry["full"]["lr"]) == (0.003, 0.012, 0.012)
     assert search(0.012) == []
 
 
@@ -49,3 +54,30 @@ def test_a_search_alone_is_taken_up_by_the_run_in_full(search):
 
 def test_a_search_ends_though_the_edge_is_always_best(search):
     assert len(search(1e9, "--search-only")) == len(compare_methods.FACTORS) + compare_methods.MOST_MORE
+
+
+def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(search):
+    words = ("--projections=1,0.25", "--search-only")
+    first = [(0.0015, 250), (0.003, 250), (0.006, 250)]
+    second = [(0.0015, 0.25, 250), (0.003, 0.25, 250), (0.006, 0.25, 250), (0.012, 0.25, 250), (0.024, 0.25, 250)]
+    assert search(0.003, *words) == first + second
+    entry = json.loads(search.output.read_text())["methods"]["cola"]
+    assert [Rates.of(row) for row in entry["search"]][2:4] == [Rates(0.006, 1), Rates(0.0015, 0.25)]
+    assert best_rates(entry) == Rates(0.012, 0.25)
+    shown = search_table(json.loads(search.output.read_text()))
+    assert "0.003: 101.0, 0.006: 102.0" in shown and "0.012 × 0.25: **100.2**" in shown
+    assert search(0.003, *words) == []
+    assert search(0.003, "--projections=1,0.25") == [(0.012, 0.25, None)]
+
+
+def test_a_method_with_a_rate_of_its_own_for_projections_keeps_it(search):
+    assert search(0.01, "--projections=1,0.25", "--search-only", "--methods=galore") == [
+        (0.005, 250),
+        (0.01, 250),
+        (0.02, 250),
+    ]
+
+
+def test_a_share_that_is_no_number_is_one_sentence(search):
+    with pytest.raises(UserError, match="--projections 'half' is no number; give a share such as"):
+        search(0.003, "--projections=half")

@@ -47,6 +47,11 @@ def test_a_run_with_other_settings_is_refused(finished, change):
         trained(WORDS, finished(**change))
 
 
+def test_a_run_that_was_compiled_is_the_same_run(finished):
+    assert trained(WORDS, finished(train__compile=True)).summary
+    assert trained([*WORDS, "--train.compile=true"], finished()).summary
+
+
 def test_settings_of_other_methods_do_not_count(finished):
     folder = finished()
     config = yaml.safe_load((folder / "config.yaml").read_text())
