@@ -6,12 +6,12 @@ makes it of the logits in their place. torch's own `linear_cross_entropy` takes 
 input: in bfloat16 its loss is off by up to 2 %.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from salaad.common import native
@@ -58,33 +58,56 @@ def _tokens_at_once(device: str, vocabulary: int) -> int:
     return max(_FEWEST_TOKENS, _CHUNK.get(device, _CHUNK["cpu"]) // vocabulary)
 
 
+def _sum_over_chunks(
+    ctx: Any, hidden: Tensor, head: Tensor, of_chunk: Callable[[slice, Tensor, bool], tuple[Tensor, Tensor | None]]
+) -> Tensor:
+    """The summed loss; the gradients that are needed are saved for `_gradients`.
+
+    Args:
+        ctx: of the autograd function, whose first two arguments are `hidden` and `head`, and whose attribute
+            `with_gradients` says whether any gradient is wanted.
+        hidden: tokens × width.
+        head: vocabulary × width.
+        of_chunk: a slice of the tokens, their logits, whether the gradient is needed → summed loss (0-d, float32), and
+            its gradient for the logits in their dtype.
+    """
+    for_hidden, for_head = (ctx.with_gradients and needed for needed in ctx.needs_input_grad[:2])
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if for_hidden else None
+    grad_head = torch.zeros_like(head, dtype=torch.float32) if for_head else None
+    size = _tokens_at_once(hidden.device.type, len(head))
+    for start in range(0, len(hidden), size):
+        chunk = slice(start, start + size)
+        h = hidden[chunk]
+        loss, grad = of_chunk(chunk, h @ head.mT, for_hidden or for_head)
+        total += loss
+        if for_hidden:
+            torch.mm(grad, head, out=grad_hidden[chunk])
+        if for_head and head.dtype == torch.float32:
+            grad_head.addmm_(grad.mT, h)
+        elif for_head:
+            grad_head += grad.mT @ h
+    ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype) if for_head else None)
+    return total
+
+
+def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of `hidden` and `head`, from that of the summed loss."""
+    grad_hidden, grad_head = (None if grad is None else grad * grad_total for grad in ctx.saved_tensors)
+    return grad_hidden, grad_head
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
-        """The summed loss; with `with_gradients` also the gradients that are needed, saved for `backward`."""
-        for_hidden, for_head = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        grad_head = torch.zeros_like(head, dtype=torch.float32) if for_head else None
-        size = _tokens_at_once(hidden.device.type, len(head))
-        for start in range(0, len(hidden), size):
-            chunk = slice(start, start + size)
-            h, t = hidden[chunk], targets[chunk]
-            loss, grad = _loss_and_gradient(h @ head.mT, t, for_hidden or for_head)
-            total += loss
-            if for_hidden:
-                torch.mm(grad, head, out=grad_hidden[chunk])
-            if for_head and head.dtype == torch.float32:
-                grad_head.addmm_(grad.mT, h)
-            elif for_head:
-                grad_head += grad.mT @ h
-        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype) if for_head else None)
-        return total
+        ctx.with_gradients = with_gradients
+        return _sum_over_chunks(
+            ctx, hidden, head, lambda chunk, logits, needed: _loss_and_gradient(logits, targets[chunk], needed)
+        )
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_hidden, grad_head = (None if grad is None else grad * grad_total for grad in ctx.saved_tensors)
-        return grad_hidden, grad_head, None, None
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad_total), None, None
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -117,25 +140,37 @@ def summed_divergence(
         teacher_head: vocabulary × width of the teacher.
         targets: token ids, or `IGNORED`.
         text_share: from 0 to 1.
-
-    The backward pass computes the logits of a chunk once more, so that those of one chunk are held at once.
     """
-    size = _tokens_at_once(hidden.device.type, len(head))
-    chunks = zip(hidden.split(size), teacher.split(size), targets.split(size), strict=True)
-    losses = [
-        checkpoint(_divergence, h, head, taught, teacher_head, t, text_share, use_reentrant=False)
-        for h, taught, t in chunks
-    ]
-    return torch.stack(losses).sum()
+    return _SummedDivergence.apply(hidden, head, teacher, teacher_head, targets, text_share, torch.is_grad_enabled())
 
 
-def _divergence(
-    hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, targets: Tensor, text_share: float
-) -> Tensor:
-    q = F.softmax(teacher @ teacher_head.mT, dim=-1, dtype=torch.float32)
-    share = text_share * (targets != IGNORED).float()[:, None]
-    q.mul_(1 - share).scatter_add_(1, targets.clamp_min(0)[:, None], share)
-    return F.kl_div(F.log_softmax(hidden @ head.mT, dim=-1, dtype=torch.float32), q, reduction="sum")
+class _SummedDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        teacher: Tensor,
+        teacher_head: Tensor,
+        targets: Tensor,
+        text_share: float,
+        with_gradients: bool,
+    ) -> Tensor:
+        ctx.with_gradients = with_gradients
+
+        def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
+            q = F.softmax(teacher[chunk] @ teacher_head.mT, dim=-1, dtype=torch.float32)
+            share = text_share * (targets[chunk] != IGNORED).float()[:, None]
+            q.mul_(1 - share).scatter_add_(1, targets[chunk].clamp_min(0)[:, None], share)
+            log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+            loss = (q * (q.clamp_min(torch.finfo(q.dtype).tiny).log() - log_p)).sum()
+            return loss, log_p.exp_().sub_(q).to(logits.dtype) if needed else None  # as q sums to 1
+
+        return _sum_over_chunks(ctx, hidden, head, of_chunk)
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad_total), None, None, None, None, None
 
 
 # Settings by which some architectures change the logits after the head.
