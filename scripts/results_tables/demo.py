@@ -1,6 +1,7 @@
 """What the first page shows, and the table of results/demo."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from salaad.common.files import read_json
@@ -12,7 +13,7 @@ Row = Mapping[str, Any]
 
 SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
-FITTED = {"full-rank": "rpca, head, tuned, each", "SALAAD": "head, tuned, each"}  # every size by itself
+FITTED = {"full-rank": "rpca, head, tuned", "SALAAD": "head, tuned"}  # one folder of all sizes
 SHARES = (0.75, 0.5, 0.2)  # of the compressible parameters
 
 
@@ -25,16 +26,19 @@ def sections() -> dict[str, str]:
 def summary_table() -> str:
     """SALAAD whole and cut, as it is and fitted on text; a full-rank model likewise; dense models of these sizes."""
     models = by_label(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
-    full, salaad = (_measured(models[label], way) for label, way in CUTS.items())
+    seeds = set.intersection(*({row["seed"] for row in _measured(models[label])} for label in CUTS))
+    full, salaad = (_mean([row for row in models[label] if row["seed"] in seeds]) for label in CUTS)
     whole = full["X"]["parameters"]
     lines = [_line("whole", [salaad["X"], None, full["X"], None, full["X"]])]
     for share in SHARES:
         cuts = [_at(row, way, share) for row in (salaad, full) for way in (CUTS[row["label"]], FITTED[row["label"]])]
         lines.append(_line(_part(cuts[0], whole), [*cuts, _dense(models, share)]))
+    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, of one for those trained small"
     told = (
-        f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, one seed each, 20 training tokens a "
-        "parameter; lower is better. Cuts are made without text; what is *fitted* is then matched and distilled on a "
-        f"twentieth of the training text, for {_fitting_cost(salaad):.1%} of the operations of the training."
+        f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens a "
+        "parameter; lower is better. Cuts are made without text. What is *fitted* are all sizes of one folder, matched "
+        "and distilled on a twentieth of the training text, "
+        f"for {_fitting_cost(salaad):.0%} of the training's operations."
     )
     header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
@@ -70,9 +74,26 @@ def samples() -> str:
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
 
 
-def _measured(rows: Sequence[Row], way: str) -> Row:
-    """The first seed of which this way was measured."""
-    return next(row for row in rows if way in row["ways"])
+def _measured(rows: Sequence[Row]) -> list[Row]:
+    """The seeds of a model of which all that the table shows was measured."""
+    return [row for row in rows if {CUTS[row["label"]], FITTED[row["label"]]} <= row["ways"].keys()]
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    """Several seeds of a model as one, with the means of their perplexities."""
+    first = rows[0]
+    ways = {
+        way: _mean_sizes([row["ways"][way] for row in rows]) for way in (CUTS[first["label"]], FITTED[first["label"]])
+    }
+    [X] = _mean_sizes([[row["X"]] for row in rows])
+    return {**first, "X": X, "ways": ways}
+
+
+def _mean_sizes(curves: Sequence[Sequence[Row]]) -> list[Row]:
+    """Curves of the same sizes as one."""
+    return [
+        {**sizes[0], "perplexity": fmean(size["perplexity"] for size in sizes)} for sizes in zip(*curves, strict=True)
+    ]
 
 
 def _at(row: Row, way: str, share: float) -> Row | None:
@@ -90,9 +111,9 @@ def _part(size: Row, whole: int) -> str:
 
 
 def _fitting_cost(row: Row) -> float:
-    """Operations of fitting a size over those of the training."""
-    way, costs = FITTED[row["label"]], row["costs"]
-    return costs[way]["operations"] / len(row["ways"][way]) / costs["train"]["operations"]
+    """Operations of fitting all sizes over those of the training."""
+    costs = row["costs"]
+    return costs[FITTED[row["label"]]]["operations"] / costs["train"]["operations"]
 
 
 def _line(name: str, rows: Sequence[Row | None]) -> tuple[str, ...]:

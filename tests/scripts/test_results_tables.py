@@ -33,22 +33,26 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
 def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkeypatch, salaad, cuts, said):
     rows = [
         row("full-rank", 0, 48.0),
-        row("full-rank", 2, 50.0, rpca_head=[50.0, 57.01, 90.0]),
-        row("SALAAD", 2, salaad, cut_head=cuts, head_tuned_each=[50.0, 50.0, 50.0]),
+        *(row("full-rank", seed, 50.0, rpca_head=[50.0, 57.01, 90.0], rpca_head_tuned=[50.0] * 3) for seed in (1, 2)),
+        *(
+            row("SALAAD", seed, salaad + off, cut_head=[cut + off for cut in cuts], head_tuned=[50.0] * 3)
+            for seed, off in ((1, 0.3), (2, -0.3))
+        ),
+        row("SALAAD", 3, 99.0, cut_head=[99.0] * 3, head_tuned=[99.0] * 3),  # with nothing of its seed to compare
         row("dense, 0.5", 0, 60.0),
         row("dense, 0.2", 0, 70.0),
     ]
-    rows[2]["costs"] = {"train": {"operations": 1e9}, "head, tuned, each": {"operations": 2.1e8}}
+    rows[3]["costs"] = {"train": {"operations": 1e9}, "head, tuned": {"operations": 2.1e8}}
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(demo, "RESULTS", tmp_path)
     page = demo.summary_table()
-    # Of models of one seed, where there are several.
+    # Means over the seeds that both have.
     half, alike, fifth, alike_too, whole = (words.removesuffix(" with") for words in said)
     assert f"At 75 % of its parameters SALAAD's model is {half} than a dense model trained at that size" in page
     assert re.search(f"and {alike} (than|with) a full-rank model cut alike; at 60 % {fifth} than the one", page)
     assert f"and {alike_too} than the other; whole, {whole} than full-rank training" in page
-    assert "for 7.0% of the operations of the training" in page  # of three sizes that were fitted
+    assert "for 21% of the training's operations" in page and "means of 2 seeds" in page
 
 
 def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_the_seeds(tmp_path, monkeypatch):
