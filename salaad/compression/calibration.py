@@ -3,10 +3,10 @@
 With the output y = W·x of a block and g = ∂ℓ/∂y, the gradient of an entry for one token is g_i·x_j. Taking both factors
 for independent, E[g_i²·x_j²] = E[g_i²]·E[x_j²] (K-FAC), so the activations and their gradients are enough: no gradient
 of a weight is ever held. Of an embedding the gradient of a row is that of its outputs, where its token stands. Of the
-head g is what the model predicts less the token that follows.
+head g is what the model predicts less the token that follows; a tied weight has both.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -78,8 +78,7 @@ def second_moments_of_text(
 ) -> Moments:
     """Those per token of the blocks, float32 on the CPU.
 
-    Left out is what does not see every token once: routed experts, and what is called on other shapes than one row for
-    each token.
+    Left out is what does not see every token once, such as routed experts.
 
     Args:
         loss: of the model whose blocks they are, in float32, its parameters frozen.
@@ -87,51 +86,80 @@ def second_moments_of_text(
         batches: `input_ids` and `labels` of the text.
         device: where the model is.
     """
-    model, sums = loss.model, {}
+    model, head_module = loss.model, loss.model.get_output_embeddings()
     places = weights_of(model, blocks).places
     modules = {name: place.module for name, place in places.items() if place.index is None}
-    heads = [name for name, module in modules.items() if module is model.get_output_embeddings()]
-
-    def add_pair(name: str, pair: Iterable[Tensor]) -> None:
-        sums[name] = [before + now for before, now in zip(sums.get(name, (0, 0)), pair, strict=True)]
-
-    def add(name: str, inputs: Tensor, real: Tensor, gradient: Tensor) -> None:
-        g = gradient.flatten(0, -2)  # some families have a layer's tokens in one dimension, most in two
-        if len(g) != len(real):
-            return
-        g = g.double()[real].square()
-        if isinstance(modules[name], nn.Embedding):
-            n, _ = modules[name].weight.shape
-            rows = g.new_zeros(n).index_add_(0, inputs.flatten()[real], g.mean(1))
-            pair = rows, g.sum(0) / n
-        else:
-            pair = g.sum(0), inputs.flatten(0, -2).double()[real].square().sum(0)
-        add_pair(name, pair)
-
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        def note(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            output.register_hook(partial(add, name, inputs[0].detach(), real))
-
-        return module.register_forward_hook(note)
-
+    with_head = [name for name, module in modules.items() if module.weight is head_module.weight]
+    watched = _Watched({name: module for name, module in modules.items() if module is not head_module})
+    of_head, tokens = [torch.zeros(side, dtype=torch.float64, device=device) for side in head_module.weight.shape], 0
     # Gradients are wanted of what flows through the model, not of its weights.
     begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    watched = {name: module for name, module in modules.items() if name not in heads}
-    hooks, tokens = [begin, *(watch(name, module) for name, module in watched.items())], 0
+    hooks = [begin, *watched.hooks()]
     try:
         with torch.enable_grad():
             for batch in batches:
-                real = (batch["labels"] != IGNORED).flatten().to(device)
+                watched.real = real = (batch["labels"] != IGNORED).flatten().to(device)
                 hidden, head = loss.hidden_and_head(batch["input_ids"].to(device))
                 targets = next_tokens(batch["labels"].to(device))
                 summed_cross_entropy(hidden, head, targets).backward()
-                for name in heads:
-                    add_pair(name, _sums_of_head(hidden.detach(), head, targets, real))
+                if with_head:
+                    found = _sums_of_head(hidden.detach(), head, targets, real)
+                    of_head = [before + now for before, now in zip(of_head, found, strict=True)]
                 tokens += int(real.sum())
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: _means(modules[name], *pair, tokens) for name, pair in sums.items()}
+    moments = {name: _means(modules[name], *pair, tokens) for name, pair in watched.sums().items()}
+    if with_head:
+        as_head = _means(head_module, *of_head, tokens)
+        for name in with_head:  # a tied weight has both
+            before = moments.get(name, (0, 0))
+            moments[name] = tuple(one + other for one, other in zip(before, as_head, strict=True))
+    return moments
+
+
+class _Watched:
+    """Modules whose gradients are summed over the tokens of text that flows through their model.
+
+    Args:
+        modules: by name.
+
+    Attributes:
+        real: which tokens (flat) of the batch that flows are no padding.
+    """
+
+    real: Tensor
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._sums: dict[str, list[Tensor]] = {}
+        self._partial: set[str] = set()  # which did not see every token once
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Watch from now on, until they are removed."""
+        return [module.register_forward_hook(partial(self._note, name)) for name, module in self._modules.items()]
+
+    def sums(self) -> dict[str, list[Tensor]]:
+        """Name → sums of g² and of x², of an embedding the sums of squared gradients by row and by column."""
+        return {name: pair for name, pair in self._sums.items() if name not in self._partial}
+
+    def _note(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self._add, name, inputs[0].detach()))
+
+    def _add(self, name: str, inputs: Tensor, gradient: Tensor) -> None:
+        module, g = self._modules[name], gradient.flatten(0, -2)  # some families flatten tokens before a layer
+        if len(g) != len(self.real):
+            self._partial.add(name)
+            return
+        g = g.double()[self.real].square()
+        if isinstance(module, nn.Embedding):
+            g *= float(getattr(module, "embed_scale", 1)) ** 2  # by which some families multiply its outputs
+            rows = g.new_zeros(len(module.weight)).index_add_(0, inputs.flatten()[self.real], g.mean(1))
+            pair = rows, g.sum(0) / len(module.weight)
+        else:
+            pair = g.sum(0), inputs.flatten(0, -2).double()[self.real].square().sum(0)
+        self._sums[name] = [before + now for before, now in zip(self._sums.get(name, (0, 0)), pair, strict=True)]
 
 
 @torch.no_grad()

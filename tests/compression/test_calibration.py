@@ -128,23 +128,56 @@ def test_every_family_has_them_of_all_that_sees_every_token_once(family):
         np.testing.assert_allclose(found[name][1].numpy(), square.mean(0), rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "opt", "falcon"])
+def test_an_embedding_has_the_squares_of_its_weight_s_gradient_token_by_token_those_as_the_head_too_if_tied(family):
+    """The weight is given to look-up and head as two tensors, so that autograd tells their gradients apart."""
+    model = model_of(family).requires_grad_(False)
+    embedding, head, text = model.get_input_embeddings(), model.get_output_embeddings(), rows()
+    [name] = [name for name, module in model.named_modules() if module is embedding]
+    tied = head.weight is embedding.weight
+    found = moments(model, [name], 3, 4)[name]
+    model, real = model.double(), text["labels"] != -100
+    W, scale = embedding.weight.detach().clone(), float(getattr(embedding, "embed_scale", 1))
+    square, of_head = torch.zeros_like(W), [torch.zeros(side, dtype=torch.float64) for side in W.shape]
+    hidden = []
+    catch = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    looked_up = (W[text["input_ids"]] * scale).requires_grad_()
+    logits = model(inputs_embeds=looked_up).logits
+    catch.remove()
+    logits.retain_grad()
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), text["labels"][:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    # One token's gradient of the rows is scale·∂ℓ/∂output in the row it looked up.
+    for token, gradient in zip(text["input_ids"][real], looked_up.grad[real] * scale, strict=True):
+        square[token] += gradient.square()
+    if tied:
+        of_head = [logits.grad[real].square().sum(0), hidden[0][real].detach().square().sum(0)]
+    tokens = int(real.sum())
+    outputs, inputs = (side / tokens for side in of_head)
+    rows_expected = square.mean(1) / tokens + outputs * inputs.mean()
+    columns_expected = square.mean(0) / tokens + inputs * outputs.mean()
+    torch.testing.assert_close(found[0].double(), rows_expected, rtol=1e-3, atol=1e-12)
+    torch.testing.assert_close(found[1].double(), columns_expected, rtol=1e-3, atol=1e-12)
+    assert tied == (family != "llama")
+
+
+def test_what_is_called_on_some_tokens_alone_has_none_though_one_batch_fits():
+    model = built(llama)
+    mlp, name, calls = model.model.layers[0].mlp, "model.layers.0.mlp.up_proj", []
+
+    def now_and_then(x: Tensor) -> Tensor:
+        calls.append(x)
+        up = mlp.up_proj(x) if len(calls) == 1 else F.pad(mlp.up_proj(x[:, :4]), (0, 0, 0, x.shape[1] - 4))
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * up)
+
+    mlp.forward = now_and_then
+    assert set(moments(model, [name, "model.layers.0.mlp.down_proj"], 3, 4)) == {"model.layers.0.mlp.down_proj"}
+    assert len(calls) == 2
+
+
 def test_a_model_whose_body_transformers_cannot_name_is_refused():
     with pytest.raises(UserError, match="does not know what of a Llama4ForCausalLM comes before its head"):
         SummedLoss(model_of("llama4_text"))
-
-
-@both
-def test_an_embedding_of_tokens_that_come_once_has_the_squares_of_its_own_gradient(build):
-    model, name = built(build), EMBEDDING[build]
-    tokens = torch.randperm(40, generator=torch.Generator().manual_seed(2))[None, :20]
-    found = second_moments_of_text(SummedLoss(model), [name], [{"input_ids": tokens, "labels": tokens}], CPU)
-    model = model.double()
-    zeros = torch.zeros_like(model.get_submodule(name).weight, requires_grad=True)
-    embedded = (model.get_submodule(name).weight + zeros)[tokens]
-    loss = F.cross_entropy(model(inputs_embeds=embedded).logits[0, :-1], tokens[0, 1:], reduction="sum")
-    square = torch.autograd.grad(loss, zeros)[0].square() / 20
-    torch.testing.assert_close(found[name][0].double(), square.mean(1), rtol=1e-4, atol=1e-12)
-    torch.testing.assert_close(found[name][1].double(), square.mean(0), rtol=1e-4, atol=1e-12)
 
 
 @both
