@@ -4,10 +4,10 @@
     python scripts/compare_methods.py --config nano-20 --projections 1,0.25 --search-only --output FILE --jobs 2
 
 For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
-this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. The same
-is done around the best of them for every further share of that rate at which the projections learn, except of methods
-that have a rate of their own for them. What the JSON file has is kept, an interrupted run goes on, and the file is
-written anew after every run.
+this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. Then the
+same is done for every further share of the rate at which projections may learn, around the best rate with the share
+before; except for methods with a rate of their own for them. What the JSON file has is kept but for a run in full that
+has other rates than the best, an interrupted run goes on, and the file is written anew after every run.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
-from salaad.model.build import describe_model, outline
 from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
@@ -73,16 +72,10 @@ class Contest:
         return ["--config", self.config, "--method", method, *self.extra]
 
     def shares(self, method: str) -> tuple[float, ...]:
-        """At which its projections may learn; one if it has a rate of its own for them."""
+        """At which its projections may learn; that of its configuration alone if it has a rate of its own for them."""
         config, _ = read_command_line(self.words(method))
-        others = {share for share in self.projections if share != config.optimizer.projection_lr}
-        try:
-            for share in others:
-                other, _ = read_command_line([*self.words(method), f"--optimizer.projection_lr={share:g}"])
-                method_of(other).check(outline(describe_model(other.model, other.data.sequence_length)), other)
-        except UserError:
-            return (config.optimizer.projection_lr,)
-        return self.projections or (config.optimizer.projection_lr,)
+        takes_others = self.projections and not method_of(config).own_projection_rate
+        return self.projections if takes_others else (config.optimizer.projection_lr,)
 
     def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
         """The summary of a run, trained if it is not there; in full without `steps`."""
@@ -116,15 +109,13 @@ class Contest:
 
             for factor in FACTORS:
                 tried(centre * factor)
-            for _ in range(MOST_MORE):
-                found = _found(search, share)
+            while len(found := _found(search, share)) < len(FACTORS) + MOST_MORE:
                 best = min(found, key=found.get)
                 if best not in (min(found), max(found)):
                     break
                 tried(best / 2 if best == min(found) else best * 2)
-            found = _found(search, share)
             centre = min(found, key=found.get)
-        if not search_only and "full" not in entry:
+        if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(entry)):
             entry["full"] = self.result(method, best_rates(entry), None)
             save()
 
@@ -160,6 +151,8 @@ def main() -> None:
         finite_number(word, f"--projections {word!r}", "a share such as 0.25")
         for word in split_list(options.projections)
     )
+    if not all(share > 0 for share in shares):
+        raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
     runs = options.runs or ROOT / "runs" / f"methods-{options.config}"
     contest = Contest(options.config, runs, shares, tuple(extra))
     contest.runs.mkdir(parents=True, exist_ok=True)

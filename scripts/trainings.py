@@ -22,7 +22,8 @@ class Trained(NamedTuple):
     """A training that ended.
 
     Args:
-        about: its options, steps, and the versions, commit and machine it began with.
+        about: its options, and whether it was compiled where that was not asked; its steps; and the versions, commit
+            and machine it began with.
         summary: summary.json; None where the numbers diverged.
     """
 
@@ -50,17 +51,20 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         if done.returncode:
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-    if not _is_of(yaml.safe_load((folder / "config.yaml").read_text()), read_command_line(words)[0].to_dict()):
+    config, asked = yaml.safe_load((folder / "config.yaml").read_text()), read_command_line(words)[0].to_dict()
+    if not _is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
+    compiled = config["train"].get("compile", False)
+    otherwise = [f"--train.compile={str(compiled).lower()}"] if compiled != asked["train"]["compile"] else []
     summary = read_json(folder / "summary.json")
-    return Trained({"command": " ".join(words), "steps": summary["step"], **origin_of(folder)}, summary)
+    return Trained({"command": " ".join([*words, *otherwise]), "steps": summary["step"], **origin_of(folder)}, summary)
 
 
 def _is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     """Whether a run began with what is asked for.
 
     Settings that its version did not know have their defaults; those of other methods do not count, and whether the
-    model was compiled neither, as the same is computed.
+    model was compiled neither, as that changes no more than rounding.
     """
     defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]

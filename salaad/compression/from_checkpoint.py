@@ -124,7 +124,11 @@ class CheckpointDeployment:
                 made = self.source.parameters is not None
                 raise UserError(
                     f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; "
-                    + ("give the checkpoint that this one size was cut from" if made else _WHERE_L_AND_S_ARE)
+                    + (
+                        "give the checkpoint that this one size was cut from, or split it anew with compress.py --rpca"
+                        if made
+                        else _WHERE_L_AND_S_ARE
+                    )
                 )
             if variant.stored:
                 raise UserError(

@@ -282,7 +282,7 @@ class ElasticQuantizer(CheckedQuantizer):
 def _tie_to_filled(
     model: PreTrainedModel, filled: frozenset[str], missing_keys: set[str] | None = None, **kwargs: Any
 ) -> None:
-    """`tie_weights` of a model whose parameters `filled` get their numbers later, and not from under their names."""
+    """`tie_weights` of a model whose parameters `filled` get their numbers later, from tensors of other names."""
     if missing_keys is not None:
         missing_keys -= filled  # in place, since transformers reports what the set holds afterwards
     type(model).tie_weights(model, missing_keys, **kwargs)

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from salaad.common import distributed
+from salaad.common.errors import UserError
 from salaad.common.hashed_files import write_tensors
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
@@ -65,6 +66,7 @@ class Method:
             then holds all weights once more, as they are trained.
         reads_moments: `after_step` reads the optimizer's state of weights that another rank may keep, so `train.shard`
             is refused. A hook of the optimizer's step may set gradients; it runs before others are dropped.
+        own_projection_rate: the projections learn at a rate that follows from the method, so that they take no other.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
         remedy: what to change in the configuration after the numbers have diverged.
     """
@@ -72,6 +74,7 @@ class Method:
     Settings: ClassVar[type[MethodConfig]] = FullRankConfig
     replaces_modules: ClassVar[bool] = False
     reads_moments: ClassVar[bool] = False
+    own_projection_rate: ClassVar[bool] = False
     progress: ClassVar[Mapping[str, str]] = {}
     remedy: ClassVar[str] = "a lower --optimizer.lr"
 
@@ -84,6 +87,11 @@ class Method:
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
         """Raise a UserError if the method cannot train `model`, of which only names and shapes are read."""
         optimizer_class(config.optimizer.name)
+        if cls.own_projection_rate and config.optimizer.projection_lr != 1:
+            raise UserError(
+                f"optimizer.projection_lr is {config.optimizer.projection_lr:g}, but {config.method} has a rate of its "
+                "own for the projections; leave it out"
+            )
 
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:

@@ -30,7 +30,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.base import BYTES, Method
 from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import projections, require_projections
-from salaad.methods.optimizer import build_optimizer, require_one_rate
+from salaad.methods.optimizer import build_optimizer
 from salaad.methods.salaad.ownership import owners_of
 from salaad.methods.work import Work, most_loaded
 from salaad.spectral import leading_left_vectors
@@ -48,6 +48,7 @@ class Galore(Method):
     """Moments in a subspace of the gradient."""
 
     Settings = GaloreConfig
+    own_projection_rate = True
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
@@ -63,7 +64,6 @@ class Galore(Method):
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
         require_projections(model, config)
-        require_one_rate(config.optimizer, "galore")
         name = config.optimizer.name
         if name not in _WITH_MOMENTS:
             raise UserError(

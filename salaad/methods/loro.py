@@ -35,7 +35,7 @@ from salaad.methods.low_rank_layers import (
     factored_layers,
     no_entries,
 )
-from salaad.methods.optimizer import build_optimizer, require_one_rate, restarted
+from salaad.methods.optimizer import build_optimizer, restarted
 from salaad.methods.salaad.ownership import owners_of
 from salaad.methods.work import Work, most_loaded, qr_seconds, svd_seconds
 from salaad.spectral.cost import Rates
@@ -93,12 +93,12 @@ class Loro(LowRankMethod):
 
     Settings = LoroConfig
     Layer = LoroLinear
+    own_projection_rate = True
     reads_moments = True  # an exact step follows Adam's directions
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
         super().check(model, config)
-        require_one_rate(config.optimizer, "loro")
         if config.optimizer.name not in ("Adam", "AdamW"):
             raise UserError(
                 f"optimizer.name is {config.optimizer.name}, but loro steps along Adam's direction; give Adam or AdamW"

@@ -28,15 +28,6 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[name]
 
 
-def require_one_rate(config: OptimizerConfig, method: str) -> None:
-    """Raise a UserError if the projections are to learn at another rate, of which `method` has one of its own."""
-    if config.projection_lr != 1:
-        raise UserError(
-            f"optimizer.projection_lr is {config.projection_lr:g}, but {method} has a rate of its own for the "
-            "projections; leave it out"
-        )
-
-
 def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     """The matrices of a model between its embedding and its LM head."""
     outer = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]

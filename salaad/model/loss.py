@@ -35,12 +35,17 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
 
     Under autocast the products are computed in its dtype, the sums in float32.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, head = hidden.to(dtype), head.to(dtype)
-    with torch.autocast(device, enabled=False):
+    hidden, head = _as_autocast(hidden, head)
+    with torch.autocast(hidden.device.type, enabled=False):
         return _SummedCrossEntropy.apply(hidden, head, targets, torch.is_grad_enabled())
+
+
+def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+    """In the dtype in which autocast would multiply them; as they are without it."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 def loss_bytes(tokens: int, width: int, vocabulary: int, element: int) -> int:
@@ -59,19 +64,23 @@ def _tokens_at_once(device: str, vocabulary: int) -> int:
 
 
 def _sum_over_chunks(
-    ctx: Any, hidden: Tensor, head: Tensor, of_chunk: Callable[[slice, Tensor, bool], tuple[Tensor, Tensor | None]]
+    ctx: Any,
+    hidden: Tensor,
+    head: Tensor,
+    with_gradients: bool,
+    of_chunk: Callable[[slice, Tensor, bool], tuple[Tensor, Tensor | None]],
 ) -> Tensor:
-    """The summed loss; the gradients that are needed are saved for `_gradients`.
+    """The summed loss; with `with_gradients` also the gradients that are needed, saved for `_gradients`.
 
     Args:
-        ctx: of the autograd function, whose first two arguments are `hidden` and `head`, and whose attribute
-            `with_gradients` says whether any gradient is wanted.
+        ctx: of the autograd function, whose first two arguments are `hidden` and `head`.
         hidden: tokens × width.
         head: vocabulary × width.
+        with_gradients: some may be needed.
         of_chunk: a slice of the tokens, their logits, whether the gradient is needed → summed loss (0-d, float32), and
             its gradient for the logits in their dtype.
     """
-    for_hidden, for_head = (ctx.with_gradients and needed for needed in ctx.needs_input_grad[:2])
+    for_hidden, for_head = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if for_hidden else None
     grad_head = torch.zeros_like(head, dtype=torch.float32) if for_head else None
@@ -100,10 +109,10 @@ def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | No
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
-        ctx.with_gradients = with_gradients
-        return _sum_over_chunks(
-            ctx, hidden, head, lambda chunk, logits, needed: _loss_and_gradient(logits, targets[chunk], needed)
-        )
+        def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
+            return _loss_and_gradient(logits, targets[chunk], needed)
+
+        return _sum_over_chunks(ctx, hidden, head, with_gradients, of_chunk)
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,7 +150,11 @@ def summed_divergence(
         targets: token ids, or `IGNORED`.
         text_share: from 0 to 1.
     """
-    return _SummedDivergence.apply(hidden, head, teacher, teacher_head, targets, text_share, torch.is_grad_enabled())
+    hidden, head, teacher, teacher_head = _as_autocast(hidden, head, teacher, teacher_head)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _SummedDivergence.apply(
+            hidden, head, teacher, teacher_head, targets, text_share, torch.is_grad_enabled()
+        )
 
 
 class _SummedDivergence(torch.autograd.Function):
@@ -156,8 +169,6 @@ class _SummedDivergence(torch.autograd.Function):
         text_share: float,
         with_gradients: bool,
     ) -> Tensor:
-        ctx.with_gradients = with_gradients
-
         def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
             q = F.softmax(teacher[chunk] @ teacher_head.mT, dim=-1, dtype=torch.float32)
             share = text_share * (targets[chunk] != IGNORED).float()[:, None]
@@ -166,7 +177,7 @@ class _SummedDivergence(torch.autograd.Function):
             loss = (q * (q.clamp_min(torch.finfo(q.dtype).tiny).log() - log_p)).sum()
             return loss, log_p.exp_().sub_(q).to(logits.dtype) if needed else None  # as q sums to 1
 
-        return _sum_over_chunks(ctx, hidden, head, of_chunk)
+        return _sum_over_chunks(ctx, hidden, head, with_gradients, of_chunk)
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:

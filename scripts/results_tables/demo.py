@@ -33,11 +33,11 @@ def summary_table() -> str:
     for share in SHARES:
         cuts = [_at(row, way, share) for row in (salaad, full) for way in (CUTS[row["label"]], FITTED[row["label"]])]
         lines.append(_line(_part(cuts[0], whole), [*cuts, _dense(models, share)]))
-    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, of one for those trained small"
+    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, one seed of those trained small"
     told = (
         f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens a "
-        "parameter; lower is better. Cuts are made without text. What is *fitted* are all sizes of one folder, matched "
-        "and distilled on a twentieth of the training text, "
+        "parameter; lower is better. Cuts are made without text. The *fitted* columns are sizes of one folder, "
+        "which is matched and distilled on a twentieth of the training text "
         f"for {_fitting_cost(salaad):.0%} of the training's operations."
     )
     header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")

@@ -9,6 +9,7 @@ from salaad.common.formats import markdown_table, megabytes, millions
 from scripts.results_tables import RESULTS
 
 METHODS = RESULTS / "methods"
+_SECOND_FACTOR = " The second factor of a rate is that of the projections."
 
 
 def sections() -> dict[str, str]:
@@ -58,6 +59,7 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
         "another), *state* those of the optimizer and of the method beside it, *step time* that over full-rank's. "
         f"{some['machine']}, commits {commits}."
     )
+    told += _SECOND_FACTOR if any("×" in row[1] for row in rows) else ""
     return f"{markdown_table(header, rows)}\n\n{told}"
 
 
@@ -70,10 +72,9 @@ def search_table(result: dict[str, Any]) -> str:
         shown = {rates: "diverged" if value == math.inf else f"{value:.1f}" for rates, value in found.items()}
         tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
         rows.append((method, f"{entry['own_lr']:g}", ", ".join(tried)))
-    some = next(iter(result["methods"].values()))["search"][0]
+    some = next(row for entry in result["methods"].values() for row in entry["search"] if row["variants"])
     told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
-    if any("×" in row[2] for row in rows):
-        told += " The second factor of a rate is that of the projections."
+    told += _SECOND_FACTOR if any("×" in row[2] for row in rows) else ""
     return f"{markdown_table(('method', 'its own', 'learning rate: perplexity'), rows)}\n\n{told}"
 
 

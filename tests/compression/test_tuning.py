@@ -5,6 +5,7 @@ How near a folder comes to the dense model is measured with transformers alone, 
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,10 @@ def test_the_divergence_in_chunks_is_that_of_all_logits_at_once(tokens, share):
         torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, (h, w)), strict=True
     ):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = summed_divergence(hidden, head, teacher, its_head, targets, share)
+    assert rounded.dtype == torch.float32
+    assert float(rounded.detach()) == pytest.approx(float(expected.detach()), rel=0.05)  # 8 bits of the logits
     same = summed_divergence(teacher, its_head, teacher, its_head, targets, 0.0)
     assert abs(float(same)) < 1e-4 * tokens
 
@@ -378,9 +383,10 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
     assert not (tmp_path / "a").exists()
     kept = list((runs / "salaad" / "cache").glob("*/tuning/*.pt"))
     compress(runs / "salaad", tmp_path / "another", budget="0.6", match=8)
+    tokenizer = shutil.copytree(last_checkpoint(runs / "salaad") / "model", tmp_path / "the same tokenizer")
     compress(runs / "salaad", tmp_path / "other rows", *elastic, **WORDS, **words, **{"data.packing": "true"})
     assert all(path.exists() for path in kept)  # of what another command was interrupted in
-    compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words)
+    compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words, **{"data.tokenizer": tokenizer})
     assert not any(path.exists() for path in kept)
     compress(runs / "salaad", tmp_path / "b", *elastic, **WORDS, **words)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")

@@ -7,9 +7,11 @@ from math import log2
 import pytest
 
 from salaad.common.errors import UserError
-from scripts import compare_methods
+from salaad.config.command_line import read_command_line
+from scripts import compare_elastic, compare_methods
 from scripts.compare_methods import Rates, best_rates
 from scripts.results_tables.methods import search_table
+from scripts.trainings import Trained
 
 
 @pytest.fixture
@@ -19,20 +21,25 @@ def search(tmp_path, monkeypatch):
     output = tmp_path / "found.json"
 
     def run(best: float, *words: str) -> list[tuple[float, int | None]]:
-        trained = []
+        found = []
 
-        def result(self, method, rates, steps):
-            lr, share = rates
-            trained.append((lr, steps) if share == 1 else (lr, share, steps))
+        def trained(words, folder):
+            config, _ = read_command_line(words)
+            lr, share = config.optimizer.lr, config.optimizer.projection_lr
+            steps = config.train.steps if "-steps" in folder.name else None
+            slower = "" if share == 1 else f"x{share:g}"
+            assert folder.name == f"{config.method}-lr{lr:g}{slower}" + (f"-{steps}-steps" if steps else "")
+            found.append((lr, steps) if share == 1 else (lr, share, steps))
             variants = {"X": {"perplexity": 100 + share + abs(log2(lr * share / best)), "tokens": 1}}
-            about = {"steps": steps or 1, "commit": "c", "command": ""}
-            return {"lr": lr, "projection_lr": share, **about, "variants": variants}
+            return Trained(
+                {"command": " ".join(words), "steps": config.train.steps, "commit": "c"}, {"variants": variants}
+            )
 
-        monkeypatch.setattr(compare_methods.Contest, "result", result)
+        monkeypatch.setattr(compare_methods, "trained", trained)
         asked = ["--config=nano", "--methods=cola", f"--runs={tmp_path / 'runs'}", f"--output={output}", *words]
         monkeypatch.setattr(sys, "argv", ["compare_methods.py", *asked])
         compare_methods.main()
-        return trained
+        return found
 
     run.output = output
     return run
@@ -54,6 +61,7 @@ def test_a_search_alone_is_taken_up_by_the_run_in_full(search):
 
 def test_a_search_ends_though_the_edge_is_always_best(search):
     assert len(search(1e9, "--search-only")) == len(compare_methods.FACTORS) + compare_methods.MOST_MORE
+    assert search(1e9, "--search-only") == []
 
 
 def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(search):
@@ -70,6 +78,20 @@ def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(searc
     assert search(0.003, "--projections=1,0.25") == [(0.012, 0.25, None)]
 
 
+def test_a_run_in_full_follows_the_best_rates(search):
+    assert search(0.003)[-1] == (0.003, None)
+    assert search(0.003, "--projections=1,0.25")[-1] == (0.012, 0.25, None)
+    assert search(0.003, "--projections=1,0.25") == []
+
+
+def test_the_comparison_at_every_size_takes_the_best_rates_over(search):
+    search(0.003, "--projections=1,0.25", "--search-only")
+    [entry] = json.loads(search.output.read_text())["methods"].values()
+    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry)})
+    [cola] = [one for one in compare_elastic.trainings("nano", (), settings) if one.label == "cola"]
+    assert cola.words == ("--method=cola", "--optimizer.lr=0.012", "--optimizer.projection_lr=0.25")
+
+
 def test_a_method_with_a_rate_of_its_own_for_projections_keeps_it(search):
     assert search(0.01, "--projections=1,0.25", "--search-only", "--methods=galore") == [
         (0.005, 250),
@@ -78,6 +100,13 @@ def test_a_method_with_a_rate_of_its_own_for_projections_keeps_it(search):
     ]
 
 
-def test_a_share_that_is_no_number_is_one_sentence(search):
-    with pytest.raises(UserError, match="--projections 'half' is no number; give a share such as"):
-        search(0.003, "--projections=half")
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        ("half", "--projections 'half' is no number; give a share such as"),
+        ("1,-0.25", "--projections is 1,-0.25, but the shares are above 0"),
+    ],
+)
+def test_a_share_that_is_none_is_one_sentence(search, share, said):
+    with pytest.raises(UserError, match=said):
+        search(0.003, f"--projections={share}")

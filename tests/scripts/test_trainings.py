@@ -47,9 +47,10 @@ def test_a_run_with_other_settings_is_refused(finished, change):
         trained(WORDS, finished(**change))
 
 
-def test_a_run_that_was_compiled_is_the_same_run(finished):
-    assert trained(WORDS, finished(train__compile=True)).summary
-    assert trained([*WORDS, "--train.compile=true"], finished()).summary
+def test_a_run_that_was_compiled_is_the_same_run_and_says_so(finished):
+    assert trained(WORDS, finished(train__compile=True)).about["command"].endswith(" --train.compile=true")
+    other = trained([*WORDS, "--train.compile=true"], finished())
+    assert other.about["command"].endswith("--train.compile=true --train.compile=false")
 
 
 def test_settings_of_other_methods_do_not_count(finished):

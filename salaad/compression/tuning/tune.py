@@ -28,8 +28,8 @@ from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _ROWS = 8  # of a batch
-# Settings by which the same files become other rows.
-_MAKES_ROWS = ("tokenizer", "text_field", "sequence_length", "packing", "shuffle_window", "streams")
+# Settings by which the same files and the same tokenizer give other rows.
+_MAKES_ROWS = ("text_field", "sequence_length", "packing", "shuffle_window", "streams")
 
 
 class Fitted(NamedTuple):
@@ -144,8 +144,10 @@ class Tuning:
     @property
     def _rows_read(self) -> str:
         """Changes with the rows that distillation reads, and with their order."""
+        tokenizer = self._text.tokenizer
         made = [f"{name}={getattr(self.data, name)}" for name in _MAKES_ROWS]
-        return " ".join([fingerprint(self._text.train_files, self._text.sizes), *made])
+        encoding = sha256(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}".encode()).hexdigest()
+        return " ".join([fingerprint(self._text.train_files, self._text.sizes), encoding, *made])
 
     @cached_property
     def _text(self) -> Text:
