@@ -109,6 +109,8 @@ def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | No
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+        """The summed loss; with `with_gradients` also the gradients that are needed, saved for `backward`."""
+
         def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
             return _loss_and_gradient(logits, targets[chunk], needed)
 
@@ -169,6 +171,8 @@ class _SummedDivergence(torch.autograd.Function):
         text_share: float,
         with_gradients: bool,
     ) -> Tensor:
+        """The summed divergence, and the gradients as of `_SummedCrossEntropy`."""
+
         def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
             q = F.softmax(teacher[chunk] @ teacher_head.mT, dim=-1, dtype=torch.float32)
             share = text_share * (targets[chunk] != IGNORED).float()[:, None]

@@ -10,6 +10,7 @@ import yaml
 from salaad.common.files import read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
 from salaad.runs.records import PHASES
+from salaad.runs.run import BEGUN_FROM
 
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
@@ -82,9 +83,15 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 def origin_of(folder: Path) -> dict[str, str]:
-    """The versions, commit and machine that a run began with, as it wrote them above its configuration."""
+    """The versions, commit and machine that a run was last started with, as it wrote them above its configuration.
+
+    A checkpoint that it went on from is named by its run, not by where that lies on this machine.
+    """
     lines = (folder / "config.yaml").read_text().splitlines()
-    return dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    if BEGUN_FROM in origin:
+        origin[BEGUN_FROM] = "/".join(Path(origin[BEGUN_FROM]).parts[-3:])  # RUN/checkpoints/STEP
+    return origin
 
 
 def save_result(folder: Path, path: Path, command: str) -> None:

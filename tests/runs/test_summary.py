@@ -1,6 +1,6 @@
 """The table at the end of a run."""
 
-from salaad.runs.summary import summary_table
+from salaad.runs.summary import origin_of, summary_table
 
 
 def summary(L_plus_S: int) -> dict:
@@ -16,3 +16,12 @@ def test_a_run_too_short_for_its_thresholds_says_so_with_the_cure():
     assert "compress.py --budget" in summary_table(summary(81))
     assert "more parameters" not in summary_table(summary(80))
     assert "train 50.0%, admm 50.0%" in summary_table(summary(80))
+
+
+def test_where_a_run_went_on_from_is_told_without_a_path_of_the_machine(tmp_path):
+    start = "# commit: abc\n# begun from: random weights\n"
+    (tmp_path / "config.yaml").write_text(f"{start}seed: 1\n")
+    assert origin_of(tmp_path) == {"commit": "abc", "begun from": "random weights"}
+    again = "# commit: def\n# begun from: /home/me/runs/one/checkpoints/step-0000300\n"
+    (tmp_path / "config.yaml").write_text(f"{start}{again}seed: 1\n")
+    assert origin_of(tmp_path) == {"commit": "def", "begun from": "one/checkpoints/step-0000300"}
