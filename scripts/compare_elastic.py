@@ -30,6 +30,7 @@ from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, check, split_list
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
+from salaad.config.suggestion import settings_for
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
@@ -75,13 +76,18 @@ class Settings(NamedTuple):
 
     Args:
         dense: of dense models and of SALAAD, such as their learning rates.
-        salaad: that this project recommends for SALAAD.
+        salaad: of the recommended SALAAD; what `--preset elastic` suggests for the run's length without.
         rates: method → its rates, of the other methods; those without are left out.
     """
 
     dense: tuple[str, ...]
     salaad: tuple[str, ...]
     rates: Mapping[str, Rates]
+
+    def recommended(self, steps: int) -> tuple[str, ...]:
+        """Options of the recommended SALAAD in a run of so many steps."""
+        suggested = settings_for(steps, elastic=True)
+        return self.salaad or tuple(f"--salaad.{name}={value:g}" for name, value in suggested.items())
 
 
 def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:
@@ -102,7 +108,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     }
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
-        Training("SALAAD", (*settings.dense, *settings.salaad), (*CUTS, *TUNED)),
+        Training("SALAAD", (*settings.dense, *settings.recommended(run.train.steps)), (*CUTS, *TUNED)),
         Training("SALAAD, as in the paper", settings.dense, ("hpa", "energy")),
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
@@ -233,7 +239,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
     parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
     parser.add_argument("--other-text", help="a second validation file, on which whole models are measured too")
-    parser.add_argument("--salaad", default="", help="settings of the recommended SALAAD, as options of train.py")
+    parser.add_argument("--salaad", default="", help="options of the recommended SALAAD, instead of --preset elastic")
     parser.add_argument(
         "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from salaad.common.files import read_json
-from scripts.reproduction import deployment_judges, judges
-from scripts.reproduction.evidence import NOT_SHOWN, Number
+from scripts.reproduction import criteria, deployment_judges, judges
+from scripts.reproduction.evidence import NOT_SHOWN, Number, percent, structure_text
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import Scale
 
@@ -22,6 +22,11 @@ class Verdict:
 
     numbers: Sequence[Number] = ()
     missing: str = ""
+
+    @property
+    def answer(self) -> str:
+        """Yes, no, or why it is neither."""
+        return ANSWERS[self.agrees] if self.numbers else "not measured"
 
     @property
     def agrees(self) -> bool | None:
@@ -76,7 +81,8 @@ CLAIMS = (
         "L + S stands for X",
         "5.1, Table 1",
         "The structured surrogate L + S matches X at fewer parameters.",
-        "perplexity of L + S over that of X: in every seed at most 2 % above, with at most 95 % of the parameters",
+        f"perplexity of L + S over that of X: in every seed at most {percent(criteria.WHOLE_OVER_X)}, with at most "
+        f"{criteria.WHOLE_PARAMETERS:.0%} of the parameters",
         "60M −1.0 % at 86 %, 130M −1.1 % at 94 %, 350M −1.4 % at 75 %, 1B −0.1 % at 68 %",
         ("table1",),
         judges.central,
@@ -85,8 +91,10 @@ CLAIMS = (
         "L + S beats full-rank training",
         "5.1, Table 1",
         "L + S has a lower perplexity than a model trained full-rank on the same tokens.",
-        "perplexity of L + S at least 4 % below that of full-rank training, in every seed",
-        "60M −8.2 %, 130M −7.0 %, 350M −4.0 %, 1B −5.4 %, against full-rank rows copied from another paper",
+        "perplexity of L + S over that of full-rank training: in every seed at most "
+        f"{percent(criteria.WHOLE_OVER_FULL_RANK)}",
+        "60M −8.2 %, 130M −7.0 %, 350M −4.0 %, 1B −5.4 %, against full-rank rows copied from another paper, trained in "
+        "bfloat16 and not tuned (60M 34.06; others report 30.08)",
         ("table1",),
         judges.against_full_rank,
     ),
@@ -113,7 +121,8 @@ CLAIMS = (
         "A cut beats a small dense model",
         "beyond the paper",
         "What is cut from one training is better than a dense model trained at that size on the same tokens.",
-        "perplexity of the cut, by energy and refined, below that of the dense model at every budget below L + S",
+        "perplexity of the cut, by energy and refined, the head whole, below that of the dense model at every budget "
+        "below L + S; seed 0",
         "no small dense model was trained",
         ("one_training",),
         deployment_judges.against_small_dense,
@@ -123,7 +132,7 @@ CLAIMS = (
         "5.3",
         "The best allocation ratio hardly depends on the budget, and gives the low-rank side more of what is removed.",
         "κ* of every seed and every budget that removes at least 5 % of L + S, in steps of 0.05, chosen on half of the "
-        "text: all above 0.5 and in a band of at most 0.3",
+        f"text: all at least {criteria.LEAST_KAPPA} and in a band of at most {criteria.KAPPA_BAND}",
         "0.55 to 0.8 over sizes and budgets (Table 1 0.6 to 0.8; with the embedding 0.55 to 0.8)",
         ("kappa",),
         deployment_judges.kappa,
@@ -133,8 +142,10 @@ CLAIMS = (
         "The embedding is benign",
         "5.1, appendix",
         "The embedding takes low-rank and sparse structure at no cost.",
-        "X and L + S with the embedding among the blocks at most 1 % above those without, in the mean over the seeds, "
-        "and in every seed with fewer parameters, and with the embedding at a rank ratio and a density of at most 0.3",
+        "X and L + S with the embedding among the blocks over those without: at most "
+        f"{' and '.join(map(percent, criteria.EMBEDDING_COST.values()))}, in the mean over the seeds; in every seed "
+        "fewer parameters, and a rank ratio and a density of the embedding of at most "
+        f"{structure_text(criteria.EMBEDDING_STRUCTURE)}",
         "X +0.1 %, +0.2 %, +0.1 %; L + S +0.1 %, −0.8 %, −0.1 % (60M, 130M, 350M); 48 M for 50 M, 113 M for 126 M, "
         "231 M for 276 M; at 350M rank ratio 0.21, density 0.12",
         ("embedding",),
@@ -145,10 +156,11 @@ CLAIMS = (
         "The LM head is not",
         "5.1, appendix",
         "The LM head takes no stable structure at a small ρ, and at a larger one it costs loss.",
-        "in every seed: at neither of two ρ does the head both end at a rank ratio and a density of at most 0.3 and "
-        "cost at most 1 % of perplexity against the run without it, which shows nothing where the embedding is not "
-        "structured either; at both the embedding is at least as structured; the larger ρ costs over 0.01 nats more "
-        "with the head, and gives it more structure",
+        "in every seed: at neither of two ρ does the head both end at a rank ratio and a density of at most "
+        f"{criteria.HEAD_STRUCTURE} and cost at most {percent(criteria.HEAD_COST)} of perplexity against the run "
+        "without it, which shows nothing where the embedding is not structured either; at both the embedding is at "
+        f"least as structured; the larger ρ costs over {criteria.HEAD_LOSS} nats more with the head, and gives it more "
+        "structure",
         "a figure at 60M: no stable structure at ρ = 1e-7; structure, and a higher training loss, at 1e-6",
         ("lm_head",),
         judges.lm_head,
@@ -157,9 +169,10 @@ CLAIMS = (
         "Δα, Δβ and ρ trade perplexity for size",
         "5.3, appendix",
         "A larger Δα, Δβ or ρ raises perplexity and lowers the parameters.",
-        "of the 130M grid's 27 pairs each of settings that differ in one of the three: in at least 75 % the larger has "
-        "fewer parameters, a higher perplexity of X, and a higher one of L + S",
-        "fewer parameters Δα 100 %, Δβ 89 %, ρ 100 %; X 93 %, 81 %, 93 %; L + S 78 %, 96 %, 89 %",
+        f"of the 130M grid's {criteria.KNOB_PAIRS} pairs each of settings that differ in one of the three: in at least "
+        "as many as in the paper the larger has fewer parameters, a higher perplexity of X, and a higher one of L + S",
+        "fewer parameters Δα 100 %, Δβ 89 %, ρ 100 %; X 93 %, 81 %, 93 %; L + S 78 %, 96 %, 89 % (three numbers of the "
+        "grid are printed for two settings)",
         ("ablation350m", "ablation350m_rho", "ablation130m", "ablation130m_pairs"),
         judges.knobs,
     ),
@@ -167,8 +180,10 @@ CLAIMS = (
         "K/J trades structure for error",
         "appendix",
         "More frequent ADMM updates give stronger structure and a larger reconstruction error at almost the same loss.",
-        "over rising K, in every seed: rank ratio and parameters of L + S rise, mean δ falls, final losses within 3 %",
-        "K/J 5, 10, 20 at 1B: loss 2.84, 2.84, 2.78; mean δ 10.16, 7.74, 5.73; ranks of the shown blocks rise with K",
+        "over rising K, in every seed: rank ratio and parameters of L + S rise, mean δ falls, final losses within "
+        f"{criteria.LOSSES_OVER_K - 1:.1%}",
+        "K/J 5, 10, 20 at 1B, with the embedding, which Table 1 leaves out: loss 2.84, 2.84, 2.78; mean δ 10.16, 7.74, "
+        "5.73; ranks of the shown blocks rise with K",
         ("frequency",),
         judges.frequency,
     ),
@@ -176,10 +191,11 @@ CLAIMS = (
         "The reconstruction error is bounded",
         "4.1, appendix",
         "The mean distance of X from L + S stays bounded all through training.",
-        "mean δ in the second half of the updates never above 1.5 times its largest value of the first half, and in "
-        "the last quarter at most 10 % above the third, on average; no block with ‖X − L − S‖ above 30 % of ‖X‖ at the "
-        "end; and, as with J = 1 no entry of X − L − S can exceed 2·τ_S, no τ_S that still grows by over 10 % from the "
-        "third to the last quarter; all in every seed",
+        f"mean δ in the second half of the updates never above {criteria.LATE_OVER_EARLY} times its largest value of "
+        f"the first half, and in the last quarter at most {criteria.LAST_OVER_THIRD} times that of the third, on "
+        f"average; no block with ‖X − L − S‖ above {criteria.WORST_BLOCK:.0%} of ‖X‖ at the end; and, as with J = 1 no "
+        "entry of X − L − S can exceed 2·τ_S, no τ_S of the last quarter above "
+        f"{criteria.THRESHOLD_GROWTH} times that of the third; all in every seed",
         "figures at four sizes: bounded",
         ("dynamics",),
         judges.bounded,
@@ -188,8 +204,8 @@ CLAIMS = (
         "bfloat16 costs little",
         "5.1, appendix",
         "SALAAD can be trained in bfloat16 with a moderate loss of perplexity.",
-        "X and L + S trained in bfloat16 at most 7.6 % above those in float32, the paper's worst, in the mean over the "
-        "seeds, both with the embedding among the blocks",
+        f"X and L + S trained in bfloat16 over those in float32 at most {percent(criteria.BF16_COST)}, the paper's "
+        "worst, in the mean over the seeds, both with the embedding among the blocks",
         "X +4.0 %, +5.8 %, +3.9 %; L + S +4.2 %, +7.6 %, +5.0 % (60M, 130M, 350M), with a slightly larger ρ",
         ("bf16",),
         judges.bf16,
@@ -199,10 +215,12 @@ CLAIMS = (
         "appendix A",
         "Robust PCA finds no useful structure in vanilla weights, and finds that of SALAAD weights.",
         "RPCA's L + S of vanilla no smaller than X, as the paper means it; rank ratio and density of vanilla at least "
-        "0.8 of those of Gaussian noise of the same variance; those of SALAAD's L + S, and of its cut of Table 1, "
-        "found within 0.1 of what they are, in the mean",
+        f"{criteria.VANILLA_OVER_NOISE} of those of Gaussian noise of the same variance; those of SALAAD's L + S, and "
+        "of its cut of Table 1, found as they are: their means to "
+        f"{' and '.join(map(str, criteria.FOUND_LESS_TRUE.values()))}, as in the paper, and a block's to "
+        f"{criteria.FOUND_OF_A_BLOCK}, in the mean",
         "1B: vanilla rank 0.48 ± 0.02, density 0.32 ± 0.05 (no noise to compare); SALAAD found 0.25 ± 0.08 and "
-        "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03",
+        "0.03 ± 0.02, trained 0.23 ± 0.08 and 0.06 ± 0.03, which fits its cut to 646 M parameters, not L + S of 905 M",
         ("rpca_vanilla", "rpca_salaad", "flexible"),
         deployment_judges.rpca,
         beside=("rpca_limit",),
@@ -227,10 +245,7 @@ def claims_tables(scale: Scale, folder: Path | None = None) -> str:
         (
             text_table(
                 ("claim", "measure", "the paper", "agrees"),
-                [
-                    (f"**{c.name}** ({c.section}): {c.statement}", c.measure, c.paper, ANSWERS[v.agrees])
-                    for c, v in found
-                ],
+                [(f"**{c.name}** ({c.section}): {c.statement}", c.measure, c.paper, v.answer) for c, v in found],
             ),
             text_table(("claim", "number, and its limit", "ours", "holds"), lines),
         )

@@ -48,7 +48,7 @@ def flexible(scale: Scale) -> Measured:
 
 
 def kappa_sweep(scale: Scale) -> Measured:
-    """κ* at every budget, and its range over the budgets, on the half of the text that κ* is chosen on."""
+    """κ* at every budget and its range, on the half of the text that chooses it, and what it gives on the other."""
     rows, tables = [], {}
     for seed in scale.seeds:
         measure = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale)
@@ -57,7 +57,9 @@ def kappa_sweep(scale: Scale) -> Measured:
         low, high = stable_band(cells)
         other = {row["variant"]: row["perplexity"] for row in reported}
         rows += [{"seed": seed, **row, "other_half": other.get(row["variant"])} for row in cells]
-        tables[f"seed {seed}: κ* from {low:g} to {high:g}"] = grid_table(cells)
+        tables[f"seed {seed}: κ* from {low:g} to {high:g}, on the first half of the text"] = grid_table(cells)
+        at_best = [(millions(row["budget"]), f"{row['kappa']:g}", f"{row['perplexity']:.2f}") for row in reported]
+        tables[f"seed {seed}: at κ*, on the second half"] = markdown_table(("budget", "κ*", "PPL"), at_best)
         if seed == scale.seeds[0]:
             sweep_figure(cells, scale.results / "kappa.png")
     return Measured(rows, tables, {"perplexity over κ (gray: the range of κ*), seed 0": "kappa.png"})

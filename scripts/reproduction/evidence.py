@@ -7,6 +7,8 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
+from scripts.reproduction.criteria import HEAD_STRUCTURE
+
 Row = Mapping[str, Any]
 NOT_SHOWN = "not shown"  # a limit that would be kept by chance, as what it is about is not there
 
@@ -79,7 +81,7 @@ def is_rising(values: Sequence[float]) -> bool:
 
 def is_structured(row: Row) -> bool:
     """Whether a block is of low rank and sparse enough to be worth its parts."""
-    return row["rank_ratio"] <= 0.3 and row["density"] <= 0.3
+    return max(row["rank_ratio"], row["density"]) <= HEAD_STRUCTURE
 
 
 def part_of(cases: Iterable[bool]) -> float:

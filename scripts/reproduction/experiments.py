@@ -9,15 +9,14 @@ import numpy as np
 from salaad.common.budgets import parse_budget
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
-from salaad.evaluation.sweep import best, by_energy, grid
+from salaad.evaluation.sweep import by_energy
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.deployments import found_and_true
 from scripts.reproduction.evidence import Number, percent, span, structure_text
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import REFINE, evaluation, post_hoc, summary
+from scripts.reproduction.records import REFINE, choose_kappas, evaluation, perplexity, post_hoc, summary
 
-SOME_KAPPAS = tuple(k / 10 for k in range(2, 10))
 LEFT = (1, 0.6, 0.3)  # of the singular values of L and of the entries of S, the largest
 RANKS, DENSITIES = (0, 0.05, 0.1, 0.15, 0.2, 1), (0, 0.05, 0.1, 0.2, 1)  # borders of the table
 CORNER = 0.2  # of rank ratio and density: below it robust PCA can be hoped for
@@ -33,16 +32,14 @@ def kappa_share(scale: Scale) -> Measured:
         low_rank = sum(slr.rank * sum(slr.shape) for slr in deployment.parts.values())
         whole = low_rank + sum(slr.nnz for slr in deployment.parts.values())
         for kept in KEPT:
-            cells = grid([deployment.fixed + round(kept * whole)], SOME_KAPPAS)[2:]
-            deployment.check(cells)
-            winner = best([measure(cell) for cell in cells])[0]
+            [winner] = choose_kappas(measure, [deployment.fixed + round(kept * whole)])[1]
             rows.append(
                 {
                     "run": run.name(scale),
                     "share": low_rank / whole,
                     "parameters": deployment.fixed + whole,
                     "kept": kept,
-                    **{key: winner[key] for key in ("kappa", "perplexity")},
+                    **{key: winner[key] for key in ("kappa", "perplexity", "tokens")},
                 }
             )
     lines = [
@@ -94,8 +91,7 @@ def one_training(scale: Scale) -> Measured:
         rows += [{"label": label, **measure(variant)} for variant in variants]
     small = {"1": trainings.VANILLA, **trainings.small_dense(scale)}
     for budget, run in small.items():
-        X = summary(run, scale)["variants"]["X"]
-        rows.append({"label": "dense, one training per size", "variant": "X", "budget": budget, **X})
+        rows.append({"label": "dense, one training per size", **perplexity(run, scale, "X"), "budget": budget})
     pictures.one_training(rows, scale.results / "one_training.png")
     dense = next(row["parameters"] for row in rows)
     columns = list(dict.fromkeys(row["label"] for row in rows))
@@ -145,7 +141,7 @@ def embedding_why(scale: Scale) -> Measured:
     rows = []
     for setting, run in trainings.embedding_why(scale).items():
         ended = summary(run, scale)
-        ends, variants = ended["blocks"], ended["variants"]
+        ends = ended["blocks"]
         [own] = [row for name, row in ends.items() if name.endswith("embed_tokens")]
         others = [row for row in ends.values() if row is not own]
         rows.append(
@@ -154,8 +150,8 @@ def embedding_why(scale: Scale) -> Measured:
                 "run": run.name(scale),
                 **{key: own[key] for key in ("rank_ratio", "density")},
                 **{f"others_{key}": fmean(row[key] for row in others) for key in ("rank_ratio", "density")},
-                **{name: variants[name]["perplexity"] for name in ("X", "L+S")},
-                "parameters": variants["L+S"]["parameters"],
+                **{name: perplexity(run, scale, name)["perplexity"] for name in ("X", "L+S")},
+                "parameters": ended["variants"]["L+S"]["parameters"],
             }
         )
     lines = [

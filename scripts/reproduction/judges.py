@@ -1,8 +1,7 @@
 """What decides the claims about training: from the rows of the items to numbers, each with its limit if it has one.
 
-Limits are the paper's own numbers where it prints any, and are set before the runs they judge; those that were made
-stricter when results of nano and micro were known are named in the report. A claim agrees only if all numbers with a
-limit keep it. Claims about what a checkpoint deploys are judged in `deployment_judges`.
+Limits are those of `criteria`. A claim agrees only if all numbers with a limit keep it. Claims about what a checkpoint
+deploys are judged in `deployment_judges`.
 """
 
 import math
@@ -11,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from salaad.common.formats import millions
+from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     NOT_SHOWN,
     Number,
@@ -26,6 +26,7 @@ from scripts.reproduction.evidence import (
     mean_of,
     mean_row,
     part_of,
+    percent,
     percents,
     ratios,
     shares,
@@ -52,8 +53,16 @@ def central(results: Results) -> list[Number]:
     return [
         Number("PPL of X", spread_text(X["perplexity"])),
         Number("PPL of L + S", spread_text(whole["perplexity"])),
-        Number("PPL of L + S over X, at most +2 % in every seed", percents(worse), all(one <= 0.02 for one in worse)),
-        Number("parameters of L + S over X, at most 95 % in every seed", shares(sizes), all(s <= 0.95 for s in sizes)),
+        Number(
+            f"PPL of L + S over X, at most {percent(criteria.WHOLE_OVER_X)} in every seed",
+            percents(worse),
+            all(one <= criteria.WHOLE_OVER_X for one in worse),
+        ),
+        Number(
+            f"parameters of L + S over X, at most {criteria.WHOLE_PARAMETERS:.0%} in every seed",
+            shares(sizes),
+            all(size <= criteria.WHOLE_PARAMETERS for size in sizes),
+        ),
         Number("PPL of X over full-rank training", percents(cost)),
     ]
 
@@ -66,7 +75,11 @@ def against_full_rank(results: Results) -> list[Number]:
     better = changes(whole, vanilla)
     return [
         Number("PPL of full-rank training", spread_text(vanilla)),
-        Number("PPL of L + S over that, at most −4 % in every seed", percents(better), all(b <= -0.04 for b in better)),
+        Number(
+            f"PPL of L + S over that, at most {percent(criteria.WHOLE_OVER_FULL_RANK)} in every seed",
+            percents(better),
+            all(one <= criteria.WHOLE_OVER_FULL_RANK for one in better),
+        ),
         Number("PPL of X over that", percents(changes(X, vanilla))),
     ]
 
@@ -74,11 +87,11 @@ def against_full_rank(results: Results) -> list[Number]:
 def embedding(results: Results) -> list[Number]:
     """With the embedding beside without, and how little of the embedding is left."""
     rows, numbers = results["embedding"]["rows"], []
-    for name in ("X", "L+S"):
+    for name, most in criteria.EMBEDDING_COST.items():
         inside, outside = (the_row(rows, variant=name, blocks=blocks) for blocks in BLOCKS)
         worse = changes(inside["perplexity"], outside["perplexity"])
-        what = f"PPL of {name.replace('+', ' + ')} over that without, mean at most +1 %"
-        numbers.append(Number(what, changes_text(worse), mean_of(worse) <= 0.01))
+        what = f"PPL of {name.replace('+', ' + ')} over that without, mean at most {percent(most)}"
+        numbers.append(Number(what, changes_text(worse), mean_of(worse) <= most))
     sizes = ratios(inside["parameters"], outside["parameters"])
     own = {key: inside[f"embedding_{key}"] for key in STRUCTURE}
     largest = {key: max(map(finite, spread["values"])) for key, spread in own.items()}
@@ -91,9 +104,10 @@ def embedding(results: Results) -> list[Number]:
             all(share < 1 for share in sizes),
         ),
         Number(
-            "rank ratio and density of the embedding, at most 0.3 in every seed",
+            f"rank ratio and density of the embedding, at most {structure_text(criteria.EMBEDDING_STRUCTURE)} in every "
+            "seed",
             ", ".join(map(spread_text, own.values())),
-            is_structured(largest),
+            all(largest[key] <= most for key, most in criteria.EMBEDDING_STRUCTURE.items()),
         ),
         *(
             Number(f"PPL cut by HPA to {millions(row['parameters']['mean'])}, {blocks}", spread_text(row["perplexity"]))
@@ -110,12 +124,15 @@ def lm_head(results: Results) -> list[Number]:
     for i, rho in enumerate(distinct(rows, "rho")):
         pairs = [(head[i], other[i]) for head, other in zip(heads, others, strict=True)]
         worse = [[head[name] / other[name] - 1 for name in ("X", "L+S")] for head, other in pairs]
-        benign = [is_structured(head) and max(cost) <= 0.01 for (head, _), cost in zip(pairs, worse, strict=True)]
+        benign = [
+            is_structured(head) and max(cost) <= criteria.HEAD_COST
+            for (head, _), cost in zip(pairs, worse, strict=True)
+        ]
         meaningful = all(is_structured(other) for _, other in pairs)
         numbers += [
             Number(
                 f"{rho:g}·ρ: rank ratio and density of the head, PPL of X and L + S over those without it, in no seed "
-                "both at most 0.3 and at most +1 %",
+                f"both at most {criteria.HEAD_STRUCTURE} and at most {percent(criteria.HEAD_COST)}",
                 "; ".join(
                     f"{structure_text(head)}, {percents(cost)}" for (head, _), cost in zip(pairs, worse, strict=True)
                 ),
@@ -133,9 +150,10 @@ def lm_head(results: Results) -> list[Number]:
     return [
         *numbers,
         Number(
-            "rise of the training loss from the smaller to the larger ρ, with the head over 0.01 more in every seed",
+            "rise of the training loss from the smaller to the larger ρ, with the head over "
+            f"{criteria.HEAD_LOSS} more in every seed",
             ", ".join(map(difference, more)),
-            all(one > 0.01 for one in more),
+            all(one > criteria.HEAD_LOSS for one in more),
         ),
         Number(
             "seeds in which the larger ρ lowers the head's rank ratio and density, all",
@@ -150,12 +168,12 @@ def knobs(results: Results) -> list[Number]:
     judged = _one_apart(results["ablation130m_pairs"]["rows"])
     finer = [_one_apart(results[name]["rows"]) for name in ("ablation350m", "ablation350m_rho", "ablation130m")]
     numbers, beside = [], []
-    for name in KNOBS.values():
+    for name, least in criteria.KNOBS.items():
         pairs = judged[name]
-        numbers += [
-            Number(f"larger {name}: {what}, in at least 75 % of {len(pairs)} pairs", shares([part], 0), part >= 0.75)
-            for what, part in _trades(pairs).items()
-        ]
+        for what, part in _trades(pairs).items():
+            limit = least[what] / criteria.KNOB_PAIRS
+            text = f"larger {name}: {what}, in at least {limit:.0%} of {len(pairs)} pairs"
+            numbers.append(Number(text, shares([part], 0), part >= limit))
         others = [pair for grid in finer for pair in grid[name]]
         what = f"larger {name}, other ablations ({len(others)} pairs): {', '.join(_trades([]))}"
         beside.append(Number(what, shares(_trades(others).values(), 0)))
@@ -191,7 +209,11 @@ def frequency(results: Results) -> list[Number]:
         "rank_ratio": ("rank ratio, rises with K", "{:.2f}".format, is_rising),
         "parameters": ("parameters of L + S, rise with K", millions, is_rising),
         "delta": ("mean δ, falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
-        "loss": ("final loss, within 3 %", "{:.3f}".format, lambda losses: max(losses) <= 1.03 * min(losses)),
+        "loss": (
+            f"final loss, within {criteria.LOSSES_OVER_K - 1:.1%}",
+            "{:.3f}".format,
+            lambda losses: max(losses) <= criteria.LOSSES_OVER_K * min(losses),
+        ),
     }
     numbers = [Number("K/J", ", ".join(map(str, Ks)))]
     for key, (what, shown, holds) in limits.items():
@@ -204,13 +226,21 @@ def bounded(results: Results) -> list[Number]:
     """The course of the mean reconstruction error over training, in every seed."""
     courses = each_seed(sorted(results["dynamics"]["rows"], key=lambda row: row["step"]))
     early, late, third, last = zip(*(_phases([row["delta"] for row in course]) for course in courses), strict=True)
-    within = all(b <= 1.5 * a < math.inf for a, b in zip(early, late, strict=True))
-    settled = all(b <= 1.1 * a for a, b in zip(third, last, strict=True))
+    within = all(b <= criteria.LATE_OVER_EARLY * a < math.inf for a, b in zip(early, late, strict=True))
+    settled = all(b <= criteria.LAST_OVER_THIRD * a for a, b in zip(third, last, strict=True))
     return [
         Number("largest mean δ of the first half", span(early)),
-        Number("largest of the second half, at most 1.5 times that in every seed", span(late), within),
+        Number(
+            f"largest of the second half, at most {criteria.LATE_OVER_EARLY} times that in every seed",
+            span(late),
+            within,
+        ),
         Number("average mean δ of the third quarter", span(third)),
-        Number("average of the last quarter, at most 1.1 times that in every seed", span(last), settled),
+        Number(
+            f"average of the last quarter, at most {criteria.LAST_OVER_THIRD} times that in every seed",
+            span(last),
+            settled,
+        ),
         Number("‖X−L−S‖ over ‖X‖ at the end, mean over the blocks", _percents(c[-1]["error"] for c in courses)),
         *_every_block([course[-1] for course in courses]),
     ]
@@ -218,18 +248,19 @@ def bounded(results: Results) -> list[Number]:
 
 def _every_block(ends: Sequence[Row]) -> list[Number]:
     """What a mean over the blocks hides, and what bounds δ: with J = 1 no entry of X − L − S exceeds 2·τ_S."""
-    blocks = "‖X−L−S‖ over ‖X‖ of the worst block at the end, at most 30 % in every seed"
+    blocks = f"‖X−L−S‖ over ‖X‖ of the worst block at the end, at most {criteria.WORST_BLOCK:.0%} in every seed"
     growth = (
-        "mean τ_S of the last quarter over that of the third, of the block that grew most, at most 1.1 in every seed"
+        "mean τ_S of the last quarter over that of the third, of the block that grew most, at most "
+        f"{criteria.THRESHOLD_GROWTH} in every seed"
     )
     if not all("errors" in end for end in ends):
         return [Number(what, "not recorded", NOT_SHOWN) for what in (blocks, growth)]
     worst, grown = ([max(map(finite, end[key].values())) for end in ends] for key in ("errors", "tau_growth"))
-    above = [sum(error > 0.3 for error in end["errors"].values()) for end in ends]
+    above = [sum(error > criteria.WORST_BLOCK for error in end["errors"].values()) for end in ends]
     return [
-        Number(blocks, _percents(worst), all(error <= 0.3 for error in worst)),
+        Number(blocks, _percents(worst), all(error <= criteria.WORST_BLOCK for error in worst)),
         Number("blocks above that", f"{', '.join(map(str, above))} of {len(ends[0]['errors'])}"),
-        Number(growth, span(grown), all(one <= 1.1 for one in grown)),
+        Number(growth, span(grown), all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
     ]
 
 
@@ -255,7 +286,8 @@ def bf16(results: Results) -> list[Number]:
         numbers.append(Number(f"PPL of {label}, bfloat16 and float32", both))
         what = f"PPL of {label}, bfloat16 over float32"
         if method == "salaad":
-            numbers.append(Number(f"{what}, mean at most +7.6 %", changes_text(worse), mean_of(worse) <= 0.076))
+            text = f"{what}, mean at most {percent(criteria.BF16_COST)}"
+            numbers.append(Number(text, changes_text(worse), mean_of(worse) <= criteria.BF16_COST))
         else:
             numbers.append(Number(what, changes_text(worse)))
     return numbers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json
-from scripts.reproduction.claims import ANSWERS, CLAIMS, claims_tables, text_table, verdicts
+from scripts.reproduction.claims import CLAIMS, claims_tables, text_table, verdicts
 from scripts.reproduction.conclusions import conclusions
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import ROOT, Scale
@@ -126,7 +126,7 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     """Claim by scale: yes, no, not shown, or not measured."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
     lines = [
-        (claim.name, *(ANSWERS[verdict.agrees] if verdict.numbers else "not measured" for verdict in row))
+        (claim.name, *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
     told = (

@@ -92,7 +92,7 @@ def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
     """What the numbers of a table are of."""
     other = f"; the other text is {scale.other_text.name}" if scale.other_text else ""
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
-    return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, weights in {dtypes}{other}"
+    return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, the second half, weights in {dtypes}{other}"
 
 
 def table1(scale: Scale) -> Measured:
@@ -140,7 +140,10 @@ def bf16(scale: Scale) -> Measured:
         "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),
         "trained in float32": layout([r for r in rows if r["precision"] == "fp32"], {}),
     }
-    kept = "in bfloat16 the blocks of SALAAD have gradients and moments in float32; ρ is 1.2 times that of float32"
+    kept = (
+        "in bfloat16 the blocks of SALAAD have gradients and moments in float32, the rest of its weights and all of "
+        "full-rank training have them in bfloat16; ρ is 1.2 times that of float32"
+    )
     return Measured(rows, tables, notes=[provenance_note(rows, scale), kept])
 
 
@@ -285,9 +288,8 @@ def block_statistics(ends: Mapping[int, Mapping[str, Any]], theirs: Mapping[str,
 def _end(run: Run, scale: Scale) -> dict[str, float]:
     """Where a training ended: loss, mean δ over the blocks, perplexities, structure and size of L + S."""
     ended = summary(run, scale)
-    variants = ended["variants"]
-    structured = {key: variants["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
-    perplexities = {name: variants[name]["perplexity"] for name in ("X", "L+S")}
+    structured = {key: ended["variants"]["L+S"][key] for key in ("rank_ratio", "density", "parameters")}
+    perplexities = {name: perplexity(run, scale, name)["perplexity"] for name in ("X", "L+S")}
     delta = fmean(row["delta"] for row in ended["blocks"].values())
     return {"loss": ended["final_loss"], "delta": delta, **perplexities, **structured}
 

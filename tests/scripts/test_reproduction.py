@@ -8,12 +8,13 @@ from itertools import combinations, product
 import pytest
 
 from salaad.common.budgets import parse_budget
+from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
 from salaad.config.commands import DEFAULT_TASKS
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
-from scripts.reproduction import report, trainings
+from scripts.reproduction import judges, report, trainings
 from scripts.reproduction.appendix_c import memory_and_operations
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, Verdict, claims_tables, verdicts
@@ -24,7 +25,7 @@ from scripts.reproduction.evidence import NOT_SHOWN
 from scripts.reproduction.experiments import NUMBERS, embedding_numbers, kappa_numbers, limit_numbers, recovery
 from scripts.reproduction.grid import SCALES, distinct
 from scripts.reproduction.report import write_report
-from scripts.reproduction.tables import ablation_table, paper
+from scripts.reproduction.tables import PAPER, ablation_table, paper
 
 NANO = SCALES["nano"]
 BUDGETS = {1_400_000: 100.0, 1_200_000: 104.0, 900_000: 130.0}
@@ -83,7 +84,7 @@ def rows() -> dict[str, list[dict]]:
         "table1": [
             variant("full_rank", "X", (107.0, 107.0), 1_800_000),
             variant("salaad", "X", (100.0, 102.0), 1_800_000),
-            variant("salaad", "L+S", (100.5, 101.0), 1_600_000),
+            variant("salaad", "L+S", (99.7, 101.0), 1_600_000),
         ],
         "flexible": elastic + rivals,
         "one_training": [
@@ -102,8 +103,8 @@ def rows() -> dict[str, list[dict]]:
         "kappa": [row for row in elastic if row["variant"] != "energy"],
         "embedding": [
             variant("salaad", "X", (100.4, 101.6), 1_800_000, blocks="embedding included"),
-            variant("salaad", "L+S", (100.6, 101.2), 1_400_000, blocks="embedding included")
-            | {"embedding_rank_ratio": spread(0.2, 0.25), "embedding_density": spread(0.1, 0.15)},
+            variant("salaad", "L+S", (100.3, 101.1), 1_400_000, blocks="embedding included")
+            | {"embedding_rank_ratio": spread(0.2, 0.21), "embedding_density": spread(0.1, 0.12)},
             variant("salaad", "X", (100.0, 102.0), 1_800_000, blocks="without the embedding"),
             variant("salaad", "L+S", (100.5, 101.0), 1_600_000, blocks="without the embedding"),
             variant("salaad", "L̃+S̃", (103.0, 104.0), 1_200_000, blocks="embedding included"),
@@ -154,7 +155,7 @@ def rows() -> dict[str, list[dict]]:
         "rpca_salaad": [
             {"of": of, **robust("true", found, (0.2, 0.05))}
             for of in ("L+S", "L̃+S̃")
-            for found in ((0.25, 0.1), (0.15, 0.08))
+            for found in ((0.25, 0.09), (0.15, 0.07))
         ],
     }
 
@@ -199,6 +200,56 @@ def test_rows_as_the_paper_says_agree(rows, judged):
         assert failed(found) == [] and not found.missing
 
 
+def printed(method: str, name: str, row: list, factor: float = 1.0, **more) -> dict:
+    """A row of a table of the paper, its perplexity times a factor."""
+    return variant(method, name, (factor * row[0],), row[1], **more)
+
+
+def test_no_limit_is_weaker_than_the_papers_number_at_its_worst_size():
+    """Its own tables keep every limit, and with its worst size by half a percent worse they do not."""
+    table, embedding = (read_json(PAPER)[name] for name in ("table1", "embedding"))
+
+    def beside_X(factor: float) -> list[bool]:
+        found = []
+        for size in table.values():
+            whole = printed("salaad", "L+S", size["L+S"], factor)
+            rows = [printed("full_rank", "X", size["full-rank"]), printed("salaad", "X", size["X"]), whole]
+            found += [judges.central({"table1": {"rows": rows}}), judges.against_full_rank({"table1": {"rows": rows}})]
+        return [all(number.holds is not False for number in numbers) for numbers in found]
+
+    def with_embedding(factor: float) -> list[bool]:
+        found = []
+        for size, inside in embedding.items():
+            rows = [
+                printed("salaad", name, row, scaled, blocks=blocks)
+                | {"embedding_rank_ratio": spread(0.21), "embedding_density": spread(0.12)}
+                for blocks, cells, scaled in zip(judges.BLOCKS, (inside, table[size]), (factor, 1.0), strict=True)
+                for name, row in ((name, (cells[name][0], cells[name][1])) for name in ("X", "L+S"))
+            ]
+            rows += [variant("salaad", "L̃+S̃", (1.0,), 1, blocks=blocks) for blocks in judges.BLOCKS]
+            numbers = judges.embedding({"embedding": {"rows": rows}})
+            found.append(all(number.holds is not False for number in numbers))
+        return found
+
+    assert all(beside_X(1)) and not all(beside_X(1.005))
+    assert all(with_embedding(1)) and not all(with_embedding(1.005))
+
+
+def test_the_papers_grid_keeps_the_limits_of_the_three_settings_and_some_pairs_less_do_not():
+    cells = read_json(PAPER)["ablation130m_pairs"]["130m"]
+    points = product((0.01, 0.1, 1), (0.1, 1, 10), (0.1, 1, 10))
+    rows = [
+        dict(zip(("alpha", "beta", "rho", "X", "L+S", "parameters"), (*point, *cell), strict=True))
+        for point, cell in zip(points, cells, strict=True)
+    ]
+    results = {"ablation130m_pairs": {"rows": rows}}
+    results |= {item: {"rows": rows[:2]} for item in ("ablation350m", "ablation350m_rho", "ablation130m")}
+    assert all(number.holds is not False for number in judges.knobs(results))
+    rows[0]["parameters"] = 0  # below those of every larger setting
+    fewer = [number.holds for number in judges.knobs(results) if "fewer" in number.what]
+    assert fewer.count(False) == 3 and True not in fewer
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.judge.__name__)
 def test_without_one_of_its_items_a_claim_says_what_to_run(claim, rows, judged):
     missing = claim.items[-1]
@@ -232,7 +283,7 @@ def course(*deltas: float):
 
 SALAAD = {"label": "SALAAD", "seed": 1, "budget": 1_200_000}
 DISAGREEING = (
-    ("central", "PPL of L + S over X", change("table1", "perplexity", spread(100.0, 104.1), variant="L+S")),
+    ("central", "PPL of L + S over X", change("table1", "perplexity", spread(99.0, 102.0), variant="L+S")),
     ("central", "parameters of L + S", change("table1", "parameters", spread(1.7e6, 1.72e6), variant="L+S")),
     ("central", "PPL of L + S over X", change("table1", "perplexity", spread(100.0, float("nan")), variant="L+S")),
     ("against_full_rank", "PPL of L + S", change("table1", "perplexity", spread(107.0, 105.0), method="full_rank")),
@@ -241,7 +292,7 @@ DISAGREEING = (
     ("elastic_by_hpa", "largest step", change("flexible", "perplexity", 150.0, label="vanilla + RPCA", refine=0)),
     ("elastic_by_energy", "below", change("flexible", "perplexity", 130.0, **SALAAD, refine=20)),
     ("against_small_dense", "at 0.90 M", change("one_training", "perplexity", 103.9, label="dense", budget="0.5")),
-    ("kappa", "above 0.5", change("kappa", "perplexity", 1.0, kappa=0.5)),
+    ("kappa", "at least 0.55", change("kappa", "perplexity", 1.0, kappa=0.5)),
     ("kappa", "in a band", change("kappa", "perplexity", 1.0, kappa=1, budget=900_000)),
     (
         "embedding",
@@ -249,7 +300,7 @@ DISAGREEING = (
         change("embedding", "perplexity", spread(99.0, 100.0), blocks="without the embedding"),
     ),
     ("embedding", "fewer", change("embedding", "parameters", spread(1.4e6, 1.3e6), blocks="without the embedding")),
-    ("embedding", "at most 0.3", change("embedding", "embedding_density", spread(0.1, 0.31), variant="L+S")),
+    ("embedding", "at most 0.21", change("embedding", "embedding_density", spread(0.1, 0.13), variant="L+S")),
     ("lm_head", "1·ρ: rank ratio and density of the head", change("lm_head", "X", 100.0, rho=1)),
     ("lm_head", "training loss", change("lm_head", "loss", 4.60, rho=1)),
     ("lm_head", "1·ρ: rank ratio and density of the head", change("lm_head", "X", 100.0, rho=1, seed=1)),
@@ -264,7 +315,7 @@ DISAGREEING = (
     ("knobs", "larger ρ: X higher", change("ablation130m_pairs", "X", 50.0, rho=1)),
     ("frequency", "mean δ", change("frequency", "delta", 11.0, K=20, seed=1)),
     ("frequency", "rank ratio", change("frequency", "rank_ratio", 0.2, K=20, seed=1)),
-    ("frequency", "3 %", change("frequency", "loss", 2.7, K=20, seed=1)),
+    ("frequency", "2.2%", change("frequency", "loss", 2.7, K=20, seed=1)),
     ("bounded", "1.5 times", course(2, 4, 4, 4, 6.1, 6, 6, 6)),
     ("bounded", "last quarter", course(8, 8, 8, 8, 6, 6, 6, 7.3)),
     ("bounded", "worst block", change("dynamics", "errors", {"a": 0.1, "b": 0.31}, seed=1)),
@@ -287,23 +338,23 @@ def test_a_claim_fails_by_the_number_that_does_not_keep_its_limit(name, part, ch
 
 def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
     found = {name: ours(verdict) for name, verdict in judged(rows).items()}
-    assert found["central"]["PPL of L + S"] == "100.75 ± 0.25" and found["central"]["PPL of X"] == "101.00 ± 1.00"
-    assert found["central"]["parameters of L + S over X, at most 95 % in every seed"] == "88.9 %, 88.9 %"
-    assert found["against_full_rank"]["PPL of L + S over that, at most −4 % in every seed"] == "−6.1 %, −5.6 %"
+    assert found["central"]["PPL of L + S"] == "100.35 ± 0.65" and found["central"]["PPL of X"] == "101.00 ± 1.00"
+    assert found["central"]["parameters of L + S over X, at most 94% in every seed"] == "88.9 %, 88.9 %"
+    assert found["against_full_rank"]["PPL of L + S over that, at most −4.0 % in every seed"] == "−6.8 %, −5.6 %"
     assert found["elastic_by_hpa"]["below vanilla + RPCA at all budgets below L + S × seeds"] == "6 of 6"
     assert found["elastic_by_energy"]["SALAAD over its own X"] == "+0.8 % to +0.8 %"
     assert found["elastic_by_energy"]["vanilla + RPCA over its own X"] == "+21.0 % to +262.9 %"
     assert found["against_small_dense"]["PPL of the cut over the dense model's at 0.90 M, below"] == "−1.0 %"
-    assert found["kappa"]["κ*, in a band of at most 0.3"] == "0.6"
+    assert found["kappa"]["κ*, in a band of at most 0.25"] == "0.6"
     assert found["embedding"]["parameters of L + S, in every seed fewer than without"] == "1.40 M, 1.60 M"
     assert found["embedding"]["PPL cut by HPA to 1.20 M, embedding included"] == "103.50 ± 0.50"
     assert "+0.080, +0.080" in found["lm_head"].values()
-    assert found["frequency"]["final loss, within 3 % in every seed"] == "2.890, 2.890, 2.830"
+    assert found["frequency"]["final loss, within 2.2% in every seed"] == "2.890, 2.890, 2.830"
     assert found["frequency"]["mean δ, falls with K in every seed"] == "10.16, 7.74, 5.73"
     assert list(found["bounded"].values())[:2] == ["7 to 14", "8 to 16"]
     assert found["bounded"]["‖X−L−S‖ over ‖X‖ at the end, mean over the blocks"] == "10 to 20 %"
     assert found["bounded"]["blocks above that"] == "0, 0 of 2"
-    assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.20 ± 0.05, 0.09 ± 0.01"
+    assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.20 ± 0.05, 0.08 ± 0.01"
 
 
 def test_budgets_above_the_structured_model_do_not_count(rows, judged):
@@ -329,9 +380,9 @@ def test_what_older_results_do_not_say_is_not_shown(rows, judged):
     for row in rows["dynamics"]:
         del row["errors"], row["tau_growth"]
     rows["rpca_salaad"] = [row for row in rows["rpca_salaad"] if row["of"] == "L+S"]
-    for name in ("bounded", "rpca"):
+    for name, numbers in (("bounded", 2), ("rpca", 4)):
         found = judged(rows)[name]
-        assert found.agrees is None and [number.holds for number in found.numbers].count(NOT_SHOWN) == 2
+        assert found.agrees is None and [number.holds for number in found.numbers].count(NOT_SHOWN) == numbers
 
 
 def test_growth_compares_the_last_two_quarters():
@@ -479,7 +530,7 @@ def test_the_report_holds_everything_that_was_measured(results):
     assert "| their κ* | 0.5 |" in text
     for claim in CLAIMS:
         assert all(said in text for said in (claim.statement, claim.measure, claim.paper))
-    assert "| PPL of L + S | 100.75 ± 0.25 |" in text
+    assert "| PPL of L + S | 100.35 ± 0.65 |" in text
     for said in ("needs a model from the hub", "def456-dirty", "the measuring machine", "2 runs, 4.0 M tokens, 1.00 h"):
         assert said in text
     assert "## micro" not in text and text.count("12.34") == len(ITEMS) - 1
