@@ -13,6 +13,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from salaad.config.methods import SltrainConfig
@@ -25,6 +27,7 @@ from salaad.methods.low_rank_layers import (
     SlrFactored,
     factored_layers,
 )
+from salaad.methods.optimizer import build_optimizer, projection_weights
 
 
 class SltrainLinear(SlrFactored):
@@ -65,6 +68,13 @@ class Sltrain(LowRankMethod):
 
     Settings = SltrainConfig
     Layer = SltrainLinear
+
+    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
+        """All of a projection at the projections' rate, the entries of S too, which lie in a vector."""
+        entries = [layer.S_values for layer in factored_layers(self.model).values()]
+        optimizer = self.config.optimizer
+        projections = [*projection_weights(self.model), *entries]
+        return build_optimizer(self.model.parameters(), optimizer, self.config.train.steps, projections)
 
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102

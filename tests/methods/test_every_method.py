@@ -171,6 +171,21 @@ def test_two_processes_train_like_one_and_the_rest_goes_on_alone(toy, tmp_path, 
             assert rest["loss"] == pytest.approx(alone["loss"], rel=5e-4), variant
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_all_that_a_projection_trains_learns_at_the_rate_of_projections(method):
+    config = config_of(method, "--optimizer.projection_lr=0.25")
+    kind = method_of(config)
+    if kind.own_projection_rate:
+        pytest.skip("has a rate of its own for them")
+    model = llama()
+    kind.rebuild(model, config)
+    fast, slow = kind(model, config).build_optimizer()[0].param_groups
+    assert slow["lr"] == pytest.approx(fast["lr"] / 4)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)] for p in slow["params"]}
+    assert found == {name for name, p in model.named_parameters() if "_proj" in name and p.requires_grad}
+
+
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_an_ordinary_step_waits_for_no_device(variant):
     model = llama()
