@@ -8,6 +8,7 @@ from salaad.common.files import read_json
 from scripts.reproduction import criteria, deployment_judges, judges
 from scripts.reproduction.evidence import NOT_SHOWN, Number, percent, structure_text
 from scripts.reproduction.experiments import NUMBERS
+from scripts.reproduction.freshness import MARK, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
 
 
@@ -18,15 +19,19 @@ class Verdict:
     Args:
         numbers: ours, each with its limit if it has one; none where it is not measured.
         missing: the command that measures what is missing, and why if results are there.
+        fresh: whether what it is judged from was committed, and the code behind it is what it was.
     """
 
     numbers: Sequence[Number] = ()
     missing: str = ""
+    fresh: bool = True
 
     @property
     def answer(self) -> str:
-        """Yes, no, or why it is neither."""
-        return ANSWERS[self.agrees] if self.numbers else "not measured"
+        """Yes, no, or why it is neither; with a mark if it is not fresh."""
+        if not self.numbers:
+            return "not measured"
+        return ANSWERS[self.agrees] if self.fresh else f"{ANSWERS[self.agrees]} {MARK}"
 
     @property
     def agrees(self) -> bool | None:
@@ -67,13 +72,15 @@ class Claim:
         if missing:
             return Verdict(missing=scale.command(*missing))
         there = [name for name in self.beside if (folder / f"{name}.json").exists()]
+        results = {name: read_json(folder / f"{name}.json") for name in self.items}
         try:
-            numbers = self.judge({name: read_json(folder / f"{name}.json") for name in self.items})
+            numbers = self.judge(results)
         except (KeyError, StopIteration, TypeError, ValueError) as error:
             files = ", ".join(f"{name}.json" for name in self.items)
             return Verdict(missing=f"{scale.command(*self.items)} --again (for {error!r}, which {files} lack)")
         why = [number for name in there for number in NUMBERS[name](read_json(folder / f"{name}.json")["rows"])]
-        return Verdict([*numbers, *why])
+        fresh = is_fresh(commit for result in results.values() for commit in commits_of(result))
+        return Verdict([*numbers, *why], fresh=fresh)
 
 
 CLAIMS = (

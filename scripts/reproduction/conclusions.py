@@ -1,21 +1,30 @@
-"""What a user should conclude, a sentence a purpose, made of the recorded numbers; left out where one is missing."""
+"""What a user should conclude, a sentence a purpose, made of the recorded numbers; left out where one is missing.
+
+Whatever a sentence compares is compared over the seeds that all of it has, which are counted at its end.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json
-from salaad.common.formats import megabytes, millions
+from salaad.common.formats import megabytes
 from scripts.reproduction.evidence import the_row
-from scripts.results_tables.compared import FIFTH, HALF, Model, Trainings
+from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, Model, Trainings
+from scripts.results_tables.elastic import bench_of
 
 ELASTIC = "[elastic](elastic/README.md)"
 PAIR = ("salaad", "full_rank")
+SCALES = ("nano-20", "nano")  # the longer training first, which counts where it is measured
+NOT_OF_FULL_SIZE = (
+    "dense, ",
+    "full-rank, one rate",
+)  # how the labels begin of what is smaller, or has a rate of its own
 
 
 def nano_20(results: Path) -> Trainings:
     """What is recorded of the sizes of one training, in the paper's regime."""
-    return recorded(results, "nano-20")
+    return recorded(results, SCALES[0])
 
 
 def recorded(results: Path, scale: str) -> Trainings:
@@ -31,129 +40,124 @@ def conclusions(results: Path) -> list[str]:
 
 
 def full_size(results: Path) -> str | None:
-    """What SALAAD's X costs."""
-    cost = nano_20(results).over(Model("SALAAD"))
-    bench = _json(results / "bench" / "methods-nano.json")
-    if cost is None or bench is None:
+    """What to train where one size is wanted, and what SALAAD's X costs."""
+    trainings = nano_20(results)
+    bench = _json(bench_of(results, SCALES[0]))
+    costs = {
+        label: cost
+        for label in trainings.labels
+        if not label.startswith(NOT_OF_FULL_SIZE) and (cost := trainings.over(Model(label))) is not None
+    }
+    if "SALAAD" not in costs or bench is None:
         return None
+    best = min(costs, key=costs.get)
+    how = best if best == FULL_RANK.label else f"{best}, {costs[best]:+.1%} from full-rank training in perplexity"
     methods = bench["methods"]
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
-    best = "full-rank" if cost > 0 else "with SALAAD"
     return (
-        f"**The best model of full size**: train {best}. SALAAD's X is {cost:+.1%} "
-        f"from full-rank training, a step takes {methods['salaad']['over_full_rank']:.2f} times as long, and training "
-        f"keeps {state['salaad']} of state instead of {state['full_rank']} ({ELASTIC})."
+        f"**The best model of full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} from full-rank training "
+        f"in perplexity, a step takes {methods['salaad']['over_full_rank']:.2f} times as long, and training keeps "
+        f"{state['salaad']} of state instead of {state['full_rank']} "
+        f"({ELASTIC}, {_seeds(trainings, Model('SALAAD'))})."
     )
 
 
 def rates(results: Path) -> str | None:
     """What rates of their own are worth."""
-    for scale in ("nano-20", "nano"):
-        trainings = recorded(results, scale)
-        cost = trainings.over(Model("full-rank, one rate"))
+    for scale in SCALES:
+        trainings, one_rate = recorded(results, scale), Model("full-rank, one rate")
+        cost = trainings.over(one_rate)
         if cost is not None:
             return (
                 f"**Before any method**: give embedding and head a higher learning rate than the projections. With one "
-                f"rate for all, full-rank training at {scale} is {cost:+.1%} from that with two ({ELASTIC})."
+                f"rate for all, full-rank training at {scale} is {cost:+.1%} from that with two in perplexity "
+                f"({ELASTIC}, {_seeds(trainings, one_rate)})."
             )
     return None
 
 
 def many_sizes(results: Path) -> str | None:
     """Cuts without text, of SALAAD and of a full-rank model."""
-    trainings = nano_20(results)
-    cuts = [
-        trainings.over(Model(label, way, share))
-        for label, way in (("SALAAD", "cut, head"), ("full-rank", "rpca, head"))
-        for share in (HALF, FIFTH)
-    ]
-    if None in cuts:
-        return None
-    ours, theirs = (f"{half:+.1%} and {fifth:+.1%}" for half, fifth in (cuts[:2], cuts[2:]))
-    return (
-        f"**Many sizes, no text**: cut to half and to a fifth of the compressible parameters, SALAAD's model is {ours} "
-        f"from the whole full-rank model; the full-rank model itself, split by robust PCA and cut with the same tools, "
-        f"is {theirs} ({ELASTIC})."
+    return _half_and_fifth(
+        results,
+        "**Many sizes, no text**: cut to half and to a fifth of the compressible parameters, SALAAD's model is {ours} "
+        "from the whole full-rank model in perplexity; the full-rank model itself, split by robust PCA and cut with "
+        "the same tools, is {theirs}",
+        ours=("SALAAD", "cut, head"),
+        theirs=("full-rank", "rpca, head"),
     )
 
 
 def many_sizes_with_text(results: Path) -> str | None:
     """One elastic folder, matched and distilled."""
-    trainings = nano_20(results)
-    half, fifth = (trainings.over(Model("SALAAD", "head, tuned", share)) for share in (HALF, FIFTH))
-    if half is None or fifth is None:
-        return None
-    return (
+    cost = nano_20(results).operations("SALAAD", "head, tuned")
+    price = "" if cost is None else f", for {cost:.0%} of the training's operations"
+    return _half_and_fifth(
+        results,
         f"**Many sizes, and text**: one folder of all sizes, matched and distilled on a twentieth of the training "
-        f"tokens. Its half is {half:+.1%} and its fifth {fifth:+.1%} from the whole full-rank model ({ELASTIC})."
+        f"tokens{price}. Its half and its fifth are {{ours}} from the whole full-rank model in perplexity; those of "
+        "the same folder made of the full-rank model are {theirs}",
+        ours=("SALAAD", "head, tuned"),
+        theirs=("full-rank", "rpca, head, tuned"),
+    )
+
+
+def with_text(results: Path) -> str | None:
+    """Matched and distilled, every size by itself."""
+    return _half_and_fifth(
+        results,
+        "**One size, and text**: match the cut to the whole model and distil it on a twentieth of the training tokens. "
+        "SALAAD's half and fifth are {ours} from the whole full-rank model in perplexity, those of the full-rank model "
+        "{theirs}",
+        ours=("SALAAD", "head, tuned, each"),
+        theirs=("full-rank", "rpca, head, tuned, each"),
     )
 
 
 def head(results: Path) -> str | None:
     """What splitting the head is worth."""
     trainings = nano_20(results)
-    without, beside = (trainings.over(Model("SALAAD", way, FIFTH)) for way in ("cut", "cut, head"))
-    if without is None or beside is None:
+    models = [Model("SALAAD", way, FIFTH) for way in ("cut, head", "cut")]
+    if not trainings.seeds(FULL_RANK, *models):
         return None
+    beside, without = trainings.all_over(models)
     return (
         f"**The head**: split it too for small sizes, as is the default. A fifth of the compressible parameters "
-        f"is {beside:+.1%} from the whole full-rank model with it split and {without:+.1%} with it whole ({ELASTIC})."
-    )
-
-
-def with_text(results: Path) -> str | None:
-    """Matched and distilled, every size by itself."""
-    trainings = nano_20(results)
-    ways = {
-        "SALAAD": ("tuned, each", "head, tuned, each"),
-        "full-rank": ("rpca, tuned, each", "rpca, head, tuned, each"),
-    }
-    said = []
-    for label, names in ways.items():
-        best = []
-        for share in (HALF, FIFTH):
-            measured = [trainings.over(Model(label, name, share)) for name in names]
-            best.append(min((value for value in measured if value is not None), default=None))
-        if None in best:
-            return None
-        said.append(f"{label}'s half is {best[0]:+.1%} from it and its fifth {best[1]:+.1%}")
-    return (
-        f"**One size, and text**: match the cut to the whole model and distil it on a twentieth of the training "
-        f"tokens. Beside the whole full-rank model {', '.join(said)} ({ELASTIC})."
+        f"is {beside:+.1%} from the whole full-rank model in perplexity with it split and {without:+.1%} with it whole "
+        f"({ELASTIC}, {_seeds(trainings, *models)})."
     )
 
 
 def trained_small(results: Path) -> str | None:
     """Small dense models."""
     trainings = nano_20(results)
-    small = {share: trainings.over(Model(f"dense, {share:g}")) for share in (HALF, FIFTH)}
-    if None in small.values():
+    models = [Model(f"dense, {share:g}") for share in (HALF, FIFTH)]
+    if not trainings.seeds(FULL_RANK, *models):
         return None
+    half, fifth = trainings.all_over(models)
     return (
-        f"**One size, known beforehand**: a dense model trained at it is {small[HALF]:+.1%} (half) and "
-        f"{small[FIFTH]:+.1%} (a fifth) from the whole full-rank model ({ELASTIC})."
+        f"**One size, known beforehand**: a dense model trained at it, with the rates of the large one, is {half:+.1%} "
+        f"(half) and {fifth:+.1%} (a fifth) from the whole full-rank model in perplexity "
+        f"({ELASTIC}, {_seeds(trainings, *models)})."
     )
 
 
 def way_to_cut(results: Path) -> str | None:
-    """HPA and energy at the smallest budget."""
-    flexible = _json(results / "nano" / "reproduce" / "flexible.json")
-    if flexible is None:
-        return None
-    rows = [row for row in flexible["rows"] if row["label"] == "SALAAD" and row["seed"] == 0 and row["budget"]]
-    smallest = [row for row in rows if row["budget"] == min(row["budget"] for row in rows)]
-    by_hpa, by_energy = (
-        min(row["perplexity"] for row in smallest if (row["kappa"] is None) == energy) for energy in (False, True)
-    )
-    return (
-        f"**How to cut**: at nano a cut to {millions(smallest[0]['budget'])} parameters has perplexity "
-        f"{by_energy:.1f} by energy and refined, and {by_hpa:.1f} by HPA (below, *Flexible deployment*)."
+    """HPA and energy, of a model trained as in the paper, beside the way that is recommended."""
+    return _half_and_fifth(
+        results,
+        "**How to cut**: a model trained as in the paper is at half and at a fifth {by_HPA} from the whole full-rank "
+        "model in perplexity by HPA at κ*, and {by_energy} by energy; drawn less, with entries weighted and the head "
+        "split, as is the default for cutting, {ours}",
+        by_HPA=("SALAAD, as in the paper", "hpa"),
+        by_energy=("SALAAD, as in the paper", "energy"),
+        ours=("SALAAD", "cut, head"),
     )
 
 
 def headline(results: Path) -> str | None:
     """L + S beside X and full-rank training."""
-    table = _json(results / "nano" / "reproduce" / "table1.json")
+    scale, (table,) = _first(results, "table1")
     if table is None:
         return None
     rows = table["rows"]
@@ -162,15 +166,15 @@ def headline(results: Path) -> str | None:
     of = {name: row["perplexity"]["mean"] for name, row in (("X", X), ("L+S", whole), ("full", dense))}
     share = whole["parameters"]["mean"] / X["parameters"]["mean"]
     return (
-        f"**The paper's model L + S** is at nano {of['L+S'] / of['X'] - 1:+.1%} from X, with {share:.0%} of its "
-        f"parameters, and {of['L+S'] / of['full'] - 1:+.1%} from full-rank training (below, *Perplexity and "
-        "parameters*)."
+        f"**The paper's model L + S** is at {scale} {of['L+S'] / of['X'] - 1:+.1%} from X in perplexity, with "
+        f"{share:.0%} of its parameters, and {of['L+S'] / of['full'] - 1:+.1%} from full-rank training (below, "
+        "*Perplexity and parameters*)."
     )
 
 
 def bfloat16(results: Path) -> str | None:
     """What training in bfloat16 costs both."""
-    measured, table = (_json(results / "nano" / "reproduce" / f"{name}.json") for name in ("bf16", "table1"))
+    scale, (measured, table) = _first(results, "bf16", "table1")
     if measured is None or table is None:
         return None
     costs = {}
@@ -178,8 +182,9 @@ def bfloat16(results: Path) -> str | None:
         rounded = the_row(measured["rows"], method=method, variant="X", precision="bf16")["perplexity"]["mean"]
         costs[method] = rounded / the_row(table["rows"], method=method, variant="X")["perplexity"]["mean"] - 1
     return (
-        f"**Weights in bfloat16 during training** change SALAAD's X by {costs['salaad']:+.1%} and "
-        f"full-rank training by {costs['full_rank']:+.1%} at nano (below, *Training in bfloat16*)."
+        f"**Weights in bfloat16 during training** change SALAAD's X by {costs['salaad']:+.1%} and full-rank training, "
+        f"whose gradients and moments are in bfloat16 too, by {costs['full_rank']:+.1%} in perplexity at {scale} "
+        "(below, *Training in bfloat16*)."
     )
 
 
@@ -195,6 +200,37 @@ SENTENCES: Sequence[Callable[[Path], str | None]] = (
     rates,
     bfloat16,
 )
+
+
+def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> str | None:
+    """A sentence with half and a fifth of each way over the whole full-rank model; None if no seed has them all.
+
+    Args:
+        results: folder of all results.
+        sentence: with a place for every way.
+        ways: place → label and way.
+    """
+    trainings = nano_20(results)
+    models = [Model(label, way, share) for label, way in ways.values() for share in (HALF, FIFTH)]
+    if not trainings.seeds(FULL_RANK, *models):
+        return None
+    over = iter(trainings.all_over(models))
+    pairs = {place: f"{next(over):+.1%} and {next(over):+.1%}" for place in ways}
+    return f"{sentence.format(**pairs)} ({ELASTIC}, {_seeds(trainings, *models)})."
+
+
+def _seeds(trainings: Trainings, *models: Model) -> str:
+    count = len(trainings.seeds(FULL_RANK, *models))
+    return f"{count} seeds" if count > 1 else "one seed"
+
+
+def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | None]]:
+    """The first scale that has all of these items of the paper, and their results; of none, None for each."""
+    for scale in SCALES:
+        found = [_json(results / scale / "reproduce" / f"{item}.json") for item in items]
+        if None not in found:
+            return scale, found
+    return "", [None] * len(items)
 
 
 def _json(path: Path) -> Mapping[str, Any] | None:

@@ -1,8 +1,6 @@
 """results/README.md: claims, tables and figures of every scale that has results, from the stored JSON."""
 
-import subprocess
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +8,21 @@ from salaad.common.files import read_json
 from scripts.reproduction.claims import CLAIMS, claims_tables, text_table, verdicts
 from scripts.reproduction.conclusions import conclusions
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.grid import ROOT, Scale
+from scripts.reproduction.freshness import LEGEND, changed_since, commits_of, is_fresh
+from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
-from scripts.results_tables.elastic import fair_table
+from scripts.results_tables.elastic import bench_of, fair_table
 
 TITLE = "The paper, table by table"
 ABOUT = (
     "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
-    "Perplexity is exp of the mean loss over all validation tokens; beside it, where a table has it, stands the legacy "
-    "figure of the field, the mean of batch means with batches + 1 in the denominator.",
+    "Perplexity is exp of the mean loss over the second half of the validation text, the first being what κ* is chosen "
+    "on (over all of it in items measured before 25bcf70: a table says its tokens); beside it, where a table has it, "
+    "stands the legacy figure of the field, the mean of batch means with batches + 1 in the denominator.",
     "A claim agrees only if all parts of its measure hold; where a part would hold by chance, as nothing is there that "
-    "it is about, the claim is not shown. The measures are in scripts/reproduction/claims.py; at nano and micro those "
-    "of the LM head, the elastic curve, bfloat16 and small dense models were set or made stricter when results were "
-    "known.",
+    "it is about, the claim is not shown. The limits are in scripts/reproduction/criteria.py: the paper's own numbers "
+    "wherever it prints one. They were set, or made stricter, when results of nano and micro were known, and of nano-20 "
+    "X and L + S of one seed.",
     "At nano and micro all weights learn at one rate, the field's usual one. Later searches found slower projections "
     "far better for full-rank training and SALAAD alike (elastic/README.md): what is compared here holds at the one "
     "rate.",
@@ -44,13 +44,6 @@ BESIDE = {
 FAIR = "nano-20"  # the scale whose table of all methods opens the report
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
-
-# What a figure comes out of: its training, the cut and the evaluation.
-BEHIND = (
-    "train.py",
-    *(f"salaad/{one}.py" for one in ("prox", "rpca", "hpa", "energy_allocation")),
-    *(f"salaad/{one}" for one in ("spectral", "methods", "model", "data", "compression", "evaluation")),
-)
 
 Result = Mapping[str, Any]
 
@@ -91,25 +84,15 @@ def facts(result: Result) -> list[str]:
     return told
 
 
-@cache
-def changed_since(commit: str) -> list[str]:
-    """Which of the places that figures depend on have changed since a commit; none where git does not know it."""
-    words = ["git", "-C", str(ROOT), "diff", "--name-only", commit.removesuffix("-dirty"), "HEAD", "--", *BEHIND]
-    try:
-        names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [place for place in BEHIND if any(name == place or name.startswith(f"{place}/") for name in names)]
-
-
 def outdated_note(measured: Mapping[str, Result]) -> str:
-    """Which items were measured before what they depend on changed."""
-    old = [name for name, result in measured.items() if result["trainings"] and changed_since(result["commit"])]
+    """Which items were measured before what they, or their trainings, depend on changed."""
+    old = [name for name, result in measured.items() if not is_fresh(commits_of(result))]
     if not old:
         return "All items were measured with the code as it is."
     return (
-        f"{len(old)} of {len(measured)} items were measured before some of the code behind them changed (each says "
-        f"what; `--again` measures anew): {', '.join(old)}."
+        f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
+        f"them changed (each says what; `--again` measures anew), or with changes that were not committed: "
+        f"{', '.join(old)}."
     )
 
 
@@ -123,14 +106,15 @@ def trainings_table(result: Result) -> str:
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
-    """Claim by scale: yes, no, not shown, or not measured."""
+    """Claim by scale: yes, no, not shown, or not measured; with a mark where the code has changed since."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
     lines = [
         (claim.name, *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
     told = (
-        "Judged on trainings with the paper's way to draw X, to the end; above and below stands what we recommend too."
+        "Judged on trainings with the paper's way to draw X, to the end; above and below stands what we recommend too. "
+        f"micro and micro-20 have one seed. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
@@ -140,7 +124,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{FAIR}.json"
     if not measured.exists():
         return []
-    table = fair_table(read_json(measured)["rows"], results / "bench" / f"methods-{FAIR.partition('-')[0]}.json")
+    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh)
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
     return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 

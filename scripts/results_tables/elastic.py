@@ -1,7 +1,7 @@
 """The tables and pictures of results/elastic: one training at every size, beside small dense models and the rivals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.evaluation.figures import dress, save
+from scripts.reproduction.freshness import MARK
 from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.research.search_elastic import NAMED, shares
 from scripts.results_tables import RESULTS
@@ -40,8 +41,14 @@ def sections() -> dict[str, str]:
         found |= {f"elastic-{scale}": curves_table(rows), f"elastic-cost-{scale}": cost_table(rows)}
         if any(row.get("samples") for row in rows):
             found[f"elastic-samples-{scale}"] = samples_table(rows)
-        found[f"fair-{scale}"] = fair_table(rows, RESULTS / "bench" / f"methods-{scale.partition('-')[0]}.json")
+        found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
     return found
+
+
+def bench_of(results: Path, scale: str) -> Path:
+    """What a step of every method takes at a scale; at the same model with other batches where that was measured."""
+    own = results / "bench" / f"methods-{scale}.json"
+    return own if own.exists() else own.with_name(f"methods-{scale.partition('-')[0]}.json")
 
 
 def samples_table(rows: Sequence[Row]) -> str:
@@ -55,21 +62,24 @@ def samples_table(rows: Sequence[Row]) -> str:
     return markdown_table(("folder", "size", "text"), lines)
 
 
-def fair_table(rows: Sequence[Row], bench: Path) -> str:
+def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True) -> str:
     """Every model whole, and what is cut from it to half and to a fifth in the best ways, with all that it takes.
 
     Args:
         rows: of compare_elastic.py.
         bench: what a step of every method takes at these shapes.
+        is_fresh: whether the code behind what was measured at some commits is what it was; what is not gets a mark.
     """
     costs = read_json(bench)["methods"]
     lines = []
     for label, mine in by_label(rows).items():
+        seeds, trained = ", ".join(str(row["seed"]) for row in mine), [row["commit"] for row in mine]
         cost = costs[mine[0]["method"]] if not label.startswith(_SMALL) else None
         for name in ("X", "L+S"):
             if name in mine[0]:
                 shown = label if name == "X" else f"{label}: L + S"
-                lines.append((shown, *_whole(mine, name), *(_cost(cost) if name == "X" else ("", ""))))
+                shown += "" if is_fresh(trained) else f" {MARK}"
+                lines.append((shown, seeds, *_whole(mine, name), *(_cost(cost) if name == "X" else ("", ""))))
         for way in (way for way in FAIR_WAYS if way in _ways(mine)):
             for share in NAMED:
                 there = [row for row in mine if has(row["ways"].get(way, ()), share)]
@@ -78,14 +88,17 @@ def fair_table(rows: Sequence[Row], bench: Path) -> str:
                     size = next(size for size in sizes[0] if size["share"] == share)
                     stored = megabytes(size["bytes"]) if "bytes" in size else ""
                     values = _with_deviation([at(mine, share) for mine in sizes])
-                    lines.append((f"{label}: {way}", values, "", "", millions(size["parameters"]), "", stored, "", ""))
+                    of = ", ".join(str(row["seed"]) for row in there)
+                    made = {row.get("commits", {}).get(way, row["commit"]) for row in there}
+                    shown = f"{label}: {way}" + ("" if is_fresh([*made, *trained]) else f" {MARK}")
+                    lines.append((shown, of, values, "", "", millions(size["parameters"]), "", stored, "", ""))
     tokens = rows[0]["text_tokens"]
-    header = ("model", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
+    header = ("model", "seeds", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
     told = (
         f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, *C4* the perplexity on C4 "
         "text; *stored*, *trained* and *bytes* are of the model in float32, *state* is that of the optimizer and the "
-        "method, *step time* is over full-rank's (results/bench). What is cut is at half, then at a fifth of the "
-        "compressible parameters."
+        f"method, *step time* is over full-rank's (results/bench/{bench.name}). What is cut is at half, then at a "
+        "fifth of the compressible parameters."
     )
     return f"{markdown_table(header, lines)}\n\n{told}"
 

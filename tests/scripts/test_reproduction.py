@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from copy import deepcopy
 from itertools import combinations, product
 
@@ -14,7 +15,7 @@ from salaad.config.commands import DEFAULT_TASKS
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
-from scripts.reproduction import judges, report, trainings
+from scripts.reproduction import freshness, judges, report, trainings
 from scripts.reproduction.appendix_c import memory_and_operations
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, Verdict, claims_tables, verdicts
@@ -168,7 +169,7 @@ def judged(tmp_path):
         for old in tmp_path.glob("*.json"):
             old.unlink()
         for item, mine in rows.items():
-            (tmp_path / f"{item}.json").write_text(json.dumps({"rows": mine}))
+            (tmp_path / f"{item}.json").write_text(json.dumps({"rows": mine, "commit": "HEAD", "trainings": []}))
         return {claim.judge.__name__: found for claim, found in verdicts(NANO, tmp_path)}
 
     return judge
@@ -488,7 +489,7 @@ def made_up(item, rows: list[dict], picture) -> dict:
         "command": item.command(NANO),
         "hub": item.hub,
         "versions": "none",
-        "commit": "def456-dirty",
+        "commit": "def456",
         "machine": "the measuring machine",
         "trainings": [training, training | {"name": f"other of {item.name}"}],
         "rows": rows,
@@ -531,7 +532,7 @@ def test_the_report_holds_everything_that_was_measured(results):
     for claim in CLAIMS:
         assert all(said in text for said in (claim.statement, claim.measure, claim.paper))
     assert "| PPL of L + S | 100.35 ± 0.65 |" in text
-    for said in ("needs a model from the hub", "def456-dirty", "the measuring machine", "2 runs, 4.0 M tokens, 1.00 h"):
+    for said in ("needs a model from the hub", "def456", "the measuring machine", "2 runs, 4.0 M tokens, 1.00 h"):
         assert said in text
     assert "## micro" not in text and text.count("12.34") == len(ITEMS) - 1
     assert text.index(CLAIMS[0].measure) < text.index("caption <of>")
@@ -540,16 +541,50 @@ def test_the_report_holds_everything_that_was_measured(results):
 def test_the_report_says_what_changed_since_an_item_was_measured(results, monkeypatch):
     kept = json.loads((results / "nano" / "reproduce" / "table1.json").read_text())
     changed = {kept["commit"]: ["train.py"]}
-    monkeypatch.setattr(report, "changed_since", lambda commit: changed.get(commit, []))
+    for module in (report, freshness):
+        monkeypatch.setattr(module, "changed_since", lambda commit: changed.get(commit, []))
     text = write_report(results, ITEMS, list(SCALES.values())).read_text()
-    assert "since then changed: train.py" in text and "table1" in text.split("items were measured before")[1]
+    assert "since then changed: train.py" in text and "table1" in text.split("were measured before some of the code")[1]
     changed.clear()
     text = write_report(results, ITEMS, list(SCALES.values())).read_text()
     assert "since then changed" not in text and "All items were measured with the code as it is." in text
 
 
-def test_what_changed_since_a_commit_is_told_by_place():
-    assert report.changed_since("HEAD") == [] and report.changed_since("no-such-commit") == []
+def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
+    path = results / "nano" / "reproduce" / "table1.json"
+    kept = json.loads(path.read_text())
+    kept["trainings"][0]["commit"] += "-dirty"
+    path.write_text(json.dumps(kept))
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert f"| {CLAIMS[0].name} | yes † | not measured |" in text and f"| {CLAIMS[2].name} | yes | not" in text
+    assert "1 of 22 items" in text and "not committed: table1." in text
+
+
+def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def committed(text: str, config: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        (tmp_path / "configs" / "nano.yaml").write_text(config)
+        git("add", ".")
+        git("commit", "-qm", "more")
+        freshness.changed_since.cache_clear()
+        freshness._meaning.cache_clear()
+        return git("rev-parse", "--short", "HEAD").strip()
+
+    monkeypatch.setattr(freshness, "ROOT", tmp_path)
+    (tmp_path / "configs").mkdir()
+    git("init", "-q")
+    first = committed('def f():\n    """Old."""\n    return 1\n', "lr: 1\n")
+    second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1\n")
+    assert freshness.is_fresh([first, second]) and not freshness.is_fresh([f"{second}-dirty"])
+    committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
+    assert freshness.changed_since(first) == ["train.py", "configs"] and not freshness.is_fresh([second])
+    assert freshness.changed_since("no-such-commit") == []
+    freshness.changed_since.cache_clear()
+    freshness._meaning.cache_clear()
 
 
 def test_pictures_of_the_report_are_where_it_points(results):
