@@ -21,8 +21,8 @@ ABOUT = (
     "stands the legacy figure of the field, the mean of batch means with batches + 1 in the denominator.",
     "A claim agrees only if all parts of its measure hold; where a part would hold by chance, as nothing is there that "
     "it is about, the claim is not shown. The limits are in scripts/reproduction/criteria.py: the paper's own numbers "
-    "wherever it prints one. They were set, or made stricter, when results of nano and micro were known, and of nano-20 "
-    "X and L + S of one seed.",
+    "wherever it prints one. They were set, or made stricter, when results of nano and micro were known, and X and "
+    "L + S of one seed of nano-20.",
     "At nano and micro all weights learn at one rate, the field's usual one. Later searches found slower projections "
     "far better for full-rank training and SALAAD alike (elastic/README.md): what is compared here holds at the one "
     "rate.",

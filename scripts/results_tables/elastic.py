@@ -1,7 +1,8 @@
 """The tables and pictures of results/elastic: one training at every size, beside small dense models and the rivals."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -70,28 +71,10 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
         bench: what a step of every method takes at these shapes.
         is_fresh: whether the code behind what was measured at some commits is what it was; what is not gets a mark.
     """
-    costs = read_json(bench)["methods"]
-    lines = []
-    for label, mine in by_label(rows).items():
-        seeds, trained = ", ".join(str(row["seed"]) for row in mine), [row["commit"] for row in mine]
-        cost = costs[mine[0]["method"]] if not label.startswith(_SMALL) else None
-        for name in ("X", "L+S"):
-            if name in mine[0]:
-                shown = label if name == "X" else f"{label}: L + S"
-                shown += "" if is_fresh(trained) else f" {MARK}"
-                lines.append((shown, seeds, *_whole(mine, name), *(_cost(cost) if name == "X" else ("", ""))))
-        for way in (way for way in FAIR_WAYS if way in _ways(mine)):
-            for share in NAMED:
-                there = [row for row in mine if has(row["ways"].get(way, ()), share)]
-                if there:
-                    sizes = [row["ways"][way] for row in there]
-                    size = next(size for size in sizes[0] if size["share"] == share)
-                    stored = megabytes(size["bytes"]) if "bytes" in size else ""
-                    values = _with_deviation([at(mine, share) for mine in sizes])
-                    of = ", ".join(str(row["seed"]) for row in there)
-                    made = {row.get("commits", {}).get(way, row["commit"]) for row in there}
-                    shown = f"{label}: {way}" + ("" if is_fresh([*made, *trained]) else f" {MARK}")
-                    lines.append((shown, of, values, "", "", millions(size["parameters"]), "", stored, "", ""))
+    lines = list(_fair_lines(rows, read_json(bench)["methods"]))
+    old = [not is_fresh(commits) for _, commits, _ in lines]
+    marks = ["" if not one or all(old) else f" {MARK}" for one in old]
+    shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
     header = ("model", "seeds", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
     told = (
@@ -100,7 +83,38 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
         f"method, *step time* is over full-rank's (results/bench/{bench.name}). What is cut is at half, then at a "
         "fifth of the compressible parameters."
     )
-    return f"{markdown_table(header, lines)}\n\n{told}"
+    told += " Some of the code behind every row has changed since it was measured." if all(old) else ""
+    return f"{markdown_table(header, shown)}\n\n{told}"
+
+
+def _fair_lines(
+    rows: Sequence[Row], costs: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Label, commits and cells of every whole model, and of what is cut from it to half and to a fifth."""
+    for label, mine in by_label(rows).items():
+        trained, cost = tuple(row["commit"] for row in mine), ("", "")
+        if not label.startswith(_SMALL):  # of other shapes than those that were timed
+            cost = _cost(costs[mine[0]["method"]])
+        if "X" in mine[0]:
+            yield label, trained, (_seeds(mine), *_whole(mine, "X"), *cost)
+        if "L+S" in mine[0]:
+            yield f"{label}: L + S", trained, (_seeds(mine), *_whole(mine, "L+S"), "", "")
+        for way, share in product((way for way in FAIR_WAYS if way in _ways(mine)), NAMED):
+            if there := [row for row in mine if has(row["ways"].get(way, ()), share)]:
+                made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
+                yield f"{label}: {way}", (*trained, *made), (_seeds(there), *_cut(there, way, share), "", "")
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    return ", ".join(str(row["seed"]) for row in rows)
+
+
+def _cut(rows: Sequence[Row], way: str, share: float) -> tuple[str, ...]:
+    """Perplexity, parameters and bytes of what a way cuts to a share."""
+    curves = [row["ways"][way] for row in rows]
+    size = next(size for size in curves[0] if size["share"] == share)
+    stored = megabytes(size["bytes"]) if "bytes" in size else ""
+    return _with_deviation([at(curve, share) for curve in curves]), "", "", millions(size["parameters"]), "", stored
 
 
 def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
@@ -117,10 +131,8 @@ def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
     )
 
 
-def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:
-    """State and step time of a method; nothing of a model of another shape."""
-    if cost is None:
-        return "", ""
+def _cost(cost: Mapping[str, Any]) -> tuple[str, str]:
+    """State and step time of a method."""
     return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
 
 
