@@ -31,6 +31,7 @@ from salaad.common.validation import at_least, check, split_list
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.suggestion import settings_for
+from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
@@ -47,9 +48,10 @@ from scripts.elastic_ways import (
     split_of_way,
     way_of_tuning,
 )
-from scripts.trainings import ROOT, trained
+from scripts.trainings import ROOT, is_of, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
+DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes they are trained too; CoLA's is LORO's
 FIGURES = ("variant", "parameters", "perplexity")
 OF_A_CUT = (*FIGURES, "bytes")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
@@ -96,11 +98,16 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     model = outline(describe_model(run.model, run.data.sequence_length))
     dense = count_parameters(model)
     compressible = sum(X.numel() for X in find_blocks(model, BLOCKS).values())
-    small = []
-    for share in DENSE_SHARES:
-        size = round(dense - (1 - share) * compressible)
-        words = ("--method=full_rank", *settings.dense, f"--model.like={config}", f"--model.parameters={size}")
-        small.append(Training(f"dense, {share:g}", words, ()))
+    sizes = {f"{share:g}": round(dense - (1 - share) * compressible) for share in DENSE_SHARES}
+    sizes |= {f"as {method}": _stored_by(method, config, extra) for method in DENSE_LIKE}
+    small = [
+        Training(
+            f"dense, {name}",
+            ("--method=full_rank", *settings.dense, f"--model.like={config}", f"--model.parameters={size}"),
+            (),
+        )
+        for name, size in sizes.items()
+    ]
     whole = ("--method=full_rank", *settings.dense)
     others = {
         name: (f"--method={name}", f"--optimizer.lr={lr:g}", f"--optimizer.projection_lr={share:g}")
@@ -115,6 +122,14 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         Training("full-rank, one rate", (*whole, *ONE_RATE), ()),
         *(Training(name, words, ()) for name, words in others.items()),
     ]
+
+
+def _stored_by(method: str, config: str, extra: tuple[str, ...]) -> int:
+    """Parameters of the model that a method trains at a scale."""
+    run, _ = read_command_line(["--config", config, *extra, f"--method={method}"])
+    model = outline(describe_model(run.model, run.data.sequence_length))
+    method_of(run).rebuild(model, run)
+    return method_of(run).stored(model)["parameters"]
 
 
 def of_a_split(name: str) -> tuple[str, ...]:
@@ -145,10 +160,12 @@ class Comparison:
     def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
         """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
         left = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
+        words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
+        if row:
+            require_same(training.label, row["command"].split(), words)
         if row and not left:
             return
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
-        words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
         about, summary = trained(words, folder)
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
@@ -157,9 +174,9 @@ class Comparison:
             row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
             row |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
             row["minutes"] = {"train": summary["seconds"]["train"] / 60}
+            row["costs"] = {"train": model.training_cost(summary["positions"])}
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
             save()
-        row.setdefault("costs", {}).setdefault("train", model.training_cost(summary["positions"]))
         for way in left:
             since = time.perf_counter()
             sizes = [
@@ -188,6 +205,21 @@ class Comparison:
             if self.other_text:
                 found[name]["other_perplexity"] = model.on_other_text(self.other_text, name)
         return found
+
+
+def require_same(label: str, recorded: Sequence[str], asked: Sequence[str]) -> None:
+    """Raise a UserError if a row was trained with other settings than are asked for; how its text is named may differ.
+
+    Args:
+        label: of the row.
+        recorded: options of train.py with which it was trained.
+        asked: those of now.
+    """
+    old, new = (read_command_line(list(words))[0].to_dict() for words in (recorded, asked))
+    for config in (old, new):
+        config["data"] |= dict.fromkeys(("files", "validation_files", "tokenizer"))
+    if not is_of(old, new):
+        raise UserError(f"{label} was measured with {' '.join(recorded)}; give another --output, or delete its row")
 
 
 def main() -> None:

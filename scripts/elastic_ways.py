@@ -227,14 +227,17 @@ def samples(folder: Path, least: int) -> list[dict[str, Any]]:
 
 
 def nested(model: Measured) -> Sizes:
-    """The largest width, or mixture of widths, that fits."""
+    """The largest width, or mixture of widths, that fits; and every width that is narrower than the model's."""
     evaluation = model.evaluation(model.source)
     deployment = evaluation.deployment
     compressible = sum(X.numel() for X in find_blocks(model.source.folder.outline, BLOCKS).values())
-    for share in all_shares():
-        budget = round(deployment.dense - (1 - share) * compressible)
+    budgets = {share: round(deployment.dense - (1 - share) * compressible) for share in all_shares()}
+    widths = [deployment.widths.parameters(deployment.widths.everywhere(w)) for w in deployment.widths.uniform[1:]]
+    budgets |= {1 - (deployment.dense - size) / compressible: size for size in widths}
+    for share, budget in budgets.items():
         if budget >= deployment.fixed:
-            yield share, evaluation(Variant(str(budget), budget, stored=True))
+            row = evaluation(Variant(str(budget), budget, stored=True))
+            yield share, row | {"bytes": 4 * row["parameters"]}  # a plain model in float32
 
 
 def _ways() -> dict[str, Callable[[Measured], Sizes]]:

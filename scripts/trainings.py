@@ -52,7 +52,7 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
     config, asked = yaml.safe_load((folder / "config.yaml").read_text()), read_command_line(words)[0].to_dict()
-    if not _is_of(config, asked):
+    if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
     compiled = config["train"].get("compile", False)
     otherwise = [f"--train.compile={str(compiled).lower()}"] if compiled != asked["train"]["compile"] else []
@@ -60,7 +60,7 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
     return Trained({"command": " ".join([*words, *otherwise]), "steps": summary["step"], **origin_of(folder)}, summary)
 
 
-def _is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
+def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     """Whether a run began with what is asked for.
 
     Settings that its version did not know have their defaults; those of other methods do not count, and whether the

@@ -47,6 +47,9 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
         counted = {row["share"]: row["bytes"] for row in ways[cut]}
         for row in ways[way]:  # a file of the same ranks and counts, whose header takes some more
             assert counted[row["share"]] < row["bytes"] < counted[row["share"]] + 20_000
+    widths = json.loads((tmp_path / "runs" / "matformer-0" / "summary.json").read_text())["variants"]
+    narrower = {row["parameters"] for name, row in widths.items() if name != "X" and "+" not in name}
+    assert narrower <= {size["parameters"] for size in rows["matformer"]["ways"]["nested"]}
     costs = rows["SALAAD"]["costs"]
     # Two folders of one size; one of three ranges, each of which reads the same text and learns two sizes in a step.
     assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
@@ -73,6 +76,22 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     monkeypatch.setattr(elastic_ways, "MATCH", 9)
     with pytest.raises(UserError, match="elastic-head was made with another match; move it away"):
         compare_elastic.main()
+    monkeypatch.setattr(sys, "argv", [word.replace("release=0.5", "release=0.25") for word in sys.argv])
+    with pytest.raises(
+        UserError, match=r"SALAAD was measured with --config nano .*release=0.5.*; give another --output"
+    ):
+        compare_elastic.main()
+
+
+def test_dense_models_have_the_sizes_of_methods_that_store_factors():
+    """nano: width 128, feed-forward width 344, 4 layers, 4096 pieces; rank 32 and, of SLTrain, 0.03 of all entries."""
+    every = compare_elastic.trainings("nano", (), compare_elastic.Settings((), (), {}))
+    sizes = {one.label: one.words[-1] for one in every if one.label.startswith("dense")}
+    whole = 2 * 4096 * 128 + 9 * 128
+    factors = 4 * 32 * (4 * (128 + 128) + 3 * (128 + 344))
+    entries = 4 * (4 * int(0.03 * 128 * 128) + 3 * int(0.03 * 128 * 344))
+    assert sizes["dense, as loro"] == f"--model.parameters={whole + factors}"
+    assert sizes["dense, as sltrain"] == f"--model.parameters={whole + factors + entries}"
 
 
 def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):
