@@ -6,6 +6,7 @@ from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
+from scripts.compare_methods import Rates, best_rates
 from scripts.results_tables import RESULTS
 
 METHODS = RESULTS / "methods"
@@ -71,11 +72,18 @@ def search_table(result: dict[str, Any]) -> str:
         best = min(found, key=found.get)
         shown = {rates: "diverged" if value == math.inf else f"{value:.1f}" for rates, value in found.items()}
         tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
-        rows.append((method, f"{entry['own_lr']:g}", ", ".join(tried)))
+        rows.append((method, f"{entry['own_lr']:g}", len(found), ", ".join(tried) + _at_the_edge(entry["search"])))
     some = next(row for entry in result["methods"].values() for row in entry["search"] if row["variants"])
     told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
-    told += _SECOND_FACTOR if any("×" in row[2] for row in rows) else ""
-    return f"{markdown_table(('method', 'its own', 'learning rate: perplexity'), rows)}\n\n{told}"
+    told += _SECOND_FACTOR if any("×" in row[3] for row in rows) else ""
+    return f"{markdown_table(('method', 'its own', 'runs', 'learning rate: perplexity'), rows)}\n\n{told}"
+
+
+def _at_the_edge(search: list[dict[str, Any]]) -> str:
+    """What has to be said of a search that ended though its best rate is the least or the greatest that was tried."""
+    best = best_rates({"search": search})
+    beside = [row["lr"] for row in search if Rates.of(row).projections == best.projections]
+    return " (the best at the edge)" if best.lr in (min(beside), max(beside)) else ""
 
 
 def _rates(row: dict[str, Any]) -> str:

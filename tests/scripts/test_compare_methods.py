@@ -59,9 +59,10 @@ def test_a_search_alone_is_taken_up_by_the_run_in_full(search):
     assert search(0.003) == [(0.003, None)]
 
 
-def test_a_search_ends_though_the_edge_is_always_best(search):
+def test_a_search_ends_though_the_edge_is_always_best_and_says_so(search):
     assert len(search(1e9, "--search-only")) == len(compare_methods.FACTORS) + compare_methods.MOST_MORE
     assert search(1e9, "--search-only") == []
+    assert "(the best at the edge)" in search_table(json.loads(search.output.read_text()))
 
 
 def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(search):
@@ -73,7 +74,7 @@ def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(searc
     assert [Rates.of(row) for row in entry["search"]][2:4] == [Rates(0.006, 1), Rates(0.0015, 0.25)]
     assert best_rates(entry) == Rates(0.012, 0.25)
     shown = search_table(json.loads(search.output.read_text()))
-    assert "0.003: 101.0, 0.006: 102.0" in shown and "0.012 × 0.25: **100.2**" in shown
+    assert "0.003: 101.0, 0.006: 102.0" in shown and "0.012 × 0.25: **100.2**" in shown and "edge" not in shown
     assert search(0.003, *words) == []
     assert search(0.003, "--projections=1,0.25") == [(0.012, 0.25, None)]
 
