@@ -83,10 +83,11 @@ class Measured:
         return {"tokens": positions, "operations": training_flops(self.source.folder.outline, length) * positions}
 
     def costs_of(self, way: str) -> dict[str, float]:
-        """What fitting all folders of a way took together, as compress.py counts it; nothing of one without any."""
+        """What fitting all folders of a way took together and their bytes, as compress.py says; nothing without any."""
         names = [folder_name(chosen, *split_of_way(way)) for chosen in FOLDERS.get(way_of_tuning(way), ())]
-        costs = [read_json(self.run / name / RECORD)["tuning"] for name in names]
-        return {key: sum(cost[key] for cost in costs) for key in ("tokens", "operations")} if costs else {}
+        found = [read_json(self.run / name / RECORD) for name in names]
+        costs = [one["tuning"] | {"bytes": one["bytes_on_disk"][1]} for one in found]
+        return {key: sum(cost[key] for cost in costs) for key in ("tokens", "operations", "bytes")} if costs else {}
 
     @property
     def source(self) -> ModelOnDisk:

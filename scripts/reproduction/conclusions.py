@@ -90,12 +90,12 @@ def many_sizes(results: Path) -> str | None:
 
 def many_sizes_with_text(results: Path) -> str | None:
     """One elastic folder, matched and distilled."""
-    cost = nano_20(results).operations("SALAAD", "head, tuned")
-    price = "" if cost is None else f", for {cost:.0%} of the training's operations"
+    costs = nano_20(results).costs("SALAAD", "head, tuned")
+    takes = ("", "") if costs is None else (f" ({megabytes(costs[1])})", f", for {costs[0]:.0%} of its operations")
     return _half_and_fifth(
         results,
-        f"**Many sizes, and text**: one folder of all sizes, matched and distilled on a twentieth of the training "
-        f"tokens{price}. Its half and its fifth are {{ours}} from the whole full-rank model in perplexity; those of "
+        f"**Many sizes, and text**: one folder of all sizes{takes[0]}, matched and distilled on a twentieth of the "
+        f"training's tokens{takes[1]}. Its half and its fifth are {{ours}} from the whole full-rank model in perplexity; those of "
         "the same folder made of the full-rank model are {theirs}",
         ours=("SALAAD", "head, tuned"),
         theirs=("full-rank", "rpca, head, tuned"),

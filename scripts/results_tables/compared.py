@@ -67,11 +67,12 @@ class Trainings:
         seeds, theirs = self.seeds(*models, other), self.perplexities(other)
         return [fmean(self.perplexities(model)[seed] / theirs[seed] for seed in seeds) - 1 for model in models]
 
-    def operations(self, label: str, way: str) -> float | None:
-        """What a way to smaller models takes, as a share of the training's operations; None where that is not known."""
+    def costs(self, label: str, way: str) -> tuple[float, int] | None:
+        """Operations of fitting a way's folders over the training's, and bytes of these folders; None if not known."""
         for row in self._models.get(label, ()):
-            if (costs := row.get("costs", {})).keys() >= {way, "train"}:
-                return costs[way]["operations"] / costs["train"]["operations"]
+            costs = row.get("costs", {})
+            if costs.keys() >= {way, "train"} and "bytes" in costs[way]:
+                return costs[way]["operations"] / costs["train"]["operations"], costs[way]["bytes"]
         return None
 
     def score(self, label: str, way: str) -> float | None:

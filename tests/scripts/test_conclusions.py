@@ -43,9 +43,9 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
 def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_says_its_price(tmp_path):
     full = row("full-rank", 0, 50.0, rpca_head_tuned={0.5: 48.0, 0.2: 55.0})
     mine = row("SALAAD", 0, 51.0, head_tuned={0.5: 49.0, 0.2: 52.0})
-    costs = {"train": {"operations": 2e12}, "head, tuned": {"operations": 5e11}}
+    costs = {"train": {"operations": 2e12}, "head, tuned": {"operations": 5e11, "bytes": 22_000_000}}
     [found] = said(tmp_path, full, mine | {"costs": costs})
-    assert "for 25% of the training's operations" in found
+    assert "all sizes (22.00 MB), matched" in found and "training's tokens, for 25% of its operations" in found
     assert "Its half and its fifth are -2.0% and +4.0% from the whole full-rank model in perplexity" in found
     assert "the full-rank model are -4.0% and +10.0%" in found
 
