@@ -95,8 +95,8 @@ def many_sizes_with_text(results: Path) -> str | None:
     return _half_and_fifth(
         results,
         f"**Many sizes, and text**: one folder of all sizes{takes[0]}, matched and distilled on a twentieth of the "
-        f"training's tokens{takes[1]}. Its half and its fifth are {{ours}} from the whole full-rank model in perplexity; those of "
-        "the same folder made of the full-rank model are {theirs}",
+        f"training's tokens{takes[1]}. Its half and its fifth are {{ours}} from the whole full-rank model in "
+        "perplexity; those of the same folder made of the full-rank model are {theirs}",
         ours=("SALAAD", "head, tuned"),
         theirs=("full-rank", "rpca, head, tuned"),
     )
