@@ -48,7 +48,7 @@ from scripts.elastic_ways import (
     split_of_way,
     way_of_tuning,
 )
-from scripts.trainings import ROOT, is_of, trained
+from scripts.trainings import ROOT, config_of, is_of, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes they are trained too; CoLA's is LORO's
@@ -162,7 +162,7 @@ class Comparison:
         left = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
         words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
         if row:
-            require_same(training.label, row["command"].split(), words)
+            require_same(row, words)
         if row and not left:
             return
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
@@ -172,6 +172,7 @@ class Comparison:
         model = Measured(folder, self.tokens, summary["tokens"])
         if not row:
             row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
+            row["config"] = config_of(folder)
             row |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
             row["minutes"] = {"train": summary["seconds"]["train"] / 60}
             row["costs"] = {"train": model.training_cost(summary["positions"])}
@@ -207,19 +208,17 @@ class Comparison:
         return found
 
 
-def require_same(label: str, recorded: Sequence[str], asked: Sequence[str]) -> None:
-    """Raise a UserError if a row was trained with other settings than are asked for; how its text is named may differ.
+def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
+    """Raise a UserError if a row was trained with other settings than these options of train.py give.
 
-    Args:
-        label: of the row.
-        recorded: options of train.py with which it was trained.
-        asked: those of now.
+    How its text is named may differ. A row that does not say its settings has those that its command gives now.
     """
-    old, new = (read_command_line(list(words))[0].to_dict() for words in (recorded, asked))
-    for config in (old, new):
-        config["data"] |= dict.fromkeys(("files", "validation_files", "tokenizer"))
+    new = read_command_line(list(asked))[0].to_dict()
+    old = row.get("config") or read_command_line(row["command"].split())[0].to_dict()
+    texts = dict.fromkeys(("files", "validation_files", "tokenizer"))
+    old, new = ({**config, "data": config["data"] | texts} for config in (old, new))
     if not is_of(old, new):
-        raise UserError(f"{label} was measured with {' '.join(recorded)}; give another --output, or delete its row")
+        raise UserError(f"{row['label']} was measured with {row['command']}; give another --output, or delete its row")
 
 
 def main() -> None:

@@ -51,13 +51,18 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         if done.returncode:
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-    config, asked = yaml.safe_load((folder / "config.yaml").read_text()), read_command_line(words)[0].to_dict()
+    config, asked = config_of(folder), read_command_line(words)[0].to_dict()
     if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
     compiled = config["train"].get("compile", False)
     otherwise = [f"--train.compile={str(compiled).lower()}"] if compiled != asked["train"]["compile"] else []
     summary = read_json(folder / "summary.json")
     return Trained({"command": " ".join([*words, *otherwise]), "steps": summary["step"], **origin_of(folder)}, summary)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """All settings of a run."""
+    return yaml.safe_load((folder / "config.yaml").read_text())
 
 
 def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
