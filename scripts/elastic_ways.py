@@ -238,7 +238,7 @@ def nested(model: Measured) -> Sizes:
     for share, budget in budgets.items():
         if budget >= deployment.fixed:
             row = evaluation(Variant(str(budget), budget, stored=True))
-            yield share, row | {"bytes": 4 * row["parameters"]}  # a plain model in float32
+            yield share, row | {"bytes": 4 * row["parameters"]}  # its weights in float32
 
 
 def _ways() -> dict[str, Callable[[Measured], Sizes]]:

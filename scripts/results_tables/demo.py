@@ -7,7 +7,7 @@ from typing import Any
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.elastic import by_label
+from scripts.results_tables.elastic import by_label, short_memory
 
 Row = Mapping[str, Any]
 
@@ -38,10 +38,9 @@ def summary_table() -> str:
         f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens a "
         "parameter; lower is better. Cuts are made without text. The *fitted* columns are sizes of one folder, "
         "which is matched and distilled on a twentieth of the training text "
-        f"for {_fitting_cost(salaad):.0%} of the training's operations. All models have Adam's β₂ = 0.95, which is far "
-        "from the best for batches so small: [0.999 changes these figures](results/elastic/README.md#nano-20), and all "
-        "of them are being trained anew."
+        f"for {_fitting_cost(salaad):.0%} of the training's operations."
     )
+    told += short_memory([salaad, full], "results/elastic/README.md#nano-20")
     header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
 

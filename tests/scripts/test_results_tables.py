@@ -96,3 +96,9 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     assert found["over the dense model trained at the size"][1] == "-10.0%, met"
     assert found["over the full-rank model, split and cut alike"][1] == "-1.1%, met"  # at a fifth, the worst
     assert found["over the cut that leaves the head whole"][1] == "+0.0%, met"  # three quarters alike
+
+
+def test_a_short_memory_of_adam_is_told_until_no_row_has_it():
+    later = row("SALAAD", 0, 50.0) | {"config": {"optimizer": {"betas": [0.9, 0.999]}}}
+    assert "β₂ = 0.95 here" in elastic.short_memory([row("full-rank", 0, 50.0), later], "page.md")
+    assert elastic.short_memory([later], "page.md") == ""
