@@ -21,13 +21,17 @@ from salaad.compression.opening import open_deployment
 from salaad.compression.split import HEAD_BESIDE, PostHoc
 from salaad.compression.variants import Variant, parse_kappas
 from salaad.compression.write import compress
+from salaad.config.command_line import read_command_line
 from salaad.config.commands import ALTERNATIONS, CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.model.build import training_flops
+from salaad.methods.registry import method_of
+from salaad.model.build import describe_model
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
+from salaad.spectral.cost import RATES
+from salaad.training.prediction import flops_of_passes, rebuilt_outline
 from scripts.research.search_elastic import NAMED, shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
@@ -78,9 +82,11 @@ class Measured:
         return measure(Variant(variant))["perplexity"]
 
     def training_cost(self, positions: int) -> dict[str, float]:
-        """What the training took."""
-        length = DataConfig(**self.source.run["data"]).sequence_length
-        return {"tokens": positions, "operations": training_flops(self.source.folder.outline, length) * positions}
+        """What the training took, by the parameters that its method passes through; not what comes every K steps."""
+        config, _ = read_command_line(["--config", str(self.run / "config.yaml")])
+        model = rebuilt_outline(config, describe_model(config.model, config.data.sequence_length))
+        work = method_of(config).work(model, config, 1, RATES["cpu"])
+        return {"tokens": positions, "operations": flops_of_passes(model, work, config) * positions}
 
     def costs_of(self, way: str) -> dict[str, float]:
         """What fitting all folders of a way took together and their bytes, as compress.py says; nothing without any."""

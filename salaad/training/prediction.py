@@ -129,9 +129,14 @@ def _passes(config: RunConfig, model: PreTrainedModel, work: Work, device: Gpu, 
     count = math.ceil(rows / rows_at_once(config, ranks)) * len(work.passes)
     layers, width = model.config.num_hidden_layers, model.config.hidden_size
     launches = count * layers * KERNELS * LAUNCH * again
-    flops = sum(_flops(model, size, config) for size in work.passes) * rows * length * again
+    flops = flops_of_passes(model, work, config) * rows * length * again
     moved = MOVED * again * len(work.passes) * rows * length * layers * width * KEPT_VALUES * element_bytes(config)
     return Passes(max(flops / _reached(config, device), launches), moved / device.bandwidth, count, again)
+
+
+def flops_of_passes(model: PreTrainedModel, work: Work, config: RunConfig) -> float:
+    """Operations per token of all forward and backward passes of a step of the rebuilt `model`."""
+    return sum(_flops(model, size, config) for size in work.passes)
 
 
 def _flops(model: PreTrainedModel, parameters: float, config: RunConfig) -> float:

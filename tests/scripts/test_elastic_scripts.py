@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
 from scripts.research.search_elastic import NAMED
@@ -130,3 +132,13 @@ def test_a_wrong_option_of_the_comparison_is_one_sentence_and_nothing_is_trained
     monkeypatch.setattr(sys, "argv", ["compare_elastic.py", f"--output={tmp_path / 'found.json'}", *words])
     with pytest.raises(UserError, match=re.escape(said)):
         compare_elastic.main()
+
+
+def test_a_training_costs_what_its_method_passes_through(tmp_path):
+    words = ["--config", "nano", "--method", "cola", "--cola.rank", "16"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(read_command_line(words)[0].to_dict()))
+    layer = 16 * (4 * (128 + 128) + 3 * (128 + 344))  # two factors of each of the seven projections
+    passed = 4 * layer + 2 * 4096 * 128 + 9 * 128  # and embedding, head and norms
+    per_token = 6 * passed + 12 * 4 * 128 * 256  # and the products of attention
+    cost = elastic_ways.Measured(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
+    assert cost == {"tokens": 1000, "operations": pytest.approx(1000 * per_token)}
