@@ -18,7 +18,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import read_json
 from salaad.compression.deployment import Deployment
 from salaad.compression.opening import open_deployment
-from salaad.compression.split import HEAD_BESIDE, PostHoc
+from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant, parse_kappas
 from salaad.compression.write import compress
 from salaad.config.command_line import read_command_line
@@ -126,10 +126,10 @@ def split_of_way(way: str) -> tuple[str | None, bool]:
     return next((name for name in SPLITS if name in words), None), "head" in words
 
 
-def split_for(how: str | None, head: bool) -> PostHoc | None:
-    """What is split after the fact: nothing, all blocks in this way, and the head with them or beside L + S."""
+def split_for(how: str | None, head: bool) -> PostHoc:
+    """What is split after the fact: all blocks in this way, or the embedding if training left it whole; and the head."""
     if how is None:
-        return HEAD_BESIDE if head else None
+        return PostHoc(replace(BLOCKS, roles=("embedding", *["lm_head"] * head)), beside=True)
     return PostHoc(replace(BLOCKS, lm_head=head), how)
 
 
@@ -195,7 +195,7 @@ def compressed(model: Measured, chosen: Sequence[float], split: str | None, head
         text_share=TEXT_SHARE,
         rpca=split == "rpca",
         godec=split == "godec",
-        embedding=split is not None,
+        embedding=True,
         lm_head=head,
     )
     if folder.exists():

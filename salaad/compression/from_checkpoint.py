@@ -28,9 +28,9 @@ from salaad.compression.deployment import (
 )
 from salaad.compression.sensitivity import Weights, weights_from
 from salaad.compression.split import (
-    HEAD_BESIDE,
     Parts,
     PostHoc,
+    beside_trained,
     cached_parts,
     post_hoc_parts,
     split_names,
@@ -147,9 +147,10 @@ class CheckpointDeployment:
     @cached_property
     def _with_head(self) -> "CheckpointDeployment":
         """The same with the head split too: beside the L + S of training, or as all else is split."""
-        split = HEAD_BESIDE
         if self.post_hoc is not None:
             split = replace(self.post_hoc, blocks=replace(self.post_hoc.blocks, lm_head=True))
+        else:
+            split = beside_trained(self.source.folder.outline, self.shapes)
         return CheckpointDeployment(self.source, split)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102

@@ -12,7 +12,7 @@ from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.sensitivity import weights_from
-from salaad.compression.split import HEAD_BESIDE, Parts, can_weigh_head, post_hoc_parts, split_names
+from salaad.compression.split import Parts, PostHoc, beside_trained, can_weigh_head, post_hoc_parts, split_names
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
@@ -41,8 +41,9 @@ def compress(
             0.5; all of L + S unless given.
         kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
         refine: alternating projections that follow; 20 by energy, none by HPA, unless given.
-        lm_head: split the LM head too, by robust PCA, if it is no block; small sizes gain most by it. Unless given, it
-            is split where a cut by energy has to remove something and the optimizer's second moments tell its worth.
+        lm_head: split the LM head too, by robust PCA, and the embedding, as far as they are no blocks; small sizes gain
+            most by it. Unless given, they are split where a cut by energy has to remove something and the optimizer's
+            second moments tell their worth.
 
     Returns:
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
@@ -66,9 +67,10 @@ def compress(
     if lm_head is None:
         something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
         lm_head = something_goes and can_weigh_head(salaad.model, salaad.weights, moments)
-    names = split_names(salaad.model, HEAD_BESIDE, salaad.weights, type(salaad.model).__name__) if lm_head else []
+    split = beside_trained(salaad.model, salaad.weights)
+    names = split_names(salaad.model, split, salaad.weights, type(salaad.model).__name__) if lm_head else []
     beside = weights_of(salaad.model, names)
-    parts = _parts(salaad, beside)
+    parts = _parts(salaad, split, beside)
     fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
     weights = weights_from(moments, parts)
     device = next(salaad.model.parameters()).device
@@ -78,18 +80,19 @@ def compress(
     return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
 
 
-def _parts(salaad: Salaad, beside: Mapping[str, Tensor]) -> Parts:
+def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Parts:
     """L + S of all blocks, on the CPU, from their owners; in the order of a checkpoint, then those split beside them.
 
     Args:
         salaad: whose blocks they are.
-        beside: weights that are split after the fact, by the first process for all.
+        split: how weights are split after the fact, by the first process for all.
+        beside: those weights.
     """
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
     if distributed.rank() == 0:
         device = next(salaad.model.parameters()).device
         X = {name: X.detach().float() for name, X in beside.items()}
-        mine |= dict(post_hoc_parts(HEAD_BESIDE, X, device))
+        mine |= dict(post_hoc_parts(split, X, device))
     every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
     order = ownership.dearest_first(ownership.costs_of(salaad.weights))
     return {name: every[name] for name in (*order, *beside)}

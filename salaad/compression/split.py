@@ -80,7 +80,10 @@ class PostHoc:
         return Slr.from_parts(L, S, rank)
 
 
-HEAD_BESIDE = PostHoc(SalaadConfig(roles=("lm_head",)), beside=True)
+def beside_trained(model: nn.Module, trained: Collection[str]) -> PostHoc:
+    """The split, beside the blocks of training, of the LM head and of an embedding that is neither a block nor tied."""
+    embedding = "embedding" in {role_of(name) for name in _free_outer(model).difference(trained)}
+    return PostHoc(SalaadConfig(roles=("lm_head",), embedding=embedding), beside=True)
 
 
 def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], source: str) -> list[str]:
@@ -101,11 +104,16 @@ def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], s
 
 def free_heads(model: nn.Module) -> set[str]:
     """Names of the LM heads that are tied to no other weight, so that they can be split."""
-    return {name for name in matrices(model).keys() - tied_modules(model) if role_of(name) == "lm_head"}
+    return {name for name in _free_outer(model) if role_of(name) == "lm_head"}
+
+
+def _free_outer(model: nn.Module) -> set[str]:
+    free = matrices(model).keys() - tied_modules(model)
+    return {name for name in free if role_of(name) in ("embedding", "lm_head")}
 
 
 def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[str]) -> bool:
-    """Whether a cut by energy can have the LM head too: it can be split, is no block, and is weighed beside the others.
+    """Whether a cut by energy can have what `beside_trained` splits, with an LM head: all can be weighed like the rest.
 
     Unweighed, as by an optimizer that keeps moments of embedding and head alone, energy takes too much of it.
 
@@ -114,9 +122,9 @@ def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[
         blocks: those of training.
         known: matrices whose mean squared gradients are known.
     """
-    heads = free_heads(model) - set(blocks)
+    whole = _free_outer(model).difference(blocks)
     inner = [name for name in known if role_of(name) not in ("embedding", "lm_head")]
-    return bool(heads and inner) and heads <= set(known)
+    return bool(whole & free_heads(model) and inner) and whole <= set(known)
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:

@@ -1,11 +1,13 @@
-"""Which weights compress.py splits after the fact: what its options name, and the head where nothing is said of it."""
+"""Which weights compress.py splits after the fact: what options name; head and embedding where none says otherwise."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
-from salaad.compression.split import PostHoc, can_weigh_head, free_heads
+from salaad.compression.split import PostHoc, beside_trained, can_weigh_head, free_heads
 from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.storage import read_index
@@ -29,12 +31,13 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
         )
     head = splits_head(source, options) if options.lm_head is None else options.lm_head
     if not (options.rpca or options.godec):
-        asked = {"embedding": options.embedding, "lm_head": head}
+        whole = head and beside_trained(source.folder.outline, _trained(source)).blocks.embedding
+        asked = {"embedding": whole if options.embedding is None else options.embedding, "lm_head": head}
         outer = tuple(name for name, wanted in asked.items() if wanted)
         return PostHoc(replace(source.blocks, roles=outer), beside=True) if outer else None
     blocks = source.blocks
     if options.roles or options.embedding:
-        blocks = SalaadConfig(roles=options.roles, embedding=options.embedding)
+        blocks = SalaadConfig(roles=options.roles, embedding=bool(options.embedding))
     if head:
         blocks = replace(blocks, lm_head=True)
     method = "rpca" if options.rpca else "godec"
@@ -43,14 +46,14 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
 
 
 def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
-    """Whether the head is split where nothing is said about it: by energy where it can be weighed and something goes.
+    """Whether the head is split where nothing is said of it: by energy where it can be weighed and something goes.
 
     Every size measured so far is better for it, but half of nano where that is fitted on text (results/elastic). GoDec,
     whose L + S is less than X, was not measured, nor were methods that train their factors.
     """
     if not options.by_energy or options.godec or options.roles or not (options.rpca or source.surrogate):
         return False
-    model, index = source.folder.outline, {} if options.rpca else read_index(source.surrogate)
+    model, index = source.folder.outline, {} if options.rpca else _trained(source)
     moments = source.second_moments
     known = matrices(model) if options.calibrate else names_of_moments(moments) if moments else ()
     if not can_weigh_head(model, index, known):
@@ -59,3 +62,8 @@ def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
     spared = sum(math.prod(e["shape"]) - e["rank"] * sum(e["shape"]) - e["nnz"] for e in index.values())
     cut = options.budget is not None and not options.elastic and parse_budget(options.budget, dense) < dense - spared
     return options.elastic or cut
+
+
+def _trained(source: ModelOnDisk) -> Mapping[str, Any]:
+    """Block of training → its entry; none of a method that has no surrogates."""
+    return read_index(source.surrogate) if source.surrogate else {}

@@ -59,10 +59,10 @@ class PerplexityOptions(TextOptions):
     """Perplexity of X, L + S and L + S cut to budgets, over validation text.
 
     Args:
-        variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy
-            (one threshold for the whole model), BUDGET@energy+head (the LM head is cut too), or BUDGET of an elastic
-            folder or a matformer run; a budget is a parameter count of the whole model or a fraction of the dense one.
-            Without it X, with what there is of L+S or narrower widths.
+        variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy (one threshold
+            for the whole model), BUDGET@energy+head (LM head and embedding are cut too where they are no blocks), or
+            BUDGET of an elastic folder or a matformer run; a budget is a parameter count of the whole model or a
+            fraction of the dense one. Without it X, with what there is of L+S or narrower widths.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.
         calibrate: sequences of training text by which worth is measured at each cut.
     """
@@ -206,7 +206,8 @@ class CompressOptions:
         density: with --godec, the entries of S over all; without it a quarter, or more if the budget has room for it.
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
-        embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S.
+        embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S; unless
+            given, beside L + S it is split where the head is, if it is not tied.
         lm_head: split the head too, likewise; small sizes gain most by it. Unless given, it is split where a cut by
             energy has to remove something and its worth is known (from the training or by --calibrate), but not with
             --godec or --roles, a tied head, or a method that trains its factors.
@@ -230,7 +231,7 @@ class CompressOptions:
     rank_ratio: float | None = None
     density: float | None = None
     roles: tuple[str, ...] | str = ()
-    embedding: bool = False
+    embedding: bool | None = None
     lm_head: bool | None = None
 
     def __post_init__(self) -> None:

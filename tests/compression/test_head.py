@@ -10,8 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.common.files import write_checksums
-from salaad.compression.split import HEAD_BESIDE, can_weigh_head, split_names
-from salaad.factored import SlrLinear
+from salaad.compression.split import beside_trained, can_weigh_head, split_names
+from salaad.config.methods import SalaadConfig
+from salaad.factored import SlrEmbedding, SlrLinear
+from salaad.methods.salaad.plugin import Salaad
 from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, refused, rows_of
@@ -142,7 +144,7 @@ def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path
 def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
     with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head, or"):
-        split_names(model, HEAD_BESIDE, {}, "m")
+        split_names(model, beside_trained(model, {}), {}, "m")
 
 
 def test_a_tied_head_is_not_split_with_all_else_either(tmp_path):
@@ -196,9 +198,55 @@ def test_a_variant_with_the_head_needs_l_and_s(runs, tmp_path, kind, words):
 def test_energy_weighs_a_head_only_beside_other_matrices_whose_gradients_are_known():
     model, tied = (LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=t, **SIZES)) for t in (False, True))
     inner = "model.layers.0.mlp.up_proj"
-    assert can_weigh_head(model, [inner], ["lm_head", inner])
+    outer = ["lm_head", "model.embed_tokens"]
+    assert can_weigh_head(model, [inner], [inner, *outer])
+    assert can_weigh_head(model, [inner, "model.embed_tokens"], [inner, "lm_head"])  # the other is a block
+    assert not can_weigh_head(model, [inner], [inner, "lm_head"])  # would split an embedding that is not weighed
     assert not can_weigh_head(model, [inner], [inner, "model.embed_tokens"])
-    assert not can_weigh_head(model, [inner], ["lm_head", "model.embed_tokens"])  # as of a run with galore
-    assert not can_weigh_head(model, [inner, "lm_head"], ["lm_head", inner])  # a block already
-    assert not can_weigh_head(tied, [inner], ["lm_head", inner])
+    assert not can_weigh_head(model, [inner], outer)  # as of a run with galore
+    assert not can_weigh_head(model, [inner, "lm_head"], [inner, *outer])  # a block already
+    assert not can_weigh_head(tied, [inner], [inner, "lm_head"])
     assert not can_weigh_head(model.model, [inner], ["lm_head", inner])  # of no head
+
+
+@pytest.fixture(scope="module")
+def both_whole(tmp_path_factory):
+    """What a loop saved whose embedding was no block either, and the model."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **SIZES))
+    folder, ids = tmp_path_factory.mktemp("both") / "saved", torch.randint(40, (4, 8))
+    with Salaad(model, SalaadConfig(every=1)) as salaad:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            salaad.step()
+            optimizer.zero_grad()
+        salaad.save(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize(
+    ("options", "in_parts"),
+    [({}, (True, True)), ({"embedding": "false"}, (False, True)), ({"lm_head": "false"}, (False, False))],
+)
+def test_where_the_head_is_split_so_is_an_embedding_that_is_no_block(both_whole, tmp_path, options, in_parts):
+    folder, model = both_whole
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    left = sum(n for name, n in sizes.items() if "norm" in name)
+    kept = {"embed_tokens": in_parts[0], "lm_head": in_parts[1]}
+    floor = left + sum(n for name, n in sizes.items() if any(word in name for word, parts in kept.items() if not parts))
+    compress(folder, tmp_path / "made", budget=floor + 200, dtype="float32", **options)
+    made = open_folder(tmp_path / "made")
+    assert (isinstance(made.model.embed_tokens, SlrEmbedding), isinstance(made.lm_head, SlrLinear)) == in_parts
+    if not in_parts[0]:
+        assert torch.equal(made.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_of_an_embedding_that_is_no_block_all_of_l_and_s_is_the_embedding(both_whole, tmp_path):
+    folder, model = both_whole
+    compress(folder, tmp_path / "made", "--embedding", "--lm_head", format="dense", dtype="float32")
+    made = load_file(tmp_path / "made" / "model.safetensors")
+    for name in (HEAD, "model.embed_tokens.weight"):
+        X = model.state_dict()[name]
+        torch.testing.assert_close(made[name], X, rtol=0, atol=2e-3 * float(X.norm()))
