@@ -87,9 +87,9 @@ class Settings(NamedTuple):
     rates: Mapping[str, Rates]
 
     def recommended(self, steps: int) -> tuple[str, ...]:
-        """Options of the recommended SALAAD in a run of so many steps."""
-        suggested = settings_for(steps, elastic=True)
-        return self.salaad or tuple(f"--salaad.{name}={value:g}" for name, value in suggested.items())
+        """Options of the recommended SALAAD in a run of so many steps; its embedding is no block."""
+        suggested = tuple(f"--salaad.{name}={value:g}" for name, value in settings_for(steps, elastic=True).items())
+        return self.salaad or (*suggested, "--salaad.embedding=false")
 
 
 def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:

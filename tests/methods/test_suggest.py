@@ -116,6 +116,7 @@ def test_what_is_given_holds_instead_of_what_is_suggested():
 
 def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
     assert salaad.suggest(llama(2000), 100).embedding
+    assert not salaad.suggest(llama(2000), 100, elastic=True).embedding  # it is split when the model is cut
     assert not salaad.suggest(llama(16), 100).embedding
     assert not salaad.suggest(llama(2000, tie_word_embeddings=True), 100).embedding
     assert not salaad.suggest(torch.nn.Linear(2, 3), 100).embedding

@@ -17,7 +17,8 @@ def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: 
     """Settings for training `model` over so many optimizer steps.
 
     K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding is among the
-    blocks where it holds more than a tenth of the parameters and is not tied to the head.
+    blocks where it holds more than a tenth of the parameters and is not tied to the head; but not in a model that is to
+    be cut, as it can be split after the fact, and rows of rare tokens are drawn far more often than they learn.
 
     Args:
         model: to be trained.
@@ -28,7 +29,7 @@ def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: 
     Raises:
         UserError: steps are less than 1, or a setting is wrong.
     """
-    suggested = {**settings_for(steps, elastic=elastic), "embedding": _has_large_embedding(model)}
+    suggested = {**settings_for(steps, elastic=elastic), "embedding": not elastic and _has_large_embedding(model)}
     return SalaadConfig(**{**suggested, **settings})
 
 
