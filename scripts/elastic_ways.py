@@ -127,7 +127,7 @@ def split_of_way(way: str) -> tuple[str | None, bool]:
 
 
 def split_for(how: str | None, head: bool) -> PostHoc:
-    """What is split after the fact: all blocks in this way, or the embedding if training left it whole; and the head."""
+    """What is split after the fact: all blocks in this way, or the embedding if it is no block; and the head."""
     if how is None:
         return PostHoc(replace(BLOCKS, roles=("embedding", *["lm_head"] * head)), beside=True)
     return PostHoc(replace(BLOCKS, lm_head=head), how)
