@@ -147,10 +147,8 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
 def by_hpa(model: Measured) -> Sizes:
     """Cut by HPA, with the κ that is best on the half of the text that no other figure is of."""
     evaluation = model.evaluation(model.source)
-    deployment = evaluation.deployment
     half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
-    for share in all_shares():
-        budget = budget_of(deployment, share)
+    for share, budget in budgets_of(model):
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
         yield share, evaluation(best)

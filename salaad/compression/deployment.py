@@ -99,7 +99,7 @@ class Deployment(Protocol):
         """Raise a UserError if a variant cannot be had, before anything is computed."""
 
     def of(self, variant: Variant) -> "Deployment":
-        """What the variant is cut from: this, or for `+head` the same with the head split too."""
+        """What the variant is cut from: this, or for `+head` the same with head and embedding split too."""
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
         """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""

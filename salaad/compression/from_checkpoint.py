@@ -146,11 +146,11 @@ class CheckpointDeployment:
 
     @cached_property
     def _with_head(self) -> "CheckpointDeployment":
-        """The same with the head split too: beside the L + S of training, or as all else is split."""
+        """The same with head and embedding split too: beside the L + S of training, or as all else is split."""
+        split = beside_trained(self.source.folder.outline, self.shapes)
         if self.post_hoc is not None:
-            split = replace(self.post_hoc, blocks=replace(self.post_hoc.blocks, lm_head=True))
-        else:
-            split = beside_trained(self.source.folder.outline, self.shapes)
+            embedding = self.post_hoc.blocks.embedding or split.blocks.embedding
+            split = replace(self.post_hoc, blocks=replace(self.post_hoc.blocks, lm_head=True, embedding=embedding))
         return CheckpointDeployment(self.source, split)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102

@@ -81,7 +81,7 @@ class PostHoc:
 
 
 def beside_trained(model: nn.Module, trained: Collection[str]) -> PostHoc:
-    """The split, beside the blocks of training, of the LM head and of an embedding that is neither a block nor tied."""
+    """The split, beside the blocks of training, of the LM head, and of an embedding that is none but can be split."""
     embedding = "embedding" in {role_of(name) for name in _free_outer(model).difference(trained)}
     return PostHoc(SalaadConfig(roles=("lm_head",), embedding=embedding), beside=True)
 
@@ -108,7 +108,9 @@ def free_heads(model: nn.Module) -> set[str]:
 
 
 def _free_outer(model: nn.Module) -> set[str]:
-    free = matrices(model).keys() - tied_modules(model)
+    from salaad.factored.fixed_size import always_dense  # takes seconds to import, and training has no need of it
+
+    free = matrices(model).keys() - always_dense(model)
     return {name for name in free if role_of(name) in ("embedding", "lm_head")}
 
 

@@ -20,7 +20,7 @@ class Variant:
         calibrated: whether worth and error are weighed by what the loss feels of them.
         stored: the budget goes by the sizes that are there: an elastic folder's order of units, or the widths of a
             MatFormer.
-        head: the LM head is cut too, where training left it whole.
+        head: LM head and embedding are cut too, where training left them whole.
     """
 
     name: str

@@ -12,6 +12,7 @@ from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.storage import read_index
 from salaad.model.parameters import count_parameters
+from salaad.model.roles import role_of
 from salaad.model.second_moments import names_of_moments
 from salaad.model.weights import matrices
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -30,14 +31,19 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
             f"{source.name} has no LM head, or one that is tied to another weight and stays dense; leave --lm-head out"
         )
     head = splits_head(source, options) if options.lm_head is None else options.lm_head
-    if not (options.rpca or options.godec):
-        whole = head and beside_trained(source.folder.outline, _trained(source)).blocks.embedding
-        asked = {"embedding": whole if options.embedding is None else options.embedding, "lm_head": head}
-        outer = tuple(name for name, wanted in asked.items() if wanted)
-        return PostHoc(replace(source.blocks, roles=outer), beside=True) if outer else None
+    post_hoc, embedding = options.rpca or options.godec, options.embedding
+    if embedding is None and head and not options.roles:
+        trained = () if post_hoc else _trained(source)
+        embedding = beside_trained(source.folder.outline, trained).blocks.embedding or None
+    if not post_hoc:
+        outer = tuple(role for role, wanted in (("embedding", embedding), ("lm_head", head)) if wanted)
+        blocks = replace(source.blocks, roles=outer, embedding=False, lm_head=False)
+        return PostHoc(blocks, beside=True) if outer else None
     blocks = source.blocks
     if options.roles or options.embedding:
-        blocks = SalaadConfig(roles=options.roles, embedding=bool(options.embedding))
+        blocks = SalaadConfig(roles=options.roles)
+    if embedding is not None:
+        blocks = replace(blocks, embedding=embedding)
     if head:
         blocks = replace(blocks, lm_head=True)
     method = "rpca" if options.rpca else "godec"
@@ -56,7 +62,8 @@ def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
     model, index = source.folder.outline, {} if options.rpca else _trained(source)
     moments = source.second_moments
     known = matrices(model) if options.calibrate else names_of_moments(moments) if moments else ()
-    if not can_weigh_head(model, index, known):
+    left = {name for name in matrices(model) if options.embedding is False and role_of(name) == "embedding"}
+    if not can_weigh_head(model, left.union(index), known):
         return False
     dense = count_parameters(model)
     spared = sum(math.prod(e["shape"]) - e["rank"] * sum(e["shape"]) - e["nnz"] for e in index.values())

@@ -37,7 +37,8 @@ class TrainOptions:
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
-            gives them; elastic likewise for a model that is to be cut, with a weaker pull that ends half way.
+            gives them; elastic likewise for a model that is to be cut, with a weaker pull that ends half way, which is
+            best with --salaad.embedding false.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
         device: with --dry-run, predict the time of a step and of the run on this kind of GPU, in place of a look at the
             text.

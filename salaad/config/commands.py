@@ -89,7 +89,7 @@ class SweepOptions(TextOptions):
         rivals: how vanilla is split, a list: rpca, godec; rpca without it.
         refine: alternating projections; the cuts by energy are measured without and with them.
         calibrate: sequences of training text; the refined cuts are measured without and with them.
-        lm_head: measure the best of the cuts by energy with the LM head cut too.
+        lm_head: measure the best of the cuts by energy with LM head and embedding cut too.
     """
 
     lists: ClassVar = ("budgets", "kappas", "rivals")
@@ -207,7 +207,7 @@ class CompressOptions:
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S; unless
-            given, beside L + S it is split where the head is, if it is not tied.
+            given, it is split where the head is, if it is not tied and no --roles are given.
         lm_head: split the head too, likewise; small sizes gain most by it. Unless given, it is split where a cut by
             energy has to remove something and its worth is known (from the training or by --calibrate), but not with
             --godec or --roles, a tied head, or a method that trains its factors.

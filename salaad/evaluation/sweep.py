@@ -1,6 +1,7 @@
 """The κ sweep and the elastic curve: the best κ of HPA at every budget, and perplexity over size (paper, section 5).
 
-The other ways to cut are compared with HPA: by energy, by energy and refined, also calibrated, and with the head too.
+The other ways to cut are compared with HPA: by energy, by energy and refined, also calibrated, and with head and
+embedding too.
 """
 
 import math
@@ -31,7 +32,7 @@ def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False,
         budgets: parameters.
         refine: alternations that follow.
         calibrated: once more weighed by text, on top of that.
-        head: the last of these once more with the head split too.
+        head: the last of these once more with head and embedding split too.
     """
     fits = [(0, False), *([(refine, False)] if refine else []), *([(refine, True)] if calibrated else [])]
     ways = [(*fit, "") for fit in fits] + ([(*fits[-1], "+head")] if head else [])

@@ -91,13 +91,13 @@ def fair_table(
 
 
 def short_memory(rows: Sequence[Row], page: str) -> str:
-    """What has to be said of rows with Adam's β₂ = 0.95, which is also that of all that do not hold their settings."""
+    """What has to be said of rows with Adam's β₂ = 0.95, among them all that do not hold their settings."""
     settings = [row["config"]["optimizer"] if "config" in row else {"betas": (0.9, 0.95)} for row in rows]
     if not any(one["betas"][1] == 0.95 for one in settings):
         return ""
     return (
-        " Full-rank training and SALAAD have Adam's β₂ = 0.95 here, which is far from the best for batches so small: "
-        f"[0.999 changes these figures]({page}), and all of them are being trained anew."
+        " Full-rank training and SALAAD have Adam's β₂ = 0.95 here, and SALAAD's embedding is a block, both far from "
+        f"the best: [others change these figures]({page}), and all of them are being trained anew."
     )
 
 

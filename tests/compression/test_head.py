@@ -250,3 +250,10 @@ def test_of_an_embedding_that_is_no_block_all_of_l_and_s_is_the_embedding(both_w
     for name in (HEAD, "model.embed_tokens.weight"):
         X = model.state_dict()[name]
         torch.testing.assert_close(made[name], X, rtol=0, atol=2e-3 * float(X.norm()))
+
+
+@pytest.mark.parametrize(("options", "outer"), [({}, 2), ({"embedding": "false"}, 1), ({"lm_head": "false"}, 1)])
+def test_an_option_holds_against_the_blocks_of_the_run(runs, tmp_path, options, outer):
+    options = {"rpca": True, "budget": "0.9", "dtype": "float32", "refine": 0, **options}
+    compress(runs / "full_rank", tmp_path / "made", **options)
+    assert json.loads((tmp_path / "made" / "compression.json").read_text())["blocks"] == 14 + outer

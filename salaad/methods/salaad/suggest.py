@@ -18,7 +18,7 @@ def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: 
 
     K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding is among the
     blocks where it holds more than a tenth of the parameters and is not tied to the head; but not in a model that is to
-    be cut, as it can be split after the fact, and rows of rare tokens are drawn far more often than they learn.
+    be cut, where it is split with the head: rows of rare tokens would be drawn far more often than they learn.
 
     Args:
         model: to be trained.
@@ -29,7 +29,8 @@ def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: 
     Raises:
         UserError: steps are less than 1, or a setting is wrong.
     """
-    suggested = {**settings_for(steps, elastic=elastic), "embedding": not elastic and _has_large_embedding(model)}
+    split_later = elastic and not settings.get("lm_head")  # beside the head, which no training has split
+    suggested = {**settings_for(steps, elastic=elastic), "embedding": not split_later and _has_large_embedding(model)}
     return SalaadConfig(**{**suggested, **settings})
 
 
