@@ -271,7 +271,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
     parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
     parser.add_argument("--other-text", help="a second validation file, on which whole models are measured too")
-    parser.add_argument("--salaad", default="", help="options of the recommended SALAAD, instead of its own")
+    parser.add_argument("--salaad", default="", help="options of SALAAD, in place of the recommended ones")
     parser.add_argument(
         "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"
     )

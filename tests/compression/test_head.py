@@ -10,7 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.common.files import write_checksums
-from salaad.compression.split import beside_trained, can_weigh_head, split_names
+from salaad.compression.from_checkpoint import CheckpointDeployment
+from salaad.compression.split import PostHoc, beside_trained, can_weigh_head, split_names
+from salaad.compression.variants import Variant
 from salaad.config.methods import SalaadConfig
 from salaad.factored import SlrEmbedding, SlrLinear
 from salaad.methods.salaad.plugin import Salaad
@@ -257,3 +259,21 @@ def test_an_option_holds_against_the_blocks_of_the_run(runs, tmp_path, options, 
     options = {"rpca": True, "budget": "0.9", "dtype": "float32", "refine": 0, **options}
     compress(runs / "full_rank", tmp_path / "made", **options)
     assert json.loads((tmp_path / "made" / "compression.json").read_text())["blocks"] == 14 + outer
+
+
+def test_an_embedding_that_does_more_than_look_rows_up_is_not_split_beside():
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids):
+            return 4 * super().forward(ids)
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **SIZES))
+    assert split_names(model, beside_trained(model, {}), {}, "m") == ["model.embed_tokens", "lm_head"]
+    model.model.embed_tokens = Scaled(40, 16)
+    assert split_names(model, beside_trained(model, {}), {}, "m") == ["lm_head"]
+
+
+def test_a_rival_that_is_split_with_the_head_has_its_embedding_split_too(runs):
+    rival = CheckpointDeployment(ModelOnDisk.open(runs / "full_rank"), PostHoc(SalaadConfig()))
+    assert "model.embed_tokens" not in rival.shapes
+    split = rival.of(Variant("0.5@energy+head", 1000, head=True)).shapes
+    assert split.keys() - rival.shapes.keys() == {"model.embed_tokens", "lm_head"}
