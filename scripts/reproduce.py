@@ -154,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--json", action="store_true", help="with --list: as JSON")
     found.add_argument("--again", action="store_true", help="make them anew though their results are kept")
     found.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
+    found.add_argument("--compile", action="store_true", help="compile the trainings, which on a CPU needs a compiler")
     found.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")
     found.add_argument("--c4", type=Path, help="folder of scripts/fetch_c4.py, for the scales that train on C4")
     found.add_argument("--tokenizer", type=Path, help="file or folder, instead of what the scale takes from the hub")
@@ -211,6 +212,8 @@ def asked_scale(options: argparse.Namespace) -> Scale:
         scale = replace(scale, options=(*scale.options, f"--data.tokenizer={found['tokenizer']}"))
     files = {"task_data": found.get("task-data"), "other_text": found.get("other-text")}
     scale = replace(scale, asked=tuple(found), **files)
+    if options.compile:
+        scale = replace(scale, options=(*scale.options, "--train.compile=true"))
     if options.c4:
         if scale.config.data.source != "c4":
             raise UserError(f"--c4 is given, but {scale.name} has a text of its own; leave it out")

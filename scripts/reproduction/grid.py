@@ -136,10 +136,7 @@ SIZE_60M = {"size": "60m", "budgets": ("0.9", "0.8", "0.75", "0.7", "0.64")}
 SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
     "nano-20": Scale(
-        "nano-20",
-        options=(f"--data.tokenizer={WIKIPEDIA}-4096.model", "--train.eval_tokens=300000"),
-        seeds=(0, 1, 2),
-        **ON_WIKIPEDIA,
+        "nano-20", options=(f"--data.tokenizer={WIKIPEDIA}-4096.model", "--train.eval_tokens=300000"), **ON_WIKIPEDIA
     ),
     "micro": Scale("micro", options=MICRO, **ON_WIKIPEDIA),
     "micro-20": Scale("micro-20", options=MICRO, **ON_WIKIPEDIA),

@@ -112,9 +112,10 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         (claim.name, *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
+    once = [scale.name for scale in scales if len(scale.seeds) == 1]
     told = (
         "Judged on trainings with the paper's way to draw X, to the end; above and below stands what we recommend too. "
-        f"micro and micro-20 have one seed. {LEGEND}"
+        f"One seed at {', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
