@@ -86,7 +86,8 @@ class Scale:
     @property
     def command_options(self) -> list[str]:
         """What every train.py of this scale is given."""
-        globs = {"files": "train-*.jsonl.xz", "validation_files": "validation.jsonl.xz"} if self.text else {}
+        # As the other comparisons are told to type them, so that a training of theirs can stand here too.
+        globs = {"files": "train-*", "validation_files": "valid*"} if self.text else {}
         files = [f"--data.{key}={self.text / glob}" for key, glob in globs.items()]
         return ["--config", f"{self.size or self.name}.yaml", *(TEXT if self.text else ()), *files, *self.options]
 
