@@ -2,7 +2,8 @@
 
     python scripts/compare_elastic.py --config nano-20 --seeds 0,1,2 --output results/elastic/nano-20.json \\
         --search results/methods/nano-20.json --other-text runs/c4.parquet \\
-        --data.source files --data.files 'runs/wikipedia/train-*' --data.validation_files 'runs/wikipedia/valid*'
+        --data.source files --data.files 'runs/wikipedia/train-*' --data.validation_files 'runs/wikipedia/valid*' \\
+        --data.tokenizer runs/wikipedia-4096.model
 
 Every model is trained on the same tokens and measured whole, and what can be cut also at eight sizes, from three
 quarters of the compressible parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is
@@ -43,6 +44,7 @@ from scripts.elastic_ways import (
     WAYS,
     Measured,
     budgets_of,
+    cut_bytes,
     folder_name,
     samples,
     split_of_way,
@@ -53,7 +55,7 @@ from scripts.trainings import ROOT, config_of, is_of, trained
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes they are trained too; CoLA's is LORO's
 FIGURES = ("variant", "parameters", "perplexity")
-OF_A_CUT = (*FIGURES, "bytes")
+OF_A_CUT = (*FIGURES, "legacy_perplexity", "other_perplexity", "kappa", "bytes")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
 CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
@@ -147,7 +149,7 @@ class Comparison:
         runs: folder of the runs.
         extra: options of train.py for all.
         tokens: validation tokens, of whose second half every figure is.
-        other_text: a second validation file, on which whole models are measured too.
+        other_text: a second validation file, on which whole models and their half and fifth are measured too.
         ways: which ways to smaller models are measured.
     """
 
@@ -158,19 +160,21 @@ class Comparison:
     other_text: str | None = None
     ways: tuple[str, ...] = tuple(WAYS)
 
+    def words(self, training: Training, seed: int) -> list[str]:
+        """The options of train.py."""
+        return ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
+
     def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
         """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
         left = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
-        words = ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
-        if row:
-            require_same(row, words)
+        words = self.words(training, seed)
         if row and not left:
             return
         folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
         about, summary = trained(words, folder)
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
-        model = Measured(folder, self.tokens, summary["tokens"])
+        model = Measured(folder, self.tokens, summary["tokens"], self.other_text)
         if not row:
             row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
             row["config"] = config_of(folder)
@@ -182,7 +186,7 @@ class Comparison:
         for way in left:
             since = time.perf_counter()
             sizes = [
-                {"share": share, **{key: size[key] for key in OF_A_CUT if key in size}}
+                {"share": share, **{key: size[key] for key in OF_A_CUT if size.get(key) is not None}}
                 for share, size in WAYS[way](model)
             ]
             row["minutes"][way] = (time.perf_counter() - since) / 60
@@ -201,24 +205,22 @@ class Comparison:
         """Of the whole model, and of L + S where there is one."""
         measure, found = model.evaluation(model.source), {}
         for name in {"X", "L+S"} & set(measure.deployment.default_variants.split(",")):
-            row, of = measure(Variant(name)), summary["variants"][name]
-            found[name] = {key: row[key] for key in (*FIGURES, "legacy_perplexity", "tokens")}
+            row, of = model.row(measure, Variant(name)), summary["variants"][name]
+            found[name] = {key: row[key] for key in (*OF_A_CUT, "tokens") if row.get(key) is not None}
             found[name] |= {key: of[key] for key in ("trained", "bytes") if key in of}
-            if self.other_text:
-                found[name]["other_perplexity"] = model.on_other_text(self.other_text, name)
+            if name == "L+S":
+                found[name]["bytes"] = cut_bytes(measure.deployment, Variant(name))
         return found
 
 
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
     """Raise a UserError if a row was trained with other settings than these options of train.py give.
 
-    How its text is named may differ. A row that does not say its settings has those that its command gives now.
+    How its text is named may differ.
     """
-    new = read_command_line(list(asked))[0].to_dict()
-    old = row.get("config") or read_command_line(row["command"].split())[0].to_dict()
     texts = dict.fromkeys(("files", "validation_files", "tokenizer"))
-    old, new = ({**config, "data": config["data"] | texts} for config in (old, new))
-    if not is_of(old, new):
+    both = (row["config"], read_command_line(list(asked))[0].to_dict())
+    if not is_of(*({**config, "data": config["data"] | texts} for config in both)):
         raise UserError(f"{row['label']} was measured with {row['command']}; give another --output, or delete its row")
 
 
@@ -238,6 +240,9 @@ def main() -> None:
     runs.mkdir(parents=True, exist_ok=True)
     kept = read_json(options.output)["rows"] if options.output.exists() else []
     rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
+    for training, seed in todo:  # before any of them is trained
+        if (training.label, seed) in rows:
+            require_same(rows[training.label, seed], comparison.words(training, seed))
 
     def place(row: dict[str, Any]) -> tuple[int, int]:
         """As rows are trained; those that are not known here come last."""
@@ -270,7 +275,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
     parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
-    parser.add_argument("--other-text", help="a second validation file, on which whole models are measured too")
+    parser.add_argument("--other-text", help="a second validation file: whole models, halves and fifths")
     parser.add_argument("--salaad", default="", help="options of SALAAD, in place of the recommended ones")
     parser.add_argument(
         "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from salaad.common.errors import UserError
 from salaad.common.files import read_json
 from salaad.compression.deployment import Deployment
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant, parse_kappas
@@ -58,11 +60,13 @@ class Measured:
         run: its folder.
         tokens: validation tokens, of whose second half every figure is.
         text_tokens: of the training.
+        other_text: a second validation file, on which the sizes that tables name are measured too.
     """
 
     run: Path
     tokens: int
     text_tokens: int
+    other_text: str | None = None
 
     def evaluation(self, source: ModelOnDisk, split: PostHoc | None = None) -> VariantEvaluation:
         """Of what can be cut from `source`."""
@@ -74,12 +78,18 @@ class Measured:
         data = DataConfig(**self.source.run["data"])
         return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
 
-    def on_other_text(self, file: str, variant: str) -> float:
-        """Perplexity of X or L + S on another validation file."""
-        data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(file,))
-        deployment = open_deployment(self.source)
+    def on_other_text(self, deployment: Deployment, variant: Variant) -> dict[str, float]:
+        """Perplexity of a variant on the second validation file, if there is one."""
+        if self.other_text is None:
+            return {}
+        data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(self.other_text,))
         measure = VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16)
-        return measure(Variant(variant))["perplexity"]
+        return {"other_perplexity": measure(variant)["perplexity"]}
+
+    def row(self, evaluation: VariantEvaluation, variant: Variant, share: float = 1) -> dict[str, Any]:
+        """What is measured of a variant; at a share that tables name, and of whole models, on the second text too."""
+        named = share in (*NAMED, 1)
+        return evaluation(variant) | (self.on_other_text(evaluation.deployment, variant) if named else {})
 
     def training_cost(self, positions: int) -> dict[str, float]:
         """What the training took, by the parameters that its method passes through; not what comes every K steps."""
@@ -141,7 +151,7 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
         deployment.trained_weights, deployment.kind = {}, f"{deployment.kind}-alike"
     for share, budget in budgets_of(model):
         variant = Variant(f"{budget}@energy", budget, None, ALTERNATIONS)
-        yield share, evaluation(variant) | {"bytes": deployment.disk_bytes(deployment.cut(variant), element=4)}
+        yield share, model.row(evaluation, variant, share) | {"bytes": cut_bytes(deployment, variant)}
 
 
 def by_hpa(model: Measured) -> Sizes:
@@ -151,22 +161,40 @@ def by_hpa(model: Measured) -> Sizes:
     for share, budget in budgets_of(model):
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
-        yield share, evaluation(best)
+        yield share, model.row(evaluation, best, share) | {"bytes": cut_bytes(evaluation.deployment, best)}
+
+
+def cut_bytes(deployment: CheckpointDeployment, variant: Variant) -> int:
+    """What the file of a variant of a checkpoint takes, in float32."""
+    return deployment.disk_bytes(deployment.cut(variant), element=4)
 
 
 def tuned(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
     """One elastic folder, every range of which is matched where it begins and distilled at all of its sizes."""
-    evaluation = model.evaluation(ModelOnDisk.open(compressed(model, BEGINS, split, head)))
+    folder = ModelOnDisk.open(compressed(model, BEGINS, split, head))
+    evaluation = model.evaluation(folder)
     for share, budget in budgets_of(model):
-        yield share, evaluation(Variant(str(budget), budget, stored=True))
+        variant = Variant(str(budget), budget, stored=True)
+        row = model.row(evaluation, variant, share)
+        if share in NAMED:
+            row["bytes"] = bytes_alone(folder, budget, DataConfig(**model.source.run["data"]))
+        yield share, row
+
+
+def bytes_alone(source: ModelOnDisk, budget: int, data: DataConfig) -> int:
+    """What one size of an elastic folder takes in a folder of its own."""
+    with TemporaryDirectory() as place:
+        path = str(source.folder.path)
+        options = CompressOptions(checkpoint=path, output=f"{place}/alone", budget=str(budget), dtype="float32")
+        compress(options, source, data)
+        return read_json(Path(options.output) / RECORD)["bytes_on_disk"][1]
 
 
 def tuned_each(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
     """Every size that tables name in a folder of its own, matched and distilled by itself."""
     for share in NAMED:
         folder = compressed(model, (share,), split, head)
-        row = model.evaluation(ModelOnDisk.open(folder))(Variant("X"))
-        of = read_json(folder / RECORD)
+        row, of = model.row(model.evaluation(ModelOnDisk.open(folder)), Variant("X")), read_json(folder / RECORD)
         yield share, {**row, "parameters": of["parameters"][1], "bytes": of["bytes_on_disk"][1]}
 
 
@@ -241,7 +269,7 @@ def nested(model: Measured) -> Sizes:
     budgets |= {1 - (deployment.dense - size) / compressible: size for size in widths}
     for share, budget in budgets.items():
         if budget >= deployment.fixed:
-            row = evaluation(Variant(str(budget), budget, stored=True))
+            row = model.row(evaluation, Variant(str(budget), budget, stored=True))
             yield share, row | {"bytes": 4 * row["parameters"]}  # its weights in float32
 
 

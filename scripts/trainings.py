@@ -16,6 +16,8 @@ from salaad.config.methods import SETTINGS
 from salaad.runs.summary import origin_of
 
 ROOT = Path(__file__).resolve().parents[1]
+# Settings of train.* by which a run computes the same, up to rounding, and is watched or kept otherwise.
+WATCHING = ("compile", "log_every", "eval_every", "save_every", "keep_last", "keep_every")
 
 
 class Trained(NamedTuple):
@@ -68,11 +70,11 @@ def config_of(folder: Path) -> dict[str, Any]:
 def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     """Whether a run began with what is asked for.
 
-    Settings that its version did not know have their defaults; those of other methods do not count, and whether the
-    model was compiled neither, as that changes no more than rounding.
+    Settings that its version did not know have their defaults; those of other methods do not count, and neither do
+    those that change nothing of what is computed, or no more than rounding.
     """
     defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]
     known = {key: {**defaults[key], **old.get(key, {})} for key in counted if isinstance(defaults[key], dict)}
-    known["train"]["compile"] = asked["train"]["compile"]
+    known["train"] |= {name: asked["train"][name] for name in WATCHING}
     return all(known.get(key, old.get(key)) == asked[key] for key in counted)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev
 from typing import Any
 
 from matplotlib import pyplot as plt
@@ -82,8 +82,8 @@ def fair_table(
     told = (
         f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, *C4* the perplexity on C4 "
         "text; *stored*, *trained* and *bytes* are of the model in float32, *state* is that of the optimizer and the "
-        f"method, *step time* is over full-rank's (results/bench/{bench.name}). What is cut is at half, then at a "
-        "fifth of the compressible parameters."
+        f"method, *step time* is over full-rank's, of SALAAD while its weights are drawn (results/bench/{bench.name}). "
+        "What is cut is at half, then at a fifth of the compressible parameters; ± is the deviation over the seeds."
     )
     told += short_memory(rows, page) if page else ""
     told += " Some of the code behind every row has changed since it was measured." if all(old) else ""
@@ -92,8 +92,7 @@ def fair_table(
 
 def short_memory(rows: Sequence[Row], page: str) -> str:
     """What has to be said of rows with Adam's β₂ = 0.95, among them all that do not hold their settings."""
-    settings = [row["config"]["optimizer"] if "config" in row else {"betas": (0.9, 0.95)} for row in rows]
-    if not any(one["betas"][1] == 0.95 for one in settings):
+    if not any(row["config"]["optimizer"]["betas"][1] == 0.95 for row in rows):
         return ""
     return (
         " Full-rank training and SALAAD have Adam's β₂ = 0.95 here, and SALAAD's embedding is a block, both far from "
@@ -108,7 +107,7 @@ def _fair_lines(
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
         if not label.startswith(_SMALL):  # of other shapes than those that were timed
-            cost = _cost(costs[mine[0]["method"]])
+            cost = _cost(costs.get(label, costs[mine[0]["method"]]))
         if "X" in mine[0]:
             yield label, trained, (_seeds(mine), *_whole(mine, "X"), *cost)
         if "L+S" in mine[0]:
@@ -117,7 +116,8 @@ def _fair_lines(
             for share in _shown(mine, way):
                 there = [row for row in mine if has(row["ways"].get(way, ()), share)]
                 made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
-                yield f"{label}: {way}", (*trained, *made), (_seeds(there), *_cut(there, way, share), "", "")
+                at_kappa = _kappas([_size(row, way, share) for row in there])
+                yield f"{label}: {way}{at_kappa}", (*trained, *made), (_seeds(there), *_cut(there, way, share), "", "")
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
@@ -130,22 +130,35 @@ def _seeds(rows: Sequence[Row]) -> str:
     return ", ".join(str(row["seed"]) for row in rows)
 
 
+def _size(row: Row, way: str, share: float) -> Row:
+    """What a way gives at a share."""
+    return next(size for size in row["ways"][way] if size["share"] == share)
+
+
+def _kappas(sizes: Sequence[Row]) -> str:
+    """κ* of what HPA cut, one a seed; nothing of what has no κ, or where it was not kept."""
+    kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]
+    return f", κ* {', '.join(kappas)}" if kappas else ""
+
+
 def _cut(rows: Sequence[Row], way: str, share: float) -> tuple[str, ...]:
-    """Perplexity, parameters and bytes of what a way cuts to a share."""
-    curves = [row["ways"][way] for row in rows]
-    size = next(size for size in curves[0] if size["share"] == share)
-    stored = megabytes(size["bytes"]) if "bytes" in size else ""
-    return _with_deviation([at(curve, share) for curve in curves]), "", "", millions(size["parameters"]), "", stored
+    """Perplexities, parameters and bytes of what a way cuts to a share."""
+    return _figures([_size(row, way, share) for row in rows])
 
 
 def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
     """Perplexities, parameters and bytes of X or L + S."""
-    of = [row[name] for row in rows]
-    other = [row["other_perplexity"] for row in of if "other_perplexity" in row]
+    return _figures([row[name] for row in rows])
+
+
+def _figures(of: Sequence[Row]) -> tuple[str, ...]:
+    """Perplexities over the seeds, parameters and bytes; nothing for what was not measured with all of them."""
+    perplexities = [
+        _with_deviation([row[key] for row in of]) if all(key in row for row in of) else ""
+        for key in ("perplexity", "legacy_perplexity", "other_perplexity")
+    ]
     return (
-        _with_deviation([row["perplexity"] for row in of]),
-        _with_deviation([row["legacy_perplexity"] for row in of]),
-        _with_deviation(other) if other else "",
+        *perplexities,
         millions(of[0]["parameters"]),
         millions(of[0]["trained"]) if "trained" in of[0] else "",
         megabytes(of[0]["bytes"]) if "bytes" in of[0] else "",
@@ -205,7 +218,7 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Perplexity over stored parameters: a curve for every way, a point for every model that was trained small."""
+    """Perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones."""
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
     models = by_label(rows)
@@ -222,13 +235,13 @@ def picture(rows: Sequence[Row], path: Path) -> None:
                 markersize=5,
                 label=f"{label}: {way}",
             )
-    whole = {label: _mean_of_x(mine) for label, mine in models.items() if not _ways(mine)}
+    whole = {label: _mean_of_x(mine) for label, mine in models.items() if label != _REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
     for marker, (label, point) in zip("pPXhHdx8", others.items(), strict=False):
         panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=label)
     if small:
-        panel.plot(*zip(*small, strict=True), "k*", markersize=9, label="trained dense at its size")
+        panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
     if _REFERENCE in models:
         panel.axhline(_mean_of_x(models[_REFERENCE])[1], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
     low = min(row["X"]["perplexity"] for row in rows)
@@ -289,4 +302,4 @@ def score(rows: Sequence[Row], row: Row, way: str) -> float | None:
 def _with_deviation(values: Sequence[float]) -> str:
     if not values:
         return "–"
-    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    return f"{fmean(values):.2f}" + (f" ± {pstdev(values):.2f}" if len(values) > 1 else "")

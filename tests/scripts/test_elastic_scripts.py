@@ -15,6 +15,7 @@ from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
 from scripts.research.search_elastic import NAMED
+from tests.helpers.deploying import compress
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -31,10 +32,11 @@ def test_a_budget_is_dealt_as_well_as_by_trying_everything(seed):
     assert loss[id(found)] <= min(loss[id(c)] for c in fitting) + 1e-12
 
 
-def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path, monkeypatch):
+def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_files, tmp_path, monkeypatch):
     output = tmp_path / "elastic.json"
     words = ["compare_elastic.py", "--config=nano", "--rows=SALAAD;matformer", f"--runs={tmp_path / 'runs'}"]
     words += [f"--output={output}", "--tokens=2000", "--salaad=--salaad.release=0.5"]
+    words.append(f"--other-text={text_files['validation'][0]}")
     monkeypatch.setattr(sys, "argv", [*words, *toy(train__steps=4, salaad__embedding="true")])
     monkeypatch.setattr(elastic_ways, "MATCH", 8)
     compare_elastic.main()
@@ -44,11 +46,18 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     for way in ("cut", "cut, head", "head, tuned"):
         assert [row["share"] for row in ways[way]] == elastic_ways.all_shares()
         assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # as large, however it was made
+        for size in ways[way]:  # the same text whole, and its second half
+            assert ("other_perplexity" in size) == (size["share"] in NAMED)
+            assert size.get("other_perplexity", size["perplexity"]) == pytest.approx(size["perplexity"], rel=0.2)
     for way, cut in (("tuned, each", "cut"), ("head, tuned, each", "cut, head")):
         assert [row["share"] for row in ways[way]] == list(NAMED)
         counted = {row["share"]: row["bytes"] for row in ways[cut]}
         for row in ways[way]:  # a file of the same ranks and counts, whose header takes some more
             assert counted[row["share"]] < row["bytes"] < counted[row["share"]] + 20_000
+    for row in (row for row in ways["head, tuned"] if row["share"] in NAMED):  # one of the sizes of a folder, alone
+        folder, alone = tmp_path / "runs" / "SALAAD-0" / "elastic-head", tmp_path / f"alone-{row['share']}"
+        compress(folder, alone, budget=row["parameters"], dtype="float32")
+        assert row["bytes"] == (alone / "model.safetensors").stat().st_size
     widths = json.loads((tmp_path / "runs" / "matformer-0" / "summary.json").read_text())["variants"]
     narrower = {row["parameters"] for name, row in widths.items() if name != "X" and "+" not in name}
     assert narrower <= {size["parameters"] for size in rows["matformer"]["ways"]["nested"]}
@@ -72,6 +81,8 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, tmp_path,
     compare_elastic.main()
     again = {row["label"]: row["ways"] for row in json.loads(output.read_text())["rows"]}
     assert again == {label: row["ways"] for label, row in rows.items()}
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train.eval_every=2"])  # is watched otherwise, but trained the same
+    compare_elastic.main()
     for row in kept["rows"]:
         row["ways"].pop("head, tuned", None)
     output.write_text(json.dumps(kept))

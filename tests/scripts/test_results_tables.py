@@ -20,7 +20,8 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
         for way, found in ways.items()
     }
     whole = {"perplexity": X, "parameters": parameters, "tokens": 1000}
-    return {"label": label, "seed": seed, "X": whole, "ways": sizes}
+    config = {"optimizer": {"betas": [0.9, 0.95]}}
+    return {"label": label, "seed": seed, "config": config, "X": whole, "ways": sizes}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
     rows = [
         row("full-rank", 0, 50.0, rpca=[51.0, 55.0, 80.0]),
         row("full-rank", 1, 52.0, rpca=[53.0, 57.0, 90.0]),
+        row("SALAAD", 0, 54.0, cut=[52.0, 56.0, 85.0]),
         row("galore", 0, 56.0),
         row("lost", 0, 58.0, parameters=1.5e6),
         row("dense, 0.5", 0, 60.0, parameters=1.4e6),
@@ -72,6 +74,7 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
     monkeypatch.setattr(elastic, "save", keep)
     elastic.picture(rows, tmp_path / "picture.png")
     assert drawn["full-rank: rpca"] == [(1.2, 85.0), (1.5, 56.0), (1.75, 52.0)]
+    assert drawn["SALAAD"] == [(2.0, 54.0)] and drawn["SALAAD: cut"] == [(1.2, 85.0), (1.5, 56.0), (1.75, 52.0)]
     assert drawn["galore"] == [(2.0, 56.0)] and drawn["lost"] == [(1.5, 58.0)]
     assert drawn["trained dense at its size"] == [(1.4, 60.0)]
     assert {y for _, y in drawn["full-rank"]} == {51.0}
