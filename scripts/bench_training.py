@@ -3,6 +3,7 @@
     python scripts/bench_training.py --steps 100 --threads 1 --config nano.yaml --output results/bench/methods-nano.json
     python scripts/bench_training.py --steps 20 --config 60m.yaml --train.batch 4 --data.source python-docs
     python scripts/bench_training.py --methods salaad,galore --config 350m.yaml --train.compile true
+    python scripts/bench_training.py --config nano-20.yaml --also "SALAAD: --salaad.embedding=false"
 
 What this script does not know goes to train.py's options. All models take the same batches of the configured text.
 Rounds of ten steps alternate, so that a machine whose speed drifts slows all alike; a method's periodic work (an ADMM
@@ -36,7 +37,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least, split_list
+from salaad.common.validation import at_least, check, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
@@ -323,6 +324,7 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas; full_rank always")
+    parser.add_argument("--also", action="append", default=[], help="NAME: options, of one more way to train")
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
@@ -330,6 +332,9 @@ def main() -> None:
     at_least(options, 1, "steps", "threads")
     methods = dict.fromkeys(["full_rank", *split_list(options.methods)])
     configs = {method: read_command_line([*rest, "--method", method])[0] for method in methods}
+    for name, colon, words in (one.partition(":") for one in options.also):
+        check(bool(colon), f"--also {name} has no colon; give a name and options, such as 'SALAAD: --salaad.every=5'")
+        configs[name] = read_command_line([*rest, *words.split()])[0]
     config = configs["full_rank"]
     torch.set_num_threads(options.threads)
     accelerator = start_accelerator(config)

@@ -1,7 +1,7 @@
 """Sizes of a checkpoint, or of any dense model that is split after the fact: each is cut anew from L + S."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -195,14 +195,14 @@ class CheckpointDeployment:
         """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, self._make_parts)
 
-    def _make_parts(self) -> Iterator[tuple[str, Slr]]:
-        trained = [name for name in self._names if name not in self._split]
+    def _make_parts(self, names: Collection[str]) -> Iterator[tuple[str, Slr]]:
+        trained = [name for name in names if name not in self._split]
         if trained and self.source.surrogate is not None:
             yield from trained_parts(self.source.surrogate, trained)
         elif trained:
-            yield from self._factors.parts()
-        if self._split:
-            X = {name: self._dense_weights[name] for name in self._split}
+            yield from ((name, slr) for name, slr in self._factors.parts() if name in trained)
+        if split := [name for name in names if name in self._split]:
+            X = {name: self._dense_weights[name] for name in split}
             yield from post_hoc_parts(self.post_hoc, X, best_device())
 
     @cached_property

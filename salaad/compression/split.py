@@ -156,26 +156,46 @@ def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: tor
 
 
 def cached_parts(
-    path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[], Iterator[tuple[str, Slr]]]
+    path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[Collection[str]], Iterator[tuple[str, Slr]]]
 ) -> Parts:
-    """The parts in the file at `path`, or those that `make` yields, which are then kept there.
+    """The parts in the file at `path`, and those that `make` yields; both are then kept there, also if it is stopped.
 
     Args:
-        path: a safetensors file; of one that is broken, or holds other matrices, nothing is taken.
+        path: a safetensors file; of one that is broken nothing is taken, nor of another matrix.
         shapes: name → (n, m) of every block.
-        make: gives the parts of all of them.
+        make: names → the parts of each.
     """
-    if path.is_file():
-        with suppress(SafetensorError, OSError, IndexError), safe_open(path, framework="pt") as file:
-            tensors = {name: {key: file.get_tensor(f"{name}/{key}") for key in Slr.TENSORS} for name in shapes}
-            read = {name: Slr.from_tensors(parts) for name, parts in tensors.items()}
-            if all(slr.shape == shapes[name] and slr.is_sound() for name, slr in read.items()):
-                return read
-    what = "splitting blocks into L + S"
-    parts = dict(tqdm(make(), total=len(shapes), desc=what, unit="block", leave=False, disable=None))
+    parts = dict(_kept(path, shapes))
+    left = [name for name in shapes if name not in parts]
+    if not left:
+        return {name: parts[name] for name in shapes}
+    what, there = "splitting blocks into L + S", len(parts)
+    try:
+        bar = tqdm(make(left), total=len(shapes), initial=there, desc=what, unit="block", leave=False, disable=None)
+        parts.update(bar)
+    finally:
+        if len(parts) > there:
+            _keep(path, parts)
+    return {name: parts[name] for name in shapes}
+
+
+def _kept(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Slr]]:
+    if not path.is_file():
+        return
+    with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+        there = set(file.keys())
+        for name in shapes:
+            keys = {key: f"{name}/{key}" for key in Slr.TENSORS}
+            if there.issuperset(keys.values()):
+                with suppress(IndexError):
+                    slr = Slr.from_tensors({key: file.get_tensor(place) for key, place in keys.items()})
+                    if slr.shape == shapes[name] and slr.is_sound():
+                        yield name, slr
+
+
+def _keep(path: Path, parts: Parts) -> None:
     tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
-    with suppress(OSError):  # a place that cannot be written to costs time at the next call, nothing more
+    with suppress(OSError, SafetensorError):  # where nothing can be written the next call takes longer, nothing more
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             save_file(tensors, temporary)
-    return parts

@@ -143,11 +143,6 @@ class TrainingStream:
         """Rows of the global batches returned since the run began."""
         return self._rows
 
-    @property
-    def passes(self) -> int:
-        """Times that some stream of this rank has read all of its text."""
-        return max(cursor.epoch for cursor in self._cursors.values())
-
     def state_dict(self) -> dict:
         """The position of the run and the cursors of the streams that this rank reads, for JSON."""
         return {

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import gcd
 from pathlib import Path
 from typing import Literal
 
@@ -157,6 +158,21 @@ def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> li
             f"give {len(rows)} or fewer, or more text"
         )
     return rows
+
+
+def rows_before_repeating(text: Text, config: DataConfig, batch: int, most: int) -> int:
+    """Training rows, of `most`, that a `TrainingStream` with such batches gives before it repeats any of the text.
+
+    Raises:
+        UserError: the text cannot be read.
+    """
+    plan = reading_plan(text, config, text.train_files, gcd(config.streams, batch), seed=0)
+    plan, encoder = replace(plan, epochs=1), Encoder(text.tokenizer)
+    streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
+    for rows in range(0, most, len(streams)):
+        if any(stream.next_row() is None for stream in streams):
+            return rows
+    return most
 
 
 def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) -> dict[str, torch.Tensor]:

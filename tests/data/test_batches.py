@@ -15,7 +15,7 @@ from salaad.common.errors import UserError
 from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream, merge_states
 from salaad.data.rows import Cursor, Plan, RowStream
-from salaad.data.text import fingerprint, open_text, to_batch, validation_batches
+from salaad.data.text import fingerprint, open_text, rows_before_repeating, to_batch, validation_batches
 
 LENGTH = 24
 
@@ -203,6 +203,20 @@ def test_resume_at_another_world_size_and_batch_loses_and_repeats_nothing(text, 
     by_three, state = global_batches(text, config, 6, 3, 4, [state])
     in_two, _ = global_batches(text, config, 8, 4, 4, [state])
     assert [row for part in (begun, alone, by_three, in_two) for batch in part for row in batch] == expected
+
+
+@pytest.mark.parametrize("batch", [4, 6])
+def test_rows_are_counted_up_to_the_first_that_training_would_read_again(text, config, batch):
+    seen, before = set(), 0
+    for row in itertools.chain.from_iterable(map(rows_of, TrainingStream(text, config, batch=batch))):
+        if row in seen:
+            break
+        seen.add(row)
+        before += 1
+    found = rows_before_repeating(text, config, batch, most=10_000)
+    streams = np.gcd(config.streams, batch)  # they give a row each in turn, and the first that ends is no later
+    assert before - streams < found <= before
+    assert rows_before_repeating(text, config, batch, most=streams) == streams
 
 
 def test_a_rank_reads_only_the_streams_it_trains_on(text, config):

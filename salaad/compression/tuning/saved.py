@@ -1,5 +1,6 @@
 """Where an interrupted fit is kept until the folder it is for has been written."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,18 @@ class SavedTuning:
             return None
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace what was saved; a full disk is an `OSError` that names the file."""
+        """Replace what was saved.
+
+        Raises:
+            OSError: there is no room for it, or no right to write it.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as temporary:
-            torch.save(state, temporary)
+            try:
+                torch.save(state, temporary)
+            except RuntimeError as error:  # torch's own writer says no more of a full disk
+                why = " ".join(str(error).split())
+                raise OSError(errno.EIO, f"no room, or no right to write: {why}", str(self.path)) from None
 
     def remove(self) -> None:
         """Nothing is kept any more."""

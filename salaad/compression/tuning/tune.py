@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from salaad.common.errors import UserError
 from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
@@ -21,13 +22,14 @@ from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream
-from salaad.data.text import Text, fingerprint, open_text
+from salaad.data.text import Text, fingerprint, open_text, rows_before_repeating
 from salaad.hpa import Kept
 from salaad.model.build import training_flops
 from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _ROWS = 8  # of a batch
+_SURELY_ENOUGH = 16  # bytes of text files for every token that is asked for; less is counted
 # Settings by which the same files and the same tokenizer give other rows.
 _MAKES_ROWS = ("text_field", "sequence_length", "packing", "shuffle_window", "streams")
 
@@ -59,12 +61,25 @@ class Tuning:
     how: FittedOnText
 
     def check(self) -> None:
-        """Raise a UserError if the text cannot be read or is too short for matching, or the model cannot be fitted."""
+        """Raise a UserError if the text cannot be read or is too short, or the model cannot be fitted."""
         SummedLoss(self.source.folder.outline)
         if self.how.match:
             layer_names(self.source.folder.outline)
             self._sequences.check()
-        self._text  # noqa: B018  opened here, before anything is computed
+        self._check_length()
+
+    def _check_length(self) -> None:
+        """Raise a UserError if distillation would read some of the text twice; read only as far as that is open."""
+        asked, length = self.steps * _ROWS, self.data.sequence_length
+        size = [self._text.sizes.get(file) for file in self._text.train_files]
+        if None in size or sum(size) > _SURELY_ENOUGH * asked * length:
+            return
+        found = rows_before_repeating(self._text, self.data, _ROWS, asked)
+        if found < asked:
+            raise UserError(
+                f"the training text gives {found} sequences of {length} tokens before it repeats, {asked} are asked "
+                f"for; give --distill {found * length} or less, or more text"
+            )
 
     @property
     def tokens(self) -> int:
