@@ -32,6 +32,7 @@ from salaad.compression.split import (
     PostHoc,
     beside_trained,
     cached_parts,
+    free_heads,
     post_hoc_parts,
     split_names,
     trained_parts,
@@ -136,7 +137,9 @@ class CheckpointDeployment:
                     f"{variant.name} by; give {variant.name}@energy, or {variant.name}@0.6 for HPA"
                 )
             if variant.budget is not None and variant.budget < self.fixed:
-                to_remove({}, fixed=self.fixed, budget=variant.budget)  # says what the floor is
+                whole = free_heads(self.source.folder.outline) - self.shapes.keys()
+                cure = ", or split the head too (--lm_head, or BUDGET@energy+head)" if whole and self._names else ""
+                to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # says what the floor is
 
     def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102
         if not variant.head:
