@@ -18,8 +18,10 @@ from scripts.reproduction.items import Measured
 GPUS = 8
 SEVENTY = {"hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 80, "num_attention_heads": 64}
 PAPER_K = 40  # of the paper's example
-# Shape of a block of the 70B model → gigabytes of L, S and Y, and operations of a singular value decomposition.
-PRINTED = {(8192, 8192): (0.4, 6.6e12), (22016, 8192): (1.0, 1.0e13)}
+# Shape of a block of the 70B model → gigabytes of L, S and Y, operations of a singular value decomposition, and of it
+# per training step.
+PRINTED = {(8192, 8192): (0.4, 6.6e12, 1.6e11), (22016, 8192): (1.0, 1.0e13, 2.6e11)}
+PRINTED_PASS = (1e13, 1e14)  # of a forward and backward pass of a 70B model
 
 
 def svd_flops(n: int, m: int) -> float:
@@ -32,7 +34,8 @@ def memory_and_operations(scale: Scale) -> Measured:
     """Every size of the paper, at every scale the same; and the blocks of its 70B example beside what it prints."""
     configs = {name: read_command_line(["--config", name])[0] for name in PAPERS}
     large = configs["1b"]
-    configs["70b"] = replace(large, model=replace(large.model, **SEVENTY))
+    every = replace(large.salaad, every=PAPER_K)
+    configs["70b"] = replace(large, model=replace(large.model, **SEVENTY), sections={"salaad": every})
     rows = [{"size": name, **costs(config)} for name, config in configs.items()]
     blocks = [
         {
@@ -41,6 +44,7 @@ def memory_and_operations(scale: Scale) -> Measured:
             "printed_bytes": printed[0] * 1e9,
             "svd_flops": svd_flops(*shape),
             "printed_svd_flops": printed[1],
+            "printed_step_flops": printed[2],
             "gram_flops": sum(update_operations(*shape)),
         }
         for shape, printed in PRINTED.items()
@@ -63,7 +67,7 @@ def memory_and_operations(scale: Scale) -> Measured:
             "×".join(map(str, row["shape"])),
             f"{row['bytes'] / 1e9:.2f} ({row['printed_bytes'] / 1e9:g})",
             f"{row['svd_flops']:.1e} ({row['printed_svd_flops']:.1e})",
-            f"{row['svd_flops'] / PAPER_K:.1e}",
+            f"{row['svd_flops'] / PAPER_K:.1e} ({row['printed_step_flops']:.1e})",
             f"{row['gram_flops']:.1e}",
         )
         for row in blocks
@@ -72,18 +76,22 @@ def memory_and_operations(scale: Scale) -> Measured:
         "block",
         "GB (printed)",
         "full SVD (printed)",
-        f"of it per step at K = {PAPER_K}",
+        f"of it per step at K = {PAPER_K} (printed)",
         "update by Gram matrix",
     )
     tables = {
-        "per training step, K as configured": markdown_table(header, lines),
+        f"per training step, K as configured, of 70b the paper's {PAPER_K}": markdown_table(header, lines),
         "one block of the 70B model": markdown_table(columns, own),
     }
+    a_token = rows[-1]["step_flops"] / (large.train.batch * large.data.sequence_length)
+    few, many = (operations / a_token for operations in PRINTED_PASS)
     notes = [
         "memory: R and T in float32 and singular vectors of up to half the short side; the paper counts L, S and Y, "
         "and its gigabytes are those of two bytes a number, though it trains in float32",
         f"operations: 6 per parameter and token and the attention, at {large.train.batch} × "
-        f"{large.data.sequence_length} tokens a step, all GPUs together",
+        f"{large.data.sequence_length} tokens a step, all GPUs together; the paper puts a forward and backward pass "
+        f"of a 70B model at {PRINTED_PASS[0]:.0e} to {PRINTED_PASS[1]:.0e}, by our count that of {few:.0f} to "
+        f"{many:.0f} tokens",
     ]
     return Measured([*rows, *({"block": True, **row} for row in blocks)], tables, notes=notes)
 

@@ -7,6 +7,7 @@ WHOLE_PARAMETERS = 126 / 134
 WHOLE_OVER_FULL_RANK = 18.04 / 18.80 - 1
 # κ* over sizes and budgets (5.3 and Table 1).
 LEAST_KAPPA, KAPPA_BAND = 0.55, 0.25
+KAPPA_STEP = 0.05  # of the grid at most
 # With the embedding among the blocks: perplexity over that without, at 130M and 60M; rank ratio and density at 350M.
 EMBEDDING_COST = {"X": 22.94 / 22.90 - 1, "L+S": 31.29 / 31.26 - 1}
 EMBEDDING_STRUCTURE = {"rank_ratio": 0.21, "density": 0.12}

@@ -141,7 +141,9 @@ def lm_head(results: Results) -> list[Number]:
             Number(
                 f"{rho:g}·ρ: rank ratio and density of the embedding, at most the head's in every seed",
                 "; ".join(structure_text(other) for _, other in pairs),
-                all(other[key] <= head[key] for head, other in pairs for key in STRUCTURE),
+                (meaningful or NOT_SHOWN)
+                if all(other[key] <= head[key] for head, other in pairs for key in STRUCTURE)
+                else False,
             ),
         ]
     rises = [[one[-1]["loss"] - one[0]["loss"] for one in pair] for pair in zip(heads, others, strict=True)]
@@ -208,6 +210,7 @@ def frequency(results: Results) -> list[Number]:
     limits = {
         "rank_ratio": ("rank ratio, rises with K", "{:.2f}".format, is_rising),
         "parameters": ("parameters of L + S, rise with K", millions, is_rising),
+        "density": ("density, rises with K", "{:.2f}".format, is_rising),
         "delta": ("mean δ, falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
         "loss": (
             f"final loss, within {criteria.LOSSES_OVER_K - 1:.1%}",

@@ -135,7 +135,8 @@ def bf16(scale: Scale) -> Measured:
         ("fp32", trainings.VANILLA, ["X"], scale),
         ("fp32", trainings.WITH_EMBEDDING, VARIANTS, scale),
     ):
-        rows += [{**row, "precision": label} for row in trained(run, at, variants)]
+        budget = scale.embedding_budget  # its blocks have the embedding
+        rows += [{**row, "precision": label} for row in trained(run, at, variants, budget)]
     tables = {
         "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),
         "trained in float32": layout([r for r in rows if r["precision"] == "fp32"], {}),
@@ -175,6 +176,11 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
     return rows
 
 
+def own_settings(scale: Scale) -> str:
+    """What the factors of an ablation are on."""
+    return "the settings that the paper calls its own" if scale.is_the_papers else "the scale's own settings"
+
+
 def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
     """The paper's layout: a column per value of one factor."""
     symbol = {"alpha": "Δα", "beta": "Δβ"}[key]
@@ -198,7 +204,7 @@ def two_ablations(betas: Sequence[Run], alphas: Sequence[Run], table: str, scale
     tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
     tables["Δα at the scale's own Δβ"] = ablation_table(second, "alpha")
     marked = [{**row, "grid": "beta"} for row in first] + [{**row, "grid": "alpha"} for row in second]
-    notes = ["factors on the scale's own settings; one seed", *paper_note(table, scale)]
+    notes = [f"factors on {own_settings(scale)}; one seed", *paper_note(table, scale)]
     return Measured(marked, tables, notes=notes)
 
 
@@ -230,7 +236,7 @@ def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
     ]
     header = ["Δα ×, Δβ ×", "ρ ×", "PPL (X)", "PPL (L+S)", "Prm (M)", "rank ratio", "density"]
     header += ["paper PPL (X)", "paper PPL (L+S)", "paper Prm (M)"] if rows[0]["paper"] else []
-    notes = ["factors; one seed", *paper_note(table, scale)]
+    notes = [f"factors on {own_settings(scale)}; one seed", *paper_note(table, scale)]
     return Measured(rows, {"ρ under pairs": markdown_table(header, lines)}, notes=notes)
 
 

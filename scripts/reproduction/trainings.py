@@ -28,7 +28,8 @@ def head_study(factor: float, *settings: tuple[str, str]) -> Run:
     return Run(factors=((RHO, factor),), settings=settings, printed=((ABSOLUTE_RHO, f"{_HEAD_RHO * factor:g}"),))
 
 
-HEADS = tuple(head_study(factor, ("salaad.lm_head", "true")) for factor in HEAD_RHOS)
+# The head beside the embedding, so that the runs with the embedding alone are those without the head.
+HEADS = tuple(head_study(factor, ("salaad.lm_head", "true"), *WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
 EMBEDDINGS = tuple(head_study(factor, *WITH_EMBEDDING.settings) for factor in HEAD_RHOS)
 VANILLA_BF16 = Run("full_rank", settings=(HALF,))
 SALAAD_BF16 = Run(factors=((RHO, 1.2),), settings=(HALF, *WITH_EMBEDDING.settings))  # the paper raises ρ slightly

@@ -53,7 +53,8 @@ def curve(label: str, seed: int, whole: int, dear: float = 1.0) -> list[dict]:
     rows = [cell(label, seed, "X", 99.0, 1_800_000), cell(label, seed, "L+S", 99.5, whole)]
     for budget, perplexity in BUDGETS.items():
         of = {"budget": budget, "parameters": budget - 5}
-        for kappa, factor in ((0.5, 1.1), (0.6, 1.0), (1, 1.05)):
+        for kappa in (k / 20 for k in range(10, 21)):
+            factor = {0.5: 1.1, 0.6: 1.0, 1: 1.05}.get(kappa, 1.2)
             rows.append(
                 cell(label, seed, "HPA", 0, 0) | of | {"kappa": kappa, "perplexity": dear * factor * perplexity}
             )
@@ -127,7 +128,10 @@ def rows() -> dict[str, list[dict]]:
         "ablation130m": grid((0.1, 1), (1,), (1,)),
         "ablation130m_pairs": grid((0.1, 1), (0.1, 1), (0.1, 1)),
         "frequency": [
-            {"K": K, "seed": seed, "loss": loss + 0.1 * seed, "delta": delta, "rank_ratio": rank, "parameters": size}
+            {
+                **{"K": K, "seed": seed, "loss": loss + 0.1 * seed, "delta": delta},
+                **{"rank_ratio": rank, "density": rank / 3, "parameters": size},
+            }
             for seed in (0, 1)
             for K, loss, delta, rank, size in (
                 (5, 2.84, 10.16, 0.15, 7e6),
@@ -316,6 +320,7 @@ DISAGREEING = (
     ("knobs", "larger ρ: X higher", change("ablation130m_pairs", "X", 50.0, rho=1)),
     ("frequency", "mean δ", change("frequency", "delta", 11.0, K=20, seed=1)),
     ("frequency", "rank ratio", change("frequency", "rank_ratio", 0.2, K=20, seed=1)),
+    ("frequency", "density", change("frequency", "density", 0.05, K=20, seed=0)),
     ("frequency", "2.2%", change("frequency", "loss", 2.7, K=20, seed=1)),
     ("bounded", "1.5 times", course(2, 4, 4, 4, 6.1, 6, 6, 6)),
     ("bounded", "last quarter", course(8, 8, 8, 8, 6, 6, 6, 7.3)),
@@ -396,7 +401,15 @@ def test_a_head_beside_which_nothing_is_structured_shows_nothing(rows, judged):
     change("lm_head", "rank_ratio", 0.5, rho=0.1, block="embedding", seed=1)(rows)
     found = judged(rows)["lm_head"]
     assert found.agrees is None and failed(found) == []
-    assert [number.holds for number in found.numbers].count(NOT_SHOWN) == 1
+    assert [number.holds for number in found.numbers].count(
+        NOT_SHOWN
+    ) == 2  # of the head, and of the embedding beside it
+
+
+def test_a_grid_of_few_kappas_has_to_be_measured_anew(rows, judged):
+    rows["kappa"] = [row for row in rows["kappa"] if row["kappa"] in (None, 0.5, 0.6, 0.7, 0.8, 0.9, 1)]
+    found = judged(rows)["kappa"]
+    assert not found.numbers and "kappa --again (for ValueError('steps of κ of at most 0.05')" in found.missing
 
 
 def test_where_nothing_is_removed_no_kappa_is_best(rows, judged):
