@@ -8,7 +8,7 @@
 Every model is trained on the same tokens and measured whole, and what can be cut also at eight sizes, from three
 quarters of the compressible parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is
 its mean of log perplexity over full-rank's of the same seed. What the JSON file has is kept, and an interrupted run
-goes on.
+goes on. With --list nothing is done, and what is left and how long it takes is shown.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from transformers import logging
 
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
+from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, check, split_list
 from salaad.compression.variants import Variant
@@ -164,9 +166,13 @@ class Comparison:
         """The options of train.py."""
         return ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
 
+    def left(self, training: Training, row: Mapping[str, Any]) -> list[str]:
+        """The ways that are not measured on a training yet."""
+        return [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
+
     def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
         """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
-        left = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
+        left = self.left(training, row)
         words = self.words(training, seed)
         if row and not left:
             return
@@ -213,6 +219,19 @@ class Comparison:
         return found
 
 
+def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: Mapping[tuple[str, int], Any]) -> str:
+    """What is left of every training, and minutes of it as the rows that are there took; a Markdown table."""
+    steps = {what for row in rows.values() for what in row["minutes"]}
+    took = {what: fmean(row["minutes"][what] for row in rows.values() if what in row["minutes"]) for what in steps}
+    lines = []
+    for training, seed in todo:
+        row = rows.get((training.label, seed), {})
+        left = [*([] if row else ["train"]), *comparison.left(training, row)]
+        minutes = f"{sum(took[what] for what in left if what in took):.0f}" if left else ""
+        lines.append((training.label, seed, "; ".join(left) or "–", minutes))
+    return markdown_table(("model", "seed", "left", "minutes"), lines)
+
+
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
     """Raise a UserError if a row was trained with other settings than these options of train.py give.
 
@@ -237,12 +256,15 @@ def main() -> None:
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]
     todo = asked_for(every, options)
-    runs.mkdir(parents=True, exist_ok=True)
     kept = read_json(options.output)["rows"] if options.output.exists() else []
     rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
     for training, seed in todo:  # before any of them is trained
         if (training.label, seed) in rows:
             require_same(rows[training.label, seed], comparison.words(training, seed))
+
+    if options.list:
+        print(listing(comparison, todo, rows))
+        return
 
     def place(row: dict[str, Any]) -> tuple[int, int]:
         """As rows are trained; those that are not known here come last."""
@@ -257,6 +279,7 @@ def main() -> None:
         training, seed = item
         comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
 
+    runs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(measure, todo))
 
@@ -282,6 +305,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     )
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/elastic-CONFIG unless given")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which rows are added")
+    parser.add_argument("--list", action="store_true", help="show what is left and do nothing")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs", "tokens")

@@ -35,7 +35,7 @@ from scripts.reproduction.claims import claims_tables
 from scripts.reproduction.cost import MACHINES, hours
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
-from scripts.reproduction.report import write_report
+from scripts.reproduction.report import FAIR, write_report
 
 
 def chosen_items(names: list[str]) -> list[Item]:
@@ -61,6 +61,7 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
                 "runs_left": [run.name(scale) for run in left],
                 "flops": sum(run.flops(scale) for run in runs),
                 "hours": {machine: sum(hours(run, scale, machine) for run in runs) for machine in MACHINES},
+                "hours_left": {machine: sum(hours(run, scale, machine) for run in left) for machine in MACHINES},
                 "done": item.done(scale),
                 "result": str(item.result(scale).relative_to(ROOT)),
                 "command": item.command(scale),
@@ -79,12 +80,13 @@ def listing_table(rows: list[dict]) -> str:
             row["section"],
             f"{len(row['runs']) - len(row['runs_left'])} of {len(row['runs'])}",
             f"{row['flops']:.1e}",
-            *(f"{row['hours'][machine]:.2g} h" for machine in MACHINES),
+            *(f"{row['hours_left'][machine]:.2g} of {row['hours'][machine]:.2g} h" for machine in MACHINES),
             row["result"] if row["done"] else "–",
         )
         for row in rows
     ]
-    return markdown_table(("item", "what", "paper", "trainings done", "FLOPs", *MACHINES, "result"), lines)
+    header = ("item", "what", "paper", "trainings done", "FLOPs", *(f"left, {one}" for one in MACHINES), "result")
+    return markdown_table(header, lines)
 
 
 def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> list[str]:
@@ -175,6 +177,8 @@ def main() -> None:
     if options.list:
         rows = listing(scale, items)
         print(json.dumps(rows, indent=1) if options.json else listing_table(rows))
+        if scale.name == FAIR and not options.json:
+            print("\nThe table of all methods: python scripts/compare_elastic.py, with --list for what is left of it.")
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")

@@ -56,8 +56,11 @@ class Item:
         return scale.results / f"{self.name}.json"
 
     def done(self, scale: Scale) -> bool:
-        """Whether its result is there."""
-        return self.result(scale).exists()
+        """Whether its result is there, and of the trainings that it is made of today."""
+        if not self.result(scale).exists():
+            return False
+        kept = [training["name"] for training in read_json(self.result(scale)).get("trainings", ())]
+        return set(kept) == {run.name(scale) for run in self.runs(scale)}
 
     def missing(self, scale: Scale, again: bool = False) -> list[Run]:
         """The trainings that have to be run before it can be measured; `again` trusts no record without its folder."""

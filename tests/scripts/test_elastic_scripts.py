@@ -32,7 +32,7 @@ def test_a_budget_is_dealt_as_well_as_by_trying_everything(seed):
     assert loss[id(found)] <= min(loss[id(c)] for c in fitting) + 1e-12
 
 
-def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_files, tmp_path, monkeypatch):
+def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_files, tmp_path, monkeypatch, capsys):
     output = tmp_path / "elastic.json"
     words = ["compare_elastic.py", "--config=nano", "--rows=SALAAD;matformer", f"--runs={tmp_path / 'runs'}"]
     words += [f"--output={output}", "--tokens=2000", "--salaad=--salaad.release=0.5"]
@@ -85,6 +85,18 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     compare_elastic.main()
     for row in kept["rows"]:
         row["ways"].pop("head, tuned", None)
+    output.write_text(json.dumps(kept))
+    listing = [*sys.argv, "--list", "--seeds=0,1", "--repeated=SALAAD"]
+    monkeypatch.setattr(sys, "argv", listing)
+    capsys.readouterr()
+    compare_elastic.main()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[:3] for line in lines] == [
+        ["SALAAD", "0", "cut; head, tuned"],
+        ["SALAAD", "1", "; ".join(["train", *rows["SALAAD"]["ways"]])],
+        ["matformer", "0", "–"],
+    ]
+    monkeypatch.setattr(sys, "argv", listing[:-3])
     output.write_text(json.dumps(kept))
     monkeypatch.setattr(elastic_ways, "MATCH", 9)
     with pytest.raises(UserError, match="elastic-head was made with another match; move it away"):

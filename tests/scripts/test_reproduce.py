@@ -109,6 +109,8 @@ def test_the_list_and_the_printed_commands_name_what_is_left(call, place):
     assert rows["opening"]["done"] and rows["opening"]["runs_left"] == []
     assert not rows["reading"]["done"] and rows["reading"]["runs_left"] == ["salaad"]
     assert rows["opening"]["hours"]["2 cores"] == 0.01  # measured
+    assert rows["opening"]["hours_left"]["2 cores"] == 0 < rows["reading"]["hours_left"]["2 cores"]
+    assert rows["reading"]["hours_left"]["2 cores"] < rows["reading"]["hours"]["2 cores"]
     trained, said = call("all", "--launcher", "print")
     assert trained == []
     [command] = said[0].splitlines()
