@@ -34,7 +34,7 @@ from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from salaad.spectral.cost import RATES
 from salaad.training.prediction import flops_of_passes, rebuilt_outline
-from scripts.research.search_elastic import NAMED, shares
+from scripts.shares import NAMED, shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
 MATCH = 256  # sequences

@@ -36,11 +36,13 @@ class CalibrationText:
         data: where the text is, and how it is cut; with the model's own tokenizer.
         vocab_size: of the model.
         sequences: how many.
+        option: what asked for them.
     """
 
     data: DataConfig
     vocab_size: int
     sequences: int
+    option: str = "--calibrate"
 
     @cached_property
     def _text(self) -> Text:
@@ -52,7 +54,7 @@ class CalibrationText:
 
     @cached_property
     def _rows(self) -> list[np.ndarray]:
-        return sample_rows(self._text, self.data, self.sequences)
+        return sample_rows(self._text, self.data, self.sequences, option=self.option)
 
     @cached_property
     def digest(self) -> str:
@@ -68,7 +70,7 @@ class CalibrationText:
         """The sequences in small batches."""
         rows = self._rows
         starts = range(0, len(rows), _ROWS_AT_ONCE)
-        for start in tqdm(starts, desc="calibrating", unit="batch", leave=False, disable=None):
+        for start in tqdm(starts, desc=f"reading text for {self.option}", unit="batch", leave=False, disable=None):
             few = rows[start : start + _ROWS_AT_ONCE]
             yield to_batch(few, self.data.sequence_length, self._text.pad_id, self.vocab_size)
 

@@ -137,8 +137,12 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
     return rows
 
 
-def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> list[np.ndarray]:
+def sample_rows(
+    text: Text, config: DataConfig, count: int, seed: int = 0, option: str | None = None
+) -> list[np.ndarray]:
     """`count` rows of ids (at most `sequence_length` each) from all streams of the training text, none twice.
+
+    `option` is what asked for them.
 
     Raises:
         UserError: the text cannot be read or has fewer rows.
@@ -155,7 +159,7 @@ def sample_rows(text: Text, config: DataConfig, count: int, seed: int = 0) -> li
     if len(rows) < count:
         raise UserError(
             f"the training text holds {len(rows)} sequences of {config.sequence_length} tokens, {count} are asked for; "
-            f"give {len(rows)} or fewer, or more text"
+            f"give {f'{option} ' if option else ''}{len(rows)} or fewer, or more text"
         )
     return rows
 

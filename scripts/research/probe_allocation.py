@@ -37,7 +37,7 @@ from salaad.data.text import open_text, validation_batches
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.research.search_elastic import shares
+from scripts.shares import shares
 
 PARTS = (0.05, 0.1, 0.15, 0.22, 0.3, 0.4, 0.55, 0.75)  # of a block's n·m that a probe keeps
 _STEPS = 400  # into which a budget is divided

@@ -2,10 +2,10 @@
 
     python scripts/research/search_elastic.py full_rank "release=0.2" "pull=decoupled pull_rate=0.3 seed=1"
 
-A point is as for search_nano.py. A run is cut by energy and refined, to sizes from three quarters of the compressible
-parameters to a fifth, evenly spaced in their logarithm. Its score is the mean over the eight of log perplexity over
-that of full-rank training: the best of the points named `full_rank …` with the same seed. Finished points are kept.
-Further options, such as --data.files, are those of train.py for every point.
+A point is as for search_nano.py. A run is cut by energy and refined, the head too, to the eight sizes of `shares`. Its
+score is the mean over them of log perplexity over that of full-rank training: the best of the points named
+`full_rank …` with the same seed. Finished points are kept. Further options, such as --data.files, are those of train.py
+for every point.
 """
 
 import argparse
@@ -26,36 +26,19 @@ from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
-from salaad.compression.opening import open_deployment
 from salaad.compression.variants import Variant
-from salaad.config.commands import ALTERNATIONS
-from salaad.config.run import DataConfig
-from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.runs.model_on_disk import ModelOnDisk
+from scripts.elastic_ways import Measured, by_energy
 from scripts.research.search_nano import overrides, train
+from scripts.shares import NAMED, shares
 from scripts.trainings import ROOT
-
-SIZES, MOST, LEAST = 8, 0.75, 0.2
-NAMED = (0.5, 0.2)  # of the compressible parameters, which tables show beside the score
-
-
-def shares() -> list[float]:
-    """The eight parts of the compressible parameters, evenly spaced in their logarithm."""
-    return [MOST * (LEAST / MOST) ** (i / (SIZES - 1)) for i in range(SIZES)]
 
 
 def curve(run: Path, tokens: int) -> dict[str, Any]:
-    """X's perplexity, and that at every share by energy with refinement."""
-    source = ModelOnDisk.open(run)
-    deployment = open_deployment(source)
-    evaluation = VariantEvaluation(
-        deployment, DataConfig(**source.run["data"]), tokens=tokens, dtype="float32", batch=16
-    )
-    found = {"X": evaluation(Variant("X"))["perplexity"], "sizes": []}
-    if deployment.shapes:
-        for share in sorted({*shares(), *NAMED}, reverse=True):
-            budget = round(deployment.fixed + share * (deployment.dense - deployment.fixed))
-            row = evaluation(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+    """X's perplexity, and that at every share as `cut, head` of compare_elastic.py measures it."""
+    model = Measured(run, tokens, text_tokens=0)
+    found = {"X": model.evaluation(model.source)(Variant("X"))["perplexity"], "sizes": []}
+    if model.source.surrogate:
+        for share, row in by_energy(model, head=True):
             found["sizes"].append({"share": share, **{key: row[key] for key in ("parameters", "perplexity")}})
     return found
 
@@ -87,7 +70,9 @@ def main() -> None:
     parser.add_argument("points", nargs="+", help="settings to lay over the config, or full_rank")
     parser.add_argument("--config", default="nano.yaml", help="configuration the points differ from")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "elastic", help="where the runs go")
-    parser.add_argument("--tokens", type=int, default=200_000, help="validation tokens of an evaluation")
+    parser.add_argument(
+        "--tokens", type=int, default=200_000, help="validation tokens; figures are of their second half"
+    )
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which points are added")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each")
     options, extra = parser.parse_known_args()

@@ -13,8 +13,8 @@ from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.evaluation.figures import dress, save
 from scripts.reproduction.freshness import MARK
 from scripts.reproduction.palette import COLORS, OTHERS
-from scripts.research.search_elastic import NAMED, shares
 from scripts.results_tables import RESULTS
+from scripts.shares import NAMED, shares
 
 ELASTIC = RESULTS / "elastic"
 FAIR_WAYS = (

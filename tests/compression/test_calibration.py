@@ -348,7 +348,9 @@ def test_packed_text_holds_as_many_rows_as_its_tokens_fill_in_every_stream(text,
 
 def test_the_check_says_so_before_anything_is_computed(config):
     CalibrationText(config, 512, HELD).check()
-    with pytest.raises(UserError, match=f"holds {HELD} sequences .*, {HELD + 1} are asked for; give {HELD} or fewer"):
+    with pytest.raises(
+        UserError, match=f"holds {HELD} sequences .*, {HELD + 1} are asked for; give --calibrate {HELD} or fewer"
+    ):
         CalibrationText(config, 512, HELD + 1).check()
     with pytest.raises(UserError, match=r"more than model\.vocab_size 100"):
         CalibrationText(config, 100, 1).check()

@@ -284,7 +284,7 @@ def test_an_elastic_folder_is_asked_for_nothing_but_a_size(elastic, tmp_path, co
 
 def test_more_text_to_calibrate_with_than_there_is_is_refused(runs, tmp_path, text_files):
     documents = sum(len(Path(file).read_text().splitlines()) for file in text_files["train"])
-    said = f"holds {documents} sequences of 32 tokens, 100000 are asked for; give {documents} or fewer, or more text"
+    said = f"holds {documents} sequences of 32 tokens, 100000 are asked for; give --calibrate {documents} or fewer"
     common = ("--checkpoint", runs / "salaad", "--output", tmp_path / "made", "--calibrate", 100_000)
     for size in (("--budget", "0.7"), ("--elastic",)):
         assert said in refused("compress.py", *common, *size)

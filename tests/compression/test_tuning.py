@@ -450,7 +450,7 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--elastic", "--budget=0.7,100", "--distill=1K"], "is below the floor"),
         (run, ["--elastic", "--budget=1M,0.8", "--distill=1K"], "a range of sizes from 1M would be above the"),
         (run, ["--budget=0.5", "--distill=none"], "--distill 'none' is no number"),
-        (run, ["--budget=0.5", "--match=100000"], "100000 are asked for"),
+        (run, ["--budget=0.5", "--match=100000"], "100000 are asked for; give --match "),
         (run, ["--budget=0.5", "--distill=1000M", *few], "tokens before it repeats, 31250000 are asked for"),
         (run, ["--budget=0.5", "--distill=1K", *gone], "nowhere.jsonl"),
         (tmp_path / "small", ["--budget=0.4", "--distill=1K"], "holds no dense original"),

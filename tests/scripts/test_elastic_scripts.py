@@ -14,7 +14,7 @@ from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
-from scripts.research.search_elastic import NAMED
+from scripts.shares import NAMED
 from tests.helpers.deploying import compress
 
 

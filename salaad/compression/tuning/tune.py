@@ -170,7 +170,7 @@ class Tuning:
 
     @cached_property
     def _sequences(self) -> CalibrationText:
-        return CalibrationText(self.data, self.source.folder.config.vocab_size, self.how.match)
+        return CalibrationText(self.data, self.source.folder.config.vocab_size, self.how.match, option="--match")
 
     @cached_property
     def _model(self) -> PreTrainedModel:
