@@ -207,7 +207,8 @@ class CompressOptions:
         roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
             without it.
         embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S; unless
-            given, it is split where the head is, if it is not tied and no --roles are given.
+            given, it is split where the head is, if it is not tied and no --roles are given, and with --rpca or --godec
+            where the run has it among its blocks.
         lm_head: split the head too, likewise; small sizes gain most by it. Unless given, it is split where a cut by
             energy has to remove something and its worth is known (from the training or by --calibrate), but not with
             --godec or --roles, a tied head, or a method that trains its factors.

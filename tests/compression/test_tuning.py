@@ -418,10 +418,15 @@ def sharpen(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.fixture
+def text(tiny_tokenizer_dir, text_files) -> dict[str, object]:
+    """Options for a text that a model on disk does not name."""
+    of = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tiny_tokenizer_dir}
+    return of | {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
+
+
 @pytest.mark.parametrize("way", ["rpca", "godec"])
-def test_any_dense_model_is_matched_and_distilled(tmp_path, tiny_tokenizer_dir, text_files, way):
-    text = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tiny_tokenizer_dir}
-    text |= {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
+def test_any_dense_model_is_matched_and_distilled(tmp_path, tiny_tokenizer_dir, text_files, text, way):
     for name, folder in families(tmp_path).items():
         AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
         found = []
@@ -430,6 +435,19 @@ def test_any_dense_model_is_matched_and_distilled(tmp_path, tiny_tokenizer_dir, 
             compress(folder, made, f"--{way}", budget="0.8", dtype="float32", **options, **text)
             found.append(divergence(made, folder, text_files["validation"]))
         assert found[1] < 0.95 * found[0], name
+
+
+def test_all_sizes_of_any_dense_model_are_matched_and_distilled(tmp_path, tiny_tokenizer_dir, text_files, text):
+    """In two ranges, the head split too where it is not tied; the smallest size is fitted in every step."""
+    for name, folder in families(tmp_path).items():
+        AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
+        shares = (0.9, 0.8) if name == "gpt2" else (0.7, 0.5)
+        words, found = ["--rpca", "--elastic", *["--lm_head"] * (name != "gpt2")], []
+        for options in ({}, {"match": 32, "distill": "4K"}):
+            made = tmp_path / f"{name}-{len(found)}"
+            compress(folder, made, *words, budget=",".join(map(str, shares)), dtype="float32", **options, **text)
+            found.append(divergence(made, folder, text_files["validation"], budget=shares[-1]))
+        assert found[1] < 0.95 * found[0], (name, found)
 
 
 def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, text_files):
