@@ -125,7 +125,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{FAIR}.json"
     if not measured.exists():
         return []
-    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh, "elastic/README.md#nano-20")
+    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh)
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
     return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 

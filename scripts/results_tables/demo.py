@@ -7,7 +7,7 @@ from typing import Any
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.elastic import by_label, short_memory
+from scripts.results_tables.elastic import by_label
 
 Row = Mapping[str, Any]
 
@@ -40,7 +40,6 @@ def summary_table() -> str:
         "which is matched and distilled on a twentieth of the training text "
         f"for {_fitting_cost(salaad):.0%} of the training's operations."
     )
-    told += short_memory([salaad, full], "results/elastic/README.md#nano-20")
     header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
 
@@ -50,13 +49,13 @@ def headline(salaad: Row, full: Row, models: Mapping[str, Sequence[Row]]) -> str
     said = []
     for share in SHARES[1:]:
         mine, alike = (_at(row, CUTS[row["label"]], share) for row in (salaad, full))
-        dense, split = (compared(mine["perplexity"] / other["perplexity"]) for other in (_dense(models, share), alike))
-        said.append((_part(mine, full["X"]["parameters"]), dense, split))
-    (first, *half), (second, *fifth) = said
+        others = {"a dense model trained at that size": _dense(models, share), "a full-rank model cut alike": alike}
+        beside = (f"{compared(mine['perplexity'] / one['perplexity'])} {name}" for name, one in others.items() if one)
+        said.append((_part(mine, full["X"]["parameters"]), " and ".join(beside)))
     whole = compared(salaad["X"]["perplexity"] / full["X"]["perplexity"])
+    (first, half), (second, fifth) = said
     return (
-        f"**At {first} of its parameters SALAAD's model is {half[0]} a dense model trained at that size and {half[1]} "
-        f"a full-rank model cut alike; at {second} {fifth[0]} the one and {fifth[1]} the other; whole, {whole} "
+        f"**At {first} of its parameters SALAAD's model is {half}; at {second} it is {fifth}; whole it is {whole} "
         "full-rank training.**"
     )
 
@@ -76,16 +75,16 @@ def samples() -> str:
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:
-    """The seeds of a model of which all that the table shows was measured."""
-    return [row for row in rows if {CUTS[row["label"]], FITTED[row["label"]]} <= row["ways"].keys()]
+    """The seeds of a model that was cut; of those that were fitted too, if any were."""
+    cut = [row for row in rows if CUTS[row["label"]] in row["ways"]]
+    return [row for row in cut if FITTED[row["label"]] in row["ways"]] or cut
 
 
 def _mean(rows: Sequence[Row]) -> Row:
     """Several seeds of a model as one, with the means of their perplexities."""
     first = rows[0]
-    ways = {
-        way: _mean_sizes([row["ways"][way] for row in rows]) for way in (CUTS[first["label"]], FITTED[first["label"]])
-    }
+    both = (CUTS[first["label"]], FITTED[first["label"]])
+    ways = {way: _mean_sizes([row["ways"][way] for row in rows]) for way in both if way in first["ways"]}
     [X] = _mean_sizes([[row["X"]] for row in rows])
     return {**first, "X": X, "ways": ways}
 

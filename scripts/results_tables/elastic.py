@@ -62,16 +62,13 @@ def samples_table(rows: Sequence[Row]) -> str:
     return markdown_table(("folder", "size", "text"), lines)
 
 
-def fair_table(
-    rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True, page: str = ""
-) -> str:
+def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True) -> str:
     """Every model whole, and what is cut from it to half and to a fifth in the best ways, with all that it takes.
 
     Args:
         rows: of compare_elastic.py.
         bench: what a step of every method takes at these shapes.
         is_fresh: whether the code behind what was measured at some commits is what it was; what is not gets a mark.
-        page: that says what another β₂ changes, if there is one.
     """
     lines = list(_fair_lines(rows, read_json(bench)["methods"]))
     old = [not is_fresh(commits) for _, commits, _ in lines]
@@ -85,19 +82,8 @@ def fair_table(
         f"method, *step time* is over full-rank's, of SALAAD while its weights are drawn (results/bench/{bench.name}). "
         "What is cut is at half, then at a fifth of the compressible parameters; ± is the deviation over the seeds."
     )
-    told += short_memory(rows, page) if page else ""
     told += " Some of the code behind every row has changed since it was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
-
-
-def short_memory(rows: Sequence[Row], page: str) -> str:
-    """What has to be said of rows with Adam's β₂ = 0.95, among them all that do not hold their settings."""
-    if not any(row["config"]["optimizer"]["betas"][1] == 0.95 for row in rows):
-        return ""
-    return (
-        " Full-rank training and SALAAD have Adam's β₂ = 0.95 here, and SALAAD's embedding is a block, both far from "
-        f"the best: [others change these figures]({page}), and all of them are being trained anew."
-    )
 
 
 def _fair_lines(
