@@ -9,7 +9,9 @@ import torch
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
 from salaad.methods.salaad.method import SalaadMethod
+from salaad.model.build import describe_model, outline
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_llama import IDS, llama
 from tests.helpers.training import lines, run_training, weights
@@ -161,3 +163,15 @@ def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypat
     assert not pending and lines(tmp_path / "whole") == lines(tmp_path / "pieces")
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "pieces")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_the_plan_of_a_run_has_the_targets_that_a_rank_holds_of_others():
+    """In float32: of all blocks but the rank's own; nothing alone, nor where the pull is coupled."""
+    words = ["--config", "nano", "--salaad.embedding=false"]
+    decoupled = read_command_line([*words, "--salaad.pull=decoupled"])[0]
+    model = outline(describe_model(decoupled.model, decoupled.data.sequence_length))
+    what, square, wide = "targets of other owners' blocks", 128 * 128, 128 * 344
+    blocks = 4 * (4 * square + 3 * wide)
+    assert SalaadMethod.memory(model, decoupled, 1)[what] == 0
+    assert SalaadMethod.memory(model, decoupled, 28)[what] == 4 * (blocks - square)  # each has one, the least a square
+    assert what not in SalaadMethod.memory(model, read_command_line(words)[0], 28)
