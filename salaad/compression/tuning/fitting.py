@@ -28,7 +28,7 @@ class Fitting:
     def __init__(self, parameters: Iterable[nn.Parameter], steps: int, rate: float) -> None:
         groups = [{"params": [p], "lr": rate * _size(p)} for p in parameters if p.numel()]
         self.steps, self.done = steps, 0
-        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
         self.schedule = LambdaLR(self.optimizer, warmup_and_cosine(_WARMUP, steps))
 
     def step(self, losses: Iterable[Tensor]) -> float:
