@@ -114,10 +114,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         for name, size in sizes.items()
     ]
     whole = ("--method=full_rank", *settings.dense)
-    others = {
-        name: (f"--method={name}", f"--optimizer.lr={lr:g}", f"--optimizer.projection_lr={share:g}")
-        for name, (lr, share) in settings.rates.items()
-    }
+    others = {name: (f"--method={name}", *rates.words) for name, rates in settings.rates.items()}
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
         Training("SALAAD", (*settings.dense, *settings.recommended(run.train.steps)), (*CUTS, *TUNED)),

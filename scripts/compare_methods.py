@@ -1,12 +1,13 @@
 """Every way to train at one scale: a short search of its learning rate, then one training in full with the best.
 
-    python scripts/compare_methods.py --config nano --output results/nano/methods.json
+    python scripts/compare_methods.py --config nano --output results/methods/nano.json
     python scripts/compare_methods.py --config nano-20 --projections 1,0.25 --search-only --output FILE --jobs 2
 
 For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
 this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. Then the
 same is done for every further share of the rate at which projections may learn, around the best rate with the share
-before; except for methods with a rate of their own for them. What the JSON file has is kept but for a run in full that
+before; except for methods with a rate of their own for them. With --own two other values of a setting of each method
+(`own_settings`) are tried at the best rates. What the JSON file has is kept but for a run in full that
 has other rates than the best, an interrupted run goes on, and the file is written anew after every run.
 """
 
@@ -29,6 +30,7 @@ from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
+from scripts.own_settings import alternatives
 from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
@@ -40,15 +42,28 @@ class Rates(NamedTuple):
     Args:
         lr: peak learning rate.
         projections: that of the projections, as a share of it.
+        settings: other options of train.py than the method brings.
     """
 
     lr: float
     projections: float
+    settings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Rates":
         """Those of a result; one rate for all where it names no second."""
-        return cls(row["lr"], row.get("projection_lr", 1.0))
+        return cls(row["lr"], row.get("projection_lr", 1.0), tuple(row.get("settings", ())))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As options of train.py."""
+        return f"--optimizer.lr={self.lr:g}", f"--optimizer.projection_lr={self.projections:g}", *self.settings
+
+    @property
+    def name(self) -> str:
+        """In names of folders and in tables, behind the learning rate."""
+        slower = f"x{self.projections:g}" if self.projections != 1 else ""
+        return f"lr{self.lr:g}{slower}" + "".join(f"-{word.rpartition('.')[2]}" for word in self.settings[:1])
 
 
 @dataclass(frozen=True)
@@ -60,12 +75,14 @@ class Contest:
         runs: folder of the runs.
         projections: shares of the learning rate at which projections learn; without any those that methods bring.
         extra: options of train.py for all.
+        own: settings of the methods themselves are searched too.
     """
 
     config: str
     runs: Path
     projections: tuple[float, ...]
     extra: tuple[str, ...]
+    own: bool = False
 
     def words(self, method: str) -> list[str]:
         """Options of train.py for all runs of a method."""
@@ -79,14 +96,18 @@ class Contest:
 
     def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
         """The summary of a run, trained if it is not there; in full without `steps`."""
-        slower = f"x{rates.projections:g}" if rates.projections != 1 else ""
-        folder = self.runs / (f"{method}-lr{rates.lr:g}{slower}" + ("" if steps is None else f"-{steps}-steps"))
-        learning = [f"--optimizer.lr={rates.lr:g}", f"--optimizer.projection_lr={rates.projections:g}"]
-        words = [*self.words(method), *learning]
+        folder = self.runs / (f"{method}-{rates.name}" + ("" if steps is None else f"-{steps}-steps"))
+        words = [*self.words(method), *rates.words]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
         about, summary = trained(words, folder)
-        found = {"lr": rates.lr, "projection_lr": rates.projections, "steps": steps, **about}
+        found = {
+            "lr": rates.lr,
+            "projection_lr": rates.projections,
+            "settings": rates.settings,
+            "steps": steps,
+            **about,
+        }
         if summary is None:
             print(f"{folder.name}: diverged", flush=True)
             return found | {"variants": {}}
@@ -99,22 +120,25 @@ class Contest:
         config, _ = read_command_line(self.words(method))
         entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
         search, centre = entry.setdefault("search", []), config.optimizer.lr
+
+        def tried(rates: Rates) -> None:
+            if rates not in map(Rates.of, search):
+                search.append(self.result(method, rates, steps))
+                search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"], Rates.of(row).settings))
+                save()
+
         for share in self.shares(method):
-
-            def tried(lr: float, share: float = share) -> None:
-                if Rates(lr, share) not in map(Rates.of, search):
-                    search.append(self.result(method, Rates(lr, share), steps))
-                    search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"]))
-                    save()
-
             for factor in FACTORS:
-                tried(centre * factor)
+                tried(Rates(centre * factor, share))
             while len(found := _found(search, share)) < len(FACTORS) + MOST_MORE:
                 best = min(found, key=found.get)
                 if best not in (min(found), max(found)):
                     break
-                tried(best / 2 if best == min(found) else best * 2)
+                tried(Rates(best / 2 if best == min(found) else best * 2, share))
             centre = min(found, key=found.get)
+        plain = best_rates({"search": [row for row in search if not Rates.of(row).settings]})
+        for settings in alternatives(config) if self.own else ():
+            tried(plain._replace(settings=settings))
         if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(entry)):
             entry["full"] = self.result(method, best_rates(entry), None)
             save()
@@ -122,7 +146,8 @@ class Contest:
 
 def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
     """Learning rate → perplexity, of the runs in which projections learn at this share of it."""
-    return {row["lr"]: _perplexity(row) for row in search if Rates.of(row).projections == share}
+    plain = [row for row in search if not Rates.of(row).settings]
+    return {row["lr"]: _perplexity(row) for row in plain if Rates.of(row).projections == share}
 
 
 def best_rates(entry: dict[str, Any]) -> Rates:
@@ -141,6 +166,7 @@ def main() -> None:
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas")
     parser.add_argument("--projections", default="", help="shares of the rate at which projections learn, as 1,0.25")
+    parser.add_argument("--own", action="store_true", help="search settings of the methods themselves too")
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/methods-CONFIG unless given")
     parser.add_argument("--search-only", action="store_true", help="no run in full")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which results are added")
@@ -154,7 +180,7 @@ def main() -> None:
     if not all(share > 0 for share in shares):
         raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
     runs = options.runs or ROOT / "runs" / f"methods-{options.config}"
-    contest = Contest(options.config, runs, shares, tuple(extra))
+    contest = Contest(options.config, runs, shares, tuple(extra), options.own)
     contest.runs.mkdir(parents=True, exist_ok=True)
     found = read_json(options.output)["methods"] if options.output.exists() else {}
     lock = Lock()

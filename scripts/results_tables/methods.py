@@ -87,9 +87,13 @@ def _at_the_edge(search: list[dict[str, Any]]) -> str:
 
 
 def _rates(row: dict[str, Any]) -> str:
-    """The learning rate of a result, times the share of it at which the projections learned where that is not one."""
-    share = row.get("projection_lr", 1.0)
-    return f"{row['lr']:g}" + (f" × {share:g}" if share != 1 else "")
+    """The learning rate of a result, times the share of it at which the projections learned where that is not one.
+
+    Behind it stands what other settings the run had than the method brings.
+    """
+    rates = Rates.of(row)
+    own = "".join(f", {word.rpartition('.')[2]}" for word in rates.settings)
+    return f"{rates.lr:g}" + (f" × {rates.projections:g}" if rates.projections != 1 else "") + own
 
 
 def widths_table(result: dict[str, Any]) -> str:

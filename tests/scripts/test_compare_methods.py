@@ -8,10 +8,21 @@ import pytest
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
+from salaad.config.methods import SETTINGS
+from salaad.methods.registry import method_of
+from salaad.model.build import describe_model, outline
 from scripts import compare_elastic, compare_methods
 from scripts.compare_methods import Rates, best_rates
+from scripts.own_settings import alternatives
 from scripts.results_tables.methods import search_table
 from scripts.trainings import Trained
+
+
+def stored(config) -> int:
+    """Parameters of the trained model."""
+    model = outline(describe_model(config.model, config.data.sequence_length))
+    method_of(config).rebuild(model, config)
+    return method_of(config).stored(model)["parameters"]
 
 
 @pytest.fixture
@@ -28,9 +39,14 @@ def search(tmp_path, monkeypatch):
             lr, share = config.optimizer.lr, config.optimizer.projection_lr
             steps = config.train.steps if "-steps" in folder.name else None
             slower = "" if share == 1 else f"x{share:g}"
+            own = {"--cola.keep_swiglu=false": "-keep_swiglu=false", "--optimizer.weight_decay=0": "-weight_decay=0"}
+            slower += "".join(name for word, name in own.items() if word in words)
             assert folder.name == f"{config.method}-lr{lr:g}{slower}" + (f"-{steps}-steps" if steps else "")
             found.append((lr, steps) if share == 1 else (lr, share, steps))
-            variants = {"X": {"perplexity": 100 + share + abs(log2(lr * share / best)), "tokens": 1}}
+            found[-1] += tuple(word for word in words if "cola." in word or "weight_decay" in word)
+            better = 0.5 if any("keep_swiglu=false" in word for word in words) else 0.0
+            loss = 100 + share + abs(log2(lr * share / best)) - better
+            variants = {"X": {"perplexity": loss, "tokens": 1}}
             return Trained(
                 {"command": " ".join(words), "steps": config.train.steps, "commit": "c"}, {"variants": variants}
             )
@@ -91,6 +107,40 @@ def test_the_comparison_at_every_size_takes_the_best_rates_over(search):
     settings = compare_elastic.Settings((), (), {"cola": best_rates(entry)})
     [cola] = [one for one in compare_elastic.trainings("nano", (), settings) if one.label == "cola"]
     assert cola.words == ("--method=cola", "--optimizer.lr=0.012", "--optimizer.projection_lr=0.25")
+
+
+def test_settings_of_the_methods_are_searched_at_the_best_rates_and_taken_over(search):
+    own = [(0.003, 250, "--cola.keep_swiglu=false"), (0.003, 250, "--optimizer.weight_decay=0")]
+    assert search(0.003, "--own") == [
+        *((lr, 250) for lr in (0.0015, 0.003, 0.006)),
+        *own,
+        (0.003, None, "--cola.keep_swiglu=false"),
+    ]
+    entry = json.loads(search.output.read_text())["methods"]["cola"]
+    assert best_rates(entry) == Rates(0.003, 1, ("--cola.keep_swiglu=false",))
+    assert "0.003, keep_swiglu=false: **100.5**" in search_table(json.loads(search.output.read_text()))
+    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry)})
+    [cola] = [one for one in compare_elastic.trainings("nano", (), settings) if one.label == "cola"]
+    assert cola.words[-1] == "--cola.keep_swiglu=false"
+    assert search(0.003, "--own") == []
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_every_method_has_two_other_settings_that_it_can_train_with_at_the_same_size(method):
+    config, _ = read_command_line(["--config", "nano", "--method", method])
+    others = alternatives(config)
+    assert len(others) == 2
+    for words in others:
+        other, _ = read_command_line(["--config", "nano", "--method", method, *words])
+        assert other != config
+        assert stored(other) == stored(config)
+
+
+def test_a_weaker_pull_of_salaad_has_thresholds_that_move_faster():
+    config, _ = read_command_line(["--config", "nano"])  # c 0.3, Δα 0.04, Δβ 0.0008
+    weaker, stronger = alternatives(config)
+    assert weaker == ("--salaad.rho_constant=0.15", "--salaad.delta_alpha=0.08", "--salaad.delta_beta=0.0016")
+    assert stronger == ("--salaad.rho_constant=0.6", "--salaad.delta_alpha=0.02", "--salaad.delta_beta=0.0004")
 
 
 def test_a_method_with_a_rate_of_its_own_for_projections_keeps_it(search):
