@@ -224,7 +224,8 @@ def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: 
     for training, seed in todo:
         row = rows.get((training.label, seed), {})
         left = [*([] if row else ["train"]), *comparison.left(training, row)]
-        minutes = f"{sum(took[what] for what in left if what in took):.0f}" if left else ""
+        known = f"{sum(took[what] for what in left if what in took):.0f}" if left else ""
+        minutes = known if took.keys() >= set(left) else f"more than {known}"
         lines.append((training.label, seed, "; ".join(left) or "–", minutes))
     return markdown_table(("model", "seed", "left", "minutes"), lines)
 

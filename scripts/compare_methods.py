@@ -61,9 +61,14 @@ class Rates(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In names of folders and in tables, behind the learning rate."""
+        """In names of folders."""
         slower = f"x{self.projections:g}" if self.projections != 1 else ""
-        return f"lr{self.lr:g}{slower}" + "".join(f"-{word.rpartition('.')[2]}" for word in self.settings[:1])
+        return f"lr{self.lr:g}{slower}" + "".join(f"-{short}" for short in self.own[:1])
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The settings without their section."""
+        return tuple(word.partition(".")[2] for word in self.settings)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ _OTHERS = {
 
 
 def alternatives(config: RunConfig) -> list[tuple[str, ...]]:
-    """Options of train.py for each; none for a method that is not known here."""
+    """Options of train.py for each."""
     if config.method in _OTHERS:
         return list(_OTHERS[config.method])
-    names = _NUMBERS.get(config.method, ())
-    return [tuple(_scaled(config, name, factor) for name in names) for factor in (0.5, 2) if names]
+    return [tuple(_scaled(config, name, factor) for name in _NUMBERS[config.method]) for factor in (0.5, 2)]
 
 
 def _scaled(config: RunConfig, name: str, factor: float) -> str:

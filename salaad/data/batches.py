@@ -143,6 +143,11 @@ class TrainingStream:
         """Rows of the global batches returned since the run began."""
         return self._rows
 
+    @property
+    def repeats(self) -> bool:
+        """Whether some stream of this rank has begun to read its text anew."""
+        return any(cursor.epoch for cursor in self._cursors.values())
+
     def state_dict(self) -> dict:
         """The position of the run and the cursors of the streams that this rank reads, for JSON."""
         return {

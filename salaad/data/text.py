@@ -170,12 +170,16 @@ def rows_before_repeating(text: Text, config: DataConfig, batch: int, most: int)
     Raises:
         UserError: the text cannot be read.
     """
-    plan = reading_plan(text, config, text.train_files, gcd(config.streams, batch), seed=0)
-    plan, encoder = replace(plan, epochs=1), Encoder(text.tokenizer)
+    plan, encoder = (
+        reading_plan(text, config, text.train_files, gcd(config.streams, batch), seed=0),
+        Encoder(text.tokenizer),
+    )
     streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
     for rows in range(0, most, len(streams)):
-        if any(stream.next_row() is None for stream in streams):
-            return rows
+        for stream in streams:
+            stream.next_row()
+            if stream.cursor.epoch:
+                return rows
     return most
 
 

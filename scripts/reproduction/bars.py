@@ -39,7 +39,7 @@ def rpca(rows: Sequence[RpcaRow], path: Path) -> None:
 
 
 def rpca_truth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What robust PCA finds beside what training made, in a shallow, a middle and a deep layer.
+    """What robust PCA finds beside what a matrix is made of, in a shallow, a middle and a deep layer.
 
     Args:
         rows: with `block`, `rank_ratio`, `density`, `true_rank_ratio` and `true_density`.
@@ -47,16 +47,16 @@ def rpca_truth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """
     bars = {
         "rank_ratio": ("rank ratio, found", SOLID["L"]),
-        "true_rank_ratio": ("rank ratio, as trained", HATCHED["L"]),
+        "true_rank_ratio": ("rank ratio, its own", HATCHED["L"]),
         "density": ("density, found", SOLID["S"]),
-        "true_density": ("density, as trained", HATCHED["S"]),
+        "true_density": ("density, its own", HATCHED["S"]),
     }
     inside = [row for row in rows if layer_of(row["block"]) is not None]
     figure = _layers({row["block"]: row for row in inside}, bars)
     means = {key: f"{fmean(row[key] for row in inside):.1%}" for key in bars}
     figure.suptitle(
         f"mean of all {len(inside)} matrices in layers: rank ratio {means['rank_ratio']} found, "
-        f"{means['true_rank_ratio']} trained; density {means['density']} found, {means['true_density']} trained",
+        f"{means['true_rank_ratio']} its own; density {means['density']} found, {means['true_density']} its own",
         fontsize=10,
     )
     save(figure, path)

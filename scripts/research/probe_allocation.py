@@ -80,7 +80,7 @@ def rows_of(path: Path, split: str | None, sequences: int, tokens: int) -> list[
     deployment = CheckpointDeployment(source, PostHoc(SalaadConfig(embedding=True), split) if split else None)
     data = own_text(source, DataConfig(**source.run["data"]))
     vocabulary = source.folder.config.vocab_size
-    training = list(CalibrationText(data, vocabulary, sequences).batches())
+    training = list(CalibrationText(data, vocabulary, sequences, option="--sequences").batches())
     held_out = open_text(data, vocab_size=vocabulary, training=False)
     validation = list(validation_batches(held_out, data, rows=16, max_tokens=tokens))
     model = source.folder.load(torch.float32)

@@ -36,10 +36,13 @@ def summary_table() -> str:
     trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, one seed of those trained small"
     told = (
         f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens a "
-        "parameter; lower is better. Cuts are made without text. The *fitted* columns are sizes of one folder, "
-        "which is matched and distilled on a twentieth of the training text "
-        f"for {_fitting_cost(salaad):.0%} of the training's operations."
+        "parameter; lower is better. Cuts are made without text."
     )
+    if FITTED["SALAAD"] in salaad["ways"]:
+        told += (
+            " The *fitted* columns are sizes of one folder, which is matched and distilled on a twentieth of the "
+            f"training text for {_fitting_cost(salaad):.0%} of the training's operations."
+        )
     header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
 

@@ -224,7 +224,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     whole = {label: _mean_of_x(mine) for label, mine in models.items() if label != _REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
-    for marker, (label, point) in zip("pPXhHdx8", others.items(), strict=False):
+    for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
         panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=label)
     if small:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")

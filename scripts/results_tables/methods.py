@@ -92,7 +92,7 @@ def _rates(row: dict[str, Any]) -> str:
     Behind it stands what other settings the run had than the method brings.
     """
     rates = Rates.of(row)
-    own = "".join(f", {word.rpartition('.')[2]}" for word in rates.settings)
+    own = "".join(f", {short}" for short in rates.own)
     return f"{rates.lr:g}" + (f" × {rates.projections:g}" if rates.projections != 1 else "") + own
 
 

@@ -238,7 +238,7 @@ def test_matching_reads_no_padding(tuned, tmp_path):
 class StopsAfterTwo:
     """A stream during whose third batch a stop is asked for."""
 
-    given = 0
+    repeats, given = False, 0
 
     def __next__(self) -> dict[str, Tensor]:
         self.given += 1
@@ -257,6 +257,24 @@ def test_a_stop_while_text_is_waited_for_saves_what_was_done(tuned, tmp_path):
     saved = SavedTuning(tmp_path / "state.pt")
     with pytest.raises(UserError, match="interrupted after 2 of 9 steps; the same command goes on"):
         distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked(), 0.0)
+    assert saved.load()["fitting"]["done"] == 2
+
+
+class RepeatsAfterTwo(StopsAfterTwo):
+    """A stream whose third batch begins the text anew."""
+
+    def __next__(self) -> dict[str, Tensor]:
+        self.given += 1
+        self.repeats = self.given > 2
+        return {"input_ids": ids(), "labels": ids()}
+
+
+def test_text_that_turns_out_to_repeat_ends_distillation_and_what_was_done_is_saved(tuned, tmp_path):
+    saved = SavedTuning(tmp_path / "state.pt")
+    with pytest.raises(
+        UserError, match="repeats after 2 of the 9 batches of --distill; give fewer tokens, or more text"
+    ):
+        distill(tuned, lambda state: RepeatsAfterTwo(), 9, saved, NeverAsked(), 0.0)
     assert saved.load()["fitting"]["done"] == 2
 
 

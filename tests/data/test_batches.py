@@ -205,17 +205,17 @@ def test_resume_at_another_world_size_and_batch_loses_and_repeats_nothing(text, 
     assert [row for part in (begun, alone, by_three, in_two) for batch in part for row in batch] == expected
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("batch", [4, 6])
-def test_rows_are_counted_up_to_the_first_that_training_would_read_again(text, config, batch):
-    seen, before = set(), 0
-    for row in itertools.chain.from_iterable(map(rows_of, TrainingStream(text, config, batch=batch))):
-        if row in seen:
-            break
-        seen.add(row)
-        before += 1
+def test_rows_are_counted_up_to_the_first_that_training_would_read_again(text, config, batch, packing):
+    config = replace(config, packing=packing)
+    stream, seen = TrainingStream(text, config, batch=batch), []
+    while not stream.repeats:
+        seen += rows_of(next(stream))
     found = rows_before_repeating(text, config, batch, most=10_000)
-    streams = np.gcd(config.streams, batch)  # they give a row each in turn, and the first that ends is no later
-    assert before - streams < found <= before
+    assert len(seen) - batch <= found < len(seen)
+    assert len(set(seen[:found])) == found > 100
+    streams = np.gcd(config.streams, batch)  # they give a row each in turn
     assert rows_before_repeating(text, config, batch, most=streams) == streams
 
 

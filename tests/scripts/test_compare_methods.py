@@ -140,6 +140,8 @@ def test_a_weaker_pull_of_salaad_has_thresholds_that_move_faster():
     config, _ = read_command_line(["--config", "nano"])  # c 0.3, Δα 0.04, Δβ 0.0008
     weaker, stronger = alternatives(config)
     assert weaker == ("--salaad.rho_constant=0.15", "--salaad.delta_alpha=0.08", "--salaad.delta_beta=0.0016")
+    assert Rates(0.003, 1, weaker).name == "lr0.003-rho_constant=0.15"
+    assert Rates(0.003, 1, weaker).own == ("rho_constant=0.15", "delta_alpha=0.08", "delta_beta=0.0016")
     assert stronger == ("--salaad.rho_constant=0.6", "--salaad.delta_alpha=0.02", "--salaad.delta_beta=0.0004")
 
 

@@ -93,6 +93,18 @@ def test_again_trusts_neither_results_nor_records_of_another_machine(call, place
     assert kept["trainings"][0]["commit"] == "abc" and kept["trainings"][0]["hours"] == 0.01
 
 
+def test_a_result_of_other_trainings_than_todays_is_left_to_do(call, place):
+    call("opening")
+    result = place / "results/nano/reproduce/opening.json"
+    kept = json.loads(result.read_text())
+    kept["trainings"][0]["name"] = "full_rank,rho=1"
+    result.write_text(json.dumps(kept))
+    rows = {row["item"]: row for row in json.loads(call("--list", "--json")[1][0])}
+    assert not rows["opening"]["done"] and rows["opening"]["runs_left"] == []
+    call("opening")
+    assert json.loads(result.read_text())["trainings"][0]["name"] == "full_rank"
+
+
 def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
     (place / "broken").write_text("full_rank")
     with pytest.raises(UserError, match=r"1 trainings failed \(full_rank\); opening lacks full_rank; .*; mend what"):

@@ -56,7 +56,7 @@ def distill(
         kept_at: step → the sizes that are trained then, alike: block → (rank, entries), all units for None.
 
     Raises:
-        UserError: the text cannot be read any further or a stop was requested; what was done is saved.
+        UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
     """
     state, learner = saved.load(), Learner(tuned, Fitting(tuned.trained(), steps, RATE), text_share, kept_at)
     if state is not None:
@@ -78,6 +78,12 @@ def distill(
             except (UserError, Stopped) as error:
                 save()
                 raise (error if isinstance(error, UserError) else interrupted()) from None
+            if stream.repeats:
+                save()
+                raise UserError(
+                    f"the training text repeats after {fitting.done} of the {steps} batches of --distill; give fewer "
+                    "tokens, or more text"
+                )
             loss = learner.step(batch["input_ids"], batch["labels"])
             bar.update()
             bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)

@@ -16,7 +16,7 @@ from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
-from salaad.compression.tuning.distillation import SIZES_A_STEP, distill
+from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, distill
 from salaad.compression.tuning.matching import PASSES, layer_names, match
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
@@ -29,7 +29,7 @@ from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _ROWS = 8  # of a batch
-_SURELY_ENOUGH = 16  # bytes of text files for every token that is asked for; less is counted
+_LIKELY_ENOUGH = 16  # bytes of text files for every token that is asked for; less is counted
 # Settings by which the same files and the same tokenizer give other rows.
 _MAKES_ROWS = ("text_field", "sequence_length", "packing", "shuffle_window", "streams")
 
@@ -69,16 +69,20 @@ class Tuning:
         self._check_length()
 
     def _check_length(self) -> None:
-        """Raise a UserError if distillation would read some of the text twice; read only as far as that is open."""
+        """Raise a UserError if distillation would read some of the text twice.
+
+        Of files so large that they hold enough in all likelihood that is left to the distillation itself.
+        """
         asked, length = self.steps * _ROWS, self.data.sequence_length
         size = [self._text.sizes.get(file) for file in self._text.train_files]
-        if None in size or sum(size) > _SURELY_ENOUGH * asked * length:
+        if None in size or sum(size) > _LIKELY_ENOUGH * asked * length:
             return
         found = rows_before_repeating(self._text, self.data, _ROWS, asked)
         if found < asked:
+            whole = found - found % _ROWS
             raise UserError(
                 f"the training text gives {found} sequences of {length} tokens before it repeats, {asked} are asked "
-                f"for; give --distill {found * length} or less, or more text"
+                f"for; give --distill {whole * length} or less, or more text"
             )
 
     @property
@@ -119,7 +123,7 @@ class Tuning:
         if not self.how.tokens:
             return cut
         tuned, matched = self._begin(cut), self._sequences.digest if self.how.match else ""
-        saved = self._saved(f"distill {name} {self.steps} {self.how.text_share} {self._rows_read} {matched}")
+        saved = self._saved(f"distill {name} {self.steps} {RATE} {self.how.text_share} {self._rows_read} {matched}")
         distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
