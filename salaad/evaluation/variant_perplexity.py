@@ -82,6 +82,7 @@ class VariantEvaluation:
             "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
             "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.folder.path) else None,
             "dtype": self.dtype,
+            "batch": self.batch,  # on which the legacy figure depends
             **({"half": self.half} if self.half else {}),
         }
         key = json.dumps(of)

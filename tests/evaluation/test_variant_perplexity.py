@@ -53,3 +53,12 @@ def test_kernels_that_cannot_be_used_are_told_of_and_the_figure_is_torchs(evalua
     native.uses_triton.cache_clear()
     assert len(said) == 1 and (row["device"], row["triton"]) == ("cpu", False)
     assert row["perplexity"] == expected
+
+
+def test_a_legacy_figure_of_other_batches_is_not_taken_from_the_cache(evaluation):
+    """exp(Σ of the batches' means / (batches + 1)): fewer batches lower it, and leave the perplexity as it is."""
+    small = evaluation(Variant("X"))
+    evaluation.batch = 8
+    large = evaluation(Variant("X"))
+    assert large["legacy_perplexity"] < 0.95 * small["legacy_perplexity"]
+    assert large["perplexity"] == pytest.approx(small["perplexity"], rel=1e-5)
