@@ -217,7 +217,7 @@ def test_rpca_truth_draws_what_was_found_beside_what_was_trained(tmp_path, drawn
         expected = [[(i + k) / 20 for i in range(first, first + 3)] for k in range(4)]
         assert list(bars(panel).values()) == expected
     assert [label.get_text() for label in panel.get_xticklabels()] == ["q", "o", "gate"]
-    assert "35.0% found, 40.0% trained; density 45.0% found, 50.0% trained" in drawn[0].get_suptitle()
+    assert "35.0% found, 40.0% its own; density 45.0% found, 50.0% its own" in drawn[0].get_suptitle()
     assert looks_drawn(tmp_path / "it.png")
 
 
