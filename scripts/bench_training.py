@@ -333,6 +333,7 @@ def main() -> None:
     methods = dict.fromkeys(["full_rank", *split_list(options.methods)])
     configs = {method: read_command_line([*rest, "--method", method])[0] for method in methods}
     for name, colon, words in (one.partition(":") for one in options.also):
+        check(name != "full_rank", "--also full_rank would replace what all are compared with; give another name")
         check(bool(colon), f"--also {name} has no colon; give a name and options, such as 'SALAAD: --salaad.every=5'")
         configs[name] = read_command_line([*rest, *words.split()])[0]
     config = configs["full_rank"]

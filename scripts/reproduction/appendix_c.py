@@ -1,5 +1,6 @@
 """Appendix C: what the ADMM takes of memory and operations, up to 70B, by the counts that the code itself goes by."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -49,6 +50,22 @@ def memory_and_operations(scale: Scale) -> Measured:
         }
         for shape, printed in PRINTED.items()
     ]
+    tables = _tables(rows, blocks)
+    a_token = rows[-1]["step_flops"] / (large.train.batch * large.data.sequence_length)
+    few, many = (operations / a_token for operations in PRINTED_PASS)
+    notes = [
+        "memory: R and T in float32 and singular vectors of up to half the short side; the paper counts L, S and Y, "
+        "and its gigabytes are those of two bytes a number, though it trains in float32",
+        f"operations: 6 per parameter and token and the attention, at {large.train.batch} × "
+        f"{large.data.sequence_length} tokens a step, all GPUs together; the paper puts a forward and backward pass "
+        f"of a 70B model at {PRINTED_PASS[0]:.0e} to {PRINTED_PASS[1]:.0e}, by our count that of {few:.0f} to "
+        f"{many:.0f} tokens",
+    ]
+    return Measured([*rows, *({"block": True, **row} for row in blocks)], tables, notes=notes)
+
+
+def _tables(rows: Sequence[Mapping[str, Any]], blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Caption → the sizes, and the blocks, as Markdown."""
     header = ("size", "parameters", "blocks", *(f"ADMM, GB a GPU, {one}" for one in (f"{GPUS} GPUs", "a GPU a block")))
     header += ("weights, gradients, Adam, GB", "operations of a step", "ADMM by full SVD", "ADMM by Gram matrix")
     lines = [
@@ -79,21 +96,10 @@ def memory_and_operations(scale: Scale) -> Measured:
         f"of it per step at K = {PAPER_K} (printed)",
         "update by Gram matrix",
     )
-    tables = {
+    return {
         f"per training step, K as configured, of 70b the paper's {PAPER_K}": markdown_table(header, lines),
         "one block of the 70B model": markdown_table(columns, own),
     }
-    a_token = rows[-1]["step_flops"] / (large.train.batch * large.data.sequence_length)
-    few, many = (operations / a_token for operations in PRINTED_PASS)
-    notes = [
-        "memory: R and T in float32 and singular vectors of up to half the short side; the paper counts L, S and Y, "
-        "and its gigabytes are those of two bytes a number, though it trains in float32",
-        f"operations: 6 per parameter and token and the attention, at {large.train.batch} × "
-        f"{large.data.sequence_length} tokens a step, all GPUs together; the paper puts a forward and backward pass "
-        f"of a 70B model at {PRINTED_PASS[0]:.0e} to {PRINTED_PASS[1]:.0e}, by our count that of {few:.0f} to "
-        f"{many:.0f} tokens",
-    ]
-    return Measured([*rows, *({"block": True, **row} for row in blocks)], tables, notes=notes)
 
 
 def bytes_per_parameter(config: RunConfig) -> float:

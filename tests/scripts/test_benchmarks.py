@@ -1,5 +1,8 @@
 """The benchmarks' clocks, what they say computes, and where."""
 
+import re
+import sys
+
 import pytest
 import torch
 
@@ -108,6 +111,21 @@ def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(monkeypa
     assert found["full_rank"]["seconds_per_step"] == 1 and found["full_rank"]["over_full_rank"] == 1
     assert found["salaad"]["periodic_seconds"] == pytest.approx(3)
     assert found["salaad"]["over_full_rank"] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ("SALAAD", "--also SALAAD has no colon; give a name and options"),
+        ("full_rank: --optimizer.lr=1", "--also full_rank would replace what all are compared with; give another name"),
+        ("SALAAD: --salaad.every=0", "salaad.every is 0"),
+    ],
+)
+def test_one_more_way_to_train_that_is_none_is_one_sentence(also, said, monkeypatch):
+    monkeypatch.setattr(bench_training, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "argv", ["bench_training.py", "--methods=salaad", "--config=nano", f"--also={also}"])
+    with pytest.raises(UserError, match=re.escape(said)):
+        bench_training.main()
 
 
 @pytest.mark.parametrize(

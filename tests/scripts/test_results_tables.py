@@ -79,6 +79,23 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
     assert {y for _, y in drawn["full-rank"]} == {51.0}
 
 
+def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa_of_halves(tmp_path):
+    bench = tmp_path / "methods.json"
+    cost = {"optimizer_bytes": 3e6, "method_bytes": 1e6, "over_full_rank": 1.25}
+    own = {"optimizer_bytes": 3e6, "method_bytes": 0, "over_full_rank": 1.5}
+    bench.write_text(json.dumps({"methods": {"salaad": cost, "SALAAD": own}}))
+    rows = [row(label, 0, 50.0, hpa=[51.0, 55.0, 80.0]) for label in ("SALAAD", "SALAAD, as in the paper")]
+    for one in rows:
+        one |= {"commit": "c", "text_tokens": 1e6, "method": "salaad"}
+        one["X"]["legacy_perplexity"] = 47.0
+        one["ways"]["hpa"][1] |= {"legacy_perplexity": 52.5, "other_perplexity": 90.0, "bytes": 5e6, "kappa": 0.65}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in elastic.fair_table(rows, bench).splitlines()]
+    assert ["SALAAD", "0", "50.00", "47.00", "", "2.00 M", "", "", "3.00 MB", "1.50"] in lines  # timed by its label
+    assert ["SALAAD, as in the paper", "0", "50.00", "47.00", "", "2.00 M", "", "", "4.00 MB", "1.25"] in lines
+    half = ["SALAAD: hpa, κ* 0.65", "0", "55.00", "52.50", "90.00", "1.50 M", "", "5.00 MB", "", ""]
+    assert half in lines and ["SALAAD: hpa", "0", "80.00", "", "", "1.20 M", "", "", "", ""] in lines
+
+
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     rows = [
         row("full-rank", 0, 60.0, rpca_head=[50.0, 50.0, 50.0]),

@@ -30,7 +30,7 @@ from salaad.hpa import Kept
 from salaad.model.loss import IGNORED, SummedDivergence
 
 SIZES_A_STEP = 2  # of many
-RATE = 0.005  # as in `Fitting`; half and twice are worse for a well-trained model, four times far worse
+RATE = 0.005  # as in `Fitting`; half of it is level for a well-trained model, twice and four times are worse
 _SECONDS = 60  # between two times that the state is saved
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
