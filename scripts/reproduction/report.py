@@ -18,8 +18,8 @@ ABOUT = (
     "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
     "Perplexity is exp of the mean loss over the second half of the validation text, the first being what κ* is chosen "
     "on (over all of it in items measured before 25bcf70: a table says its tokens); beside it, where a table has it, "
-    "stands the legacy figure of the field, the mean of batch means with batches + 1 in the denominator, so lower for fewer "
-    "batches: those of 32 rows in the items, of 16 in the first table.",
+    "stands the legacy figure of the field, the mean of batch means with batches + 1 in the denominator, so lower "
+    "for fewer batches: those of 32 rows in the items, of 16 in the first table.",
     "A claim agrees only if all parts of its measure hold; where a part would hold by chance, as nothing is there that "
     "it is about, the claim is not shown. The limits are in scripts/reproduction/criteria.py: the paper's own numbers "
     "wherever it prints one. They were set, or made stricter, when results of nano and micro were known, and X and "
