@@ -79,8 +79,9 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     told = (
         f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, here of 16 rows, *C4* the "
         "perplexity on C4 text; *stored*, *trained* and *bytes* are of the model in float32, *state* is that of the "
-        f"optimizer and the method, *step time* is over full-rank's, of SALAAD while its weights are drawn "
-        f"(results/bench/{bench.name}). What is cut is at half, then at a fifth of the compressible parameters; ± is the deviation over the seeds."
+        "optimizer and the method, *step time* is over full-rank's, of SALAAD while its weights are drawn "
+        f"(results/bench/{bench.name}). What is cut is at half, then at a fifth of the "
+        "compressible parameters; ± is the deviation over the seeds."
     )
     told += " Some of the code behind every row has changed since it was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
