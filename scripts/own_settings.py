@@ -23,10 +23,11 @@ _OTHERS = {
 
 
 def alternatives(config: RunConfig) -> list[tuple[str, ...]]:
-    """Options of train.py for each."""
+    """Options of train.py for each; none of a method that is registered from outside."""
     if config.method in _OTHERS:
         return list(_OTHERS[config.method])
-    return [tuple(_scaled(config, name, factor) for name in _NUMBERS[config.method]) for factor in (0.5, 2)]
+    names = _NUMBERS.get(config.method, ())
+    return [tuple(_scaled(config, name, factor) for name in names) for factor in (0.5, 2) if names]
 
 
 def _scaled(config: RunConfig, name: str, factor: float) -> str:

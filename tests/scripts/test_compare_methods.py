@@ -8,7 +8,6 @@ import pytest
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
-from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
 from scripts import compare_elastic, compare_methods
@@ -125,7 +124,10 @@ def test_settings_of_the_methods_are_searched_at_the_best_rates_and_taken_over(s
     assert search(0.003, "--own") == []
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+# By name, since other tests register methods of their own beside them.
+@pytest.mark.parametrize(
+    "method", ["full_rank", "salaad", "lora", "relora", "galore", "loro", "cola", "sltrain", "lost", "matformer"]
+)
 def test_every_method_has_two_other_settings_that_it_can_train_with_at_the_same_size(method):
     config, _ = read_command_line(["--config", "nano", "--method", method])
     others = alternatives(config)
