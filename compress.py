@@ -18,7 +18,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def main() -> None:
-    """Checkpoint × budget → folder, and its sizes in Markdown."""
+    """Write the compressed model's folder and print its sizes in Markdown."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     command = read(ModelOnDisk.open)

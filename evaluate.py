@@ -21,7 +21,7 @@ read = partial(read_options, "evaluate.py", __doc__, COMMANDS, with_data=("perpl
 
 
 def check_early() -> None:
-    """Help, and what is wrong with the options, before the imports below, which take seconds."""
+    """Print the help or raise the errors of the options before the imports below, which take seconds."""
     command = read(None)
     if command.name == "lm-eval":
         require_known(split_list(command.options.tasks))
@@ -60,7 +60,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig) -> None:
-    """X, L + S and any number of cuts, as the paper's Table 1 has them."""
+    """Measure the perplexity of X, L + S and any number of cuts, as in the paper's Table 1, and print the table."""
     deployment = open_deployment(source)
     names = options.variants or deployment.default_variants
     calibrated = options.calibrate > 0
@@ -76,7 +76,7 @@ def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig
 
 
 def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) -> None:
-    """The grid of budgets × κ, κ* per budget, and the elastic curve of every way to cut; beside them vanilla's."""
+    """Measure the grid of budgets × κ, the best κ per budget and the curve of every way to cut; of --vanilla too."""
     own = open_deployment(source)
     label = "SALAAD" if own.kind == "trained" else source.run.get("method", source.name)
     deployments = {label: own}
@@ -108,7 +108,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
 
 
 def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
-    """Accuracies of the installed lm-evaluation-harness, zero-shot."""
+    """Measure zero-shot accuracies with the installed lm-evaluation-harness and print their table."""
     tasks = split_list(options.tasks)
     task_data = Path(options.task_data) if options.task_data else None
     deployment = open_deployment(source)
@@ -138,7 +138,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
 
 
 def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
-    """Rank and density that robust PCA finds in the weights, beside those it finds in noise of the same shape."""
+    """Print the rank and density that robust PCA finds in the weights and in noise of the same shapes."""
     path = result_file(source, options, "rpca")
     model = source.folder.load(torch.float32)
     blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))
@@ -149,32 +149,32 @@ def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
 
 
 def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:
-    """Perplexities of one model with the options of this command."""
+    """Return the `VariantEvaluation` that measures perplexities of `deployment` with the options of this command."""
     tokens = parse_count(options.tokens, "--tokens")
     return VariantEvaluation(deployment, data, tokens=tokens, dtype=dtype_of(options), batch=options.batch)
 
 
 def dtype_of(options: EvaluationOptions) -> str:
-    """The dtype asked for, or else the one that this machine is fast in."""
+    """Return the dtype asked for; without --dtype bfloat16 on a GPU and float32 on a CPU."""
     return options.dtype or ("bfloat16" if best_device().type == "cuda" else "float32")
 
 
 def texts_read(evaluation: VariantEvaluation, rows: Sequence[dict[str, Any]]) -> str:
-    """Which text the figures are of, and which one calibrated the cuts."""
+    """Return a sentence that names the validation text and the text that calibrated the cuts."""
     sentence = f"Measured on {rows[0]['tokens']:,} tokens of {evaluation.data.name_of('validation')}."
     calibration = evaluation.deployment.calibration
     return sentence if calibration is None else f"{sentence} Calibrated on {calibration.described}."
 
 
 def result_file(source: ModelOnDisk, options: OutputOptions, name: str) -> Path:
-    """The JSON file of a table, which can be written to: found out before anything is measured."""
+    """Return the path of a table's JSON file; raise a UserError before measuring if it cannot be written."""
     path = (Path(options.output) if options.output else source.output) / f"{name}.json"
     require_writable(path)
     return path
 
 
 def show(table: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Print the table and keep its rows, beside those that were there, as JSON."""
+    """Print the table and add its rows to those in the JSON file `path`."""
     print(table)
     print(f"\nrows: {keep_rows(rows, path)}")
 

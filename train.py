@@ -1,6 +1,6 @@
 """Pretrain a language model with SALAAD (paper, Algorithm 1).
 
-Every step is a guided learning step: the optimizer follows the gradient of ℓ(X) + ℓ_ρ(X). When its time has come,
+Every step is a guided learning step: the optimizer follows the gradient of ℓ(X) + ℓ_ρ(X). Every K steps
 `method.after_step` runs the second stage: singular-value threshold, soft threshold, dual update, I-controller.
 """
 
@@ -49,14 +49,14 @@ from salaad.training.stopwatch import Stopwatch
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:
-    """Configuration → data, model, method → the loop."""
+    """Open data, model and method as configured, and train; with `options.dry_run` only print the plan."""
     source = model_source(config.model, config.data.sequence_length)
     accelerator = start_accelerator(config)
     check_run(config, source.config)
     if options.dry_run:
         on_gpu = options.device is not None or accelerator.device.type == "cuda"
         accelerator.print(plan_table(config, source.config, distributed.world_size(), on_gpu))
-        if options.device:  # which needs no text, and is asked for where there may be no network
+        if options.device:  # a prediction needs no text, and is made where there may be no network
             accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
         else:
             accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
@@ -83,7 +83,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
 
 
 class Trainer:
-    """One run: what a checkpoint holds, and the loop over it."""
+    """The training loop of one start of a run, and the state that its checkpoints hold."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Trainer:
         self.saved_step = self.step if checkpoint else -1
 
     def train(self) -> None:
-        """Algorithm 1 over the remaining steps, then the last update, evaluation, checkpoint and summary."""
+        """Run Algorithm 1 over the remaining steps; evaluate and save after the last one, and print the summary."""
         train = self.config.train
         agreement, batches = Agreement(self.device), self.begin()
         if self.due:
@@ -162,12 +162,12 @@ class Trainer:
             stop = self.request.asked or self.stream.error is not None
             targets = agreement.exchange(count_targets(batch["labels"]), stop, self.gradients.broken)
 
-            # Guided learning: the gradient of ℓ, which the owners of the blocks complete by that of ℓ_ρ (eq. 6).
+            # Guided learning: the gradient of ℓ, to which the owners of the blocks add the gradient of ℓ_ρ (eq. 6).
             loss = self.backward(batch, targets)
             self.method.after_backward()
             self.gradients.clip(self.step + 1)
             step_unless(self.gradients.broken, self.optimizer)
-            # The first token of a row is real, but predicted by nothing.
+            # Tokens are the targets and the first token of every row, which is no target.
             self.totals.add(loss, targets + train.batch, self.gradients.broken)
             lr = self.schedule.get_last_lr()[0]
             self.schedule.step()
@@ -196,9 +196,9 @@ class Trainer:
             print(summarize(self.folder, self.stopwatch.take()))
 
     def begin(self) -> Iterator[dict[str, Tensor]]:
-        """The batches, once every rank has its first; collective.
+        """Return the training batches once every rank has its first one; collective.
 
-        Whoever reads a checkpoint or text for longer than devices may take for a sum is waited for here.
+        A rank may read a checkpoint or text for longer than the timeout of a sum over the ranks; it is waited for here.
 
         Raises:
             Stopped: on every rank, if any was asked to stop.
@@ -212,7 +212,7 @@ class Trainer:
         return batches
 
     def backward(self, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
-        """Gradient of the global batch's mean loss per predicted token; returns this rank's share of that loss."""
+        """Compute the gradient of the global batch's mean loss per target; return this rank's share of that loss."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         micro_batches = list(
             zip(*(batch[key].split(self.config.train.micro_batch) for key in ("input_ids", "labels")), strict=True)
@@ -223,15 +223,15 @@ class Trainer:
             final = i == len(passes) - 1
             with nullcontext() if final else self.accelerator.no_sync(self.loss), context:
                 summed = self.loss(*(values.to(self.device, non_blocking=True) for values in (input_ids, labels)))
-                # The ranks' gradients are averaged, not summed: hence their number in the numerator. And a loss can be
-                # infinite where its gradient is not; times zero it is NaN, which spoils the gradient on every rank.
+                # The ranks' gradients are averaged, not summed: hence the world size in the numerator. A loss can be
+                # infinite while its gradient is finite; 0 · loss is then NaN, and so is the gradient on every rank.
                 scale = distributed.world_size() / (targets * times) + 0 * summed.detach()
                 self.accelerator.backward((summed * scale).to(summed.dtype))
             loss += summed.detach() / (targets * times)
         return loss
 
     def log(self, lr: float) -> None:
-        """Write what happened since the last line; the only place where the loop waits for the device."""
+        """Log the steps since the last line of metrics.jsonl, and the block records; waits for the device."""
         self.nonfinite.check(self.step)
         columns = self.method.columns()
         with self.stopwatch.phase("sync"):
@@ -251,7 +251,7 @@ class Trainer:
         self.totals.clear()
 
     def evaluate(self) -> None:
-        """Perplexity of X and of what the method deploys, on the validation text; still due if a stop comes between."""
+        """Measure the perplexity of the method's variants on validation text; still due if a stop interrupts."""
         self.recorder.blocks(self.method.drain_records())
         train, rank, size = self.config.train, distributed.rank(), distributed.world_size()
         found = []
@@ -268,14 +268,14 @@ class Trainer:
         self.due = False
 
     def stop(self) -> None:
-        """Save, say how to go on, and raise what the data could not go on for; collective."""
+        """Save, print how to resume, and raise the error of the training data if there is one; collective."""
         self.save(last=True)
         self.recorder.say(f"stopped after step {self.step}; go on with the same command: {run.resume_command()}")
         self.recorder.close()
         distributed.raise_first(self.stream.error)
 
     def save(self, last: bool = False) -> None:
-        """Write a checkpoint of the state after this step; collective. If that fails the run goes on, or ends here."""
+        """Write a checkpoint after this step; collective. If writing fails, go on, or raise a UserError if `last`."""
         if self.saved_step == self.step:
             return
         self.nonfinite.check(self.step)

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import salaad.factored  # noqa: F401  enters the folder formats into transformers' registry: from_pretrained opens them
+import salaad.factored  # noqa: F401  registers the folder formats with transformers, so that from_pretrained opens them
 from salaad.common.lazy import later
 from salaad.config.methods import SalaadConfig
 
@@ -25,7 +25,7 @@ _find = later(
 
 
 def __getattr__(name: str) -> Any:
-    """What takes long to import, when it is asked for."""
+    """Import and return a public name whose module takes long to import."""
     found = _find(name)
     import_module("salaad.compression.in_memory")  # gives Salaad its `compress`
     return found

@@ -1,9 +1,9 @@
-"""What every block keeps under one threshold on energy per parameter for the whole model.
+"""Allocation by energy: what every block keeps under one threshold on energy per parameter for the whole model.
 
 A unit is one singular value σ of a block, which costs n + m parameters and has the value per parameter σ²/(n + m), or
-one entry of its S, which costs one parameter and has its square. All units of a model form a queue in descending order
-of value per parameter, and a budget keeps the first ones: so a smaller budget keeps a subset of what a larger one
-keeps, and κ is a result.
+one entry s of its S, which costs one parameter and has the value s². All units of a model form a queue in descending
+order of value per parameter, and a budget keeps the first ones: so a smaller budget keeps a subset of what a larger one
+keeps, and κ is a result, not a setting.
 
 Values per parameter are compared by their leading five bits, in steps of 3 to 6 %; among equals the earlier block comes
 first. So a table with a few hundred rows, which a file can hold, determines exactly what any budget keeps.
@@ -37,7 +37,7 @@ class UnitQueue:
 
     @classmethod
     def of(cls, spectra: Spectra) -> "UnitQueue":
-        """The queue of name → (n, m, singular values of L, entries of S or their magnitudes)."""
+        """Build the queue from name → (n, m, singular values of L, entries of S or their magnitudes)."""
         sides = [values for _, _, sigma, S in spectra.values() for values in (sigma, S)]
         costs = [cost for n, m, *_ in spectra.values() for cost in (n + m, 1)]
         counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64)
@@ -56,16 +56,16 @@ class UnitQueue:
         return torch.tensor([(cost, 1) for cost in self.costs.values()], dtype=torch.int64).view(-1, 2)
 
     def keep(self, most: int) -> Kept:
-        """Name → (rank kept, entries kept) of as many first units of the queue as have at most `most` parameters."""
+        """Return name → (rank kept, entries kept) for the longest queue prefix of at most `most` parameters."""
         return self.first(most).units()
 
     def units(self) -> Kept:
-        """Name → (rank, entries) of all units."""
+        """Return name → (rank, entries): the number of units of each block and kind in the queue."""
         pairs = self.counts.sum(0).tolist()
         return {name: (rank, entries) for name, (rank, entries) in zip(self.costs, pairs, strict=True)}
 
     def first(self, most: int) -> "UnitQueue":
-        """The queue of as many first units as have at most `most` parameters."""
+        """Return the longest prefix of the queue with at most `most` parameters."""
         unit = self._unit_costs.flatten()
         counts = self.counts.flatten(1)
         spent = (counts @ unit).cumsum(0)
@@ -80,7 +80,7 @@ class UnitQueue:
 
 
 def _level(values: Tensor, cost: int) -> Tensor:
-    """The level of units with these values and this cost, below `_LEVELS` and rising with value per parameter."""
+    """The levels of units σ or s that cost `cost` parameters: below `_LEVELS`, rising with the value per parameter."""
     return (values.cpu().double().square() / cost).view(torch.int64) >> _DROPPED_BITS
 
 
@@ -104,7 +104,7 @@ def allocate_by_energy(spectra: Spectra, *, remove: int) -> Kept:
 
 
 def implied_kappa(blocks: Blocks, kept: Kept) -> float | None:
-    """The κ of eq. 9 that an allocation amounts to: the low-rank part of what is removed; None where nothing is.
+    """The κ of eq. 9 that an allocation amounts to: L's share of the removed parameters; None if none are removed.
 
     Args:
         blocks: name → (n, m, rank, nnz) of L + S as trained.

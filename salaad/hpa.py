@@ -59,7 +59,7 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
 
 
 def _remove(counts: Sequence[int], costs: Sequence[int], target: int) -> list[int]:
-    """How many units each block loses when the queue of all units is removed until `target` parameters are gone.
+    """Return the units that each block loses if the queue is removed from its start until `target` parameters are gone.
 
     Args:
         counts: units of each block.
@@ -101,7 +101,7 @@ def _remove(counts: Sequence[int], costs: Sequence[int], target: int) -> list[in
 
 
 def parameters(blocks: Blocks, kept: Kept | None = None) -> int:
-    """Σ rank·(n + m) + nnz over the blocks, as they are or as `kept` has them."""
+    """Σ rank·(n + m) + nnz over the blocks, with the ranks and entries of `blocks` or, if given, those of `kept`."""
     return sum(
         rank * (n + m) + nnz
         for name, (n, m, *whole) in blocks.items()

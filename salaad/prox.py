@@ -61,7 +61,7 @@ def _gram_spectrum(Z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def effective_ranks(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear") -> Tensor:
-    """The effective ranks (…) of spectra (…, n), each as `effective_rank` says; the host does not wait for them."""
+    """The effective ranks (…) of spectra (…, n), defined as in `effective_rank`; does not wait for the device."""
     values = sigma.double()
     covered = (values if energy == "nuclear" else values.square()).cumsum(-1)
     total = covered[..., -1:]
@@ -77,7 +77,7 @@ def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear")
         energy: `nuclear` is Σσ, as the paper defines it; `squared` is Σσ², as the authors' training code has it.
 
     Returns:
-        k between 1 and len(sigma), or 0 for the zero matrix; over len(sigma) it is the ratio Γ.
+        k between 1 and len(sigma), or 0 for the zero matrix; k / len(sigma) is the ratio Γ.
     """
     return int(effective_ranks(sigma, gamma, energy))
 

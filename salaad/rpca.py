@@ -10,7 +10,7 @@ from torch import Tensor
 
 from salaad.prox import soft_threshold, svt
 
-_STALLED = 100  # iterations without a new least residual after which it no longer falls
+_STALLED = 100  # iterations without a new least residual after which the loop ends
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def rpca(
     max_iterations: int = 1000,
     method: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Split D (n×m, float32 or float64) into a low-rank L and a sparse S (n×m), of its dtype and on its device.
+    """Split D (n×m, float32 or float64) into a low-rank L and a sparse S (n×m), of D's dtype on D's device.
 
     Everything is computed in float64: in float32 the residual stalls between 1e-7 and 1e-6, and the fast solver of
     `svt` is not accurate enough for thresholds down to 1e-7·‖D‖₂.
@@ -32,11 +32,11 @@ def rpca(
         D: the matrix.
         lam: weight λ of ‖S‖₁; 1/√max(n, m) if not given, so that transposing D transposes L and S.
         growth: factor of the penalty μ per iteration. Where D is not low-rank plus sparse, the density of S depends on
-            it, so report it beside the density.
-        tolerance: the loop ends at ‖D − L − S‖_F ≤ tolerance·‖D‖_F, or when that no longer falls. With a tolerance
-            below the rounding of D (3e-8 in float32) S fills with rounding errors.
+            the growth, so report both.
+        tolerance: the loop ends at ‖D − L − S‖_F ≤ tolerance·‖D‖_F, or when the residual no longer falls. With a
+            tolerance below the rounding of D (3e-8 in float32) S fills with rounding errors.
         max_iterations: the loop ends after so many.
-        method: that of `svt`.
+        method: the solver of the singular-value threshold, as in `svt`.
 
     Raises:
         ValueError: D is no finite matrix of these dtypes, or a setting is outside its limits.
@@ -77,7 +77,7 @@ def rpca(
 
 
 def not_a_finite_matrix(D: Tensor) -> str | None:
-    """Why D cannot be decomposed, as the rest of a sentence that begins with its name; None if it can."""
+    """Return why D cannot be decomposed, as the end of a sentence that begins with D's name; None if it can be."""
     if D.ndim != 2 or 0 in D.shape or not D.is_floating_point():
         return f"is {D.dtype} of shape {tuple(D.shape)}; give a matrix of real numbers"
     wrong = D.numel() - int(torch.count_nonzero(D.isfinite()))

@@ -1,4 +1,4 @@
-"""Parameter counts and budgets as users type them, and what the blocks of a model have to lose for a budget."""
+"""Parameter counts and budgets as users type them, and what the blocks of a model keep under a budget."""
 
 from salaad.common.errors import UserError
 from salaad.hpa import Blocks, Kept, allocate, parameters
@@ -10,7 +10,7 @@ def parse_count(text: str, what: str = "count") -> int:
     """The number that a text such as `10M`, `1.2M` or `194000000` stands for.
 
     Raises:
-        UserError: it is no number, or below 1; the error says of `what`, such as an option.
+        UserError: the text is no number, or below 1; the error names `what` it belongs to, such as an option.
     """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     count = round(finite_number(number, f"{what} {text!r}", "a number such as 10M or 194000000", unit))
@@ -20,7 +20,7 @@ def parse_count(text: str, what: str = "count") -> int:
 
 
 def parse_budget(text: str, dense: int) -> int:
-    """A budget in parameters: a count, or a fraction up to 1 of the `dense` model's; a UserError if below 1."""
+    """Return a budget in parameters, given as a count or as a fraction up to 1 of `dense`; a UserError if below 1."""
     if text[-1:].upper() in _UNITS:
         return parse_count(text)
     value = finite_number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
@@ -31,7 +31,7 @@ def parse_budget(text: str, dense: int) -> int:
 
 
 def finite_number(text: str, what: str, wanted: str, unit: int = 1) -> float:
-    """`text` as a number, times `unit`; if it is not finite, a UserError names `what` it is and what is `wanted`."""
+    """Return `text` as a number times `unit`; raise a UserError of `what` and `wanted` if it is not finite."""
     try:
         value = float(text) * unit
     except ValueError:
@@ -51,7 +51,7 @@ def format_count(count: int, up: bool = True) -> str:
 
 
 def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
-    """What the blocks of a model keep by HPA so that the whole model has at most `budget` parameters.
+    """Return the ranks and entries that the blocks keep by HPA so that the model has at most `budget` parameters.
 
     Args:
         blocks: name → (n, m, rank, nnz) of L + S as trained.
@@ -63,7 +63,7 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
         Name → (rank kept, entries kept).
 
     Raises:
-        UserError: the budget is below what is never compressed.
+        UserError: the budget is below `fixed`.
         ValueError: κ is out of range.
     """
     return allocate(blocks, remove=to_remove(blocks, fixed=fixed, budget=budget), kappa=kappa)
@@ -72,7 +72,7 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
 def to_remove(blocks: Blocks, *, fixed: int, budget: int, or_else: str = "") -> int:
     """C of eq. 8: parameters that the blocks have to lose so that the whole model has at most `budget`.
 
-    `fixed` parameters are never compressed; `or_else` is another cure than a larger budget.
+    `fixed` parameters are never compressed; `or_else` adds another cure than a larger budget to the error.
 
     Raises:
         UserError: the budget is below `fixed`.

@@ -1,4 +1,4 @@
-"""The folder of caches, and folders in it that several processes create once."""
+"""The cache folder, and folders in it that are created once, by one of several processes."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from filelock import FileLock
 
 
 def cache_folder() -> Path:
-    """`$SALAAD_CACHE`, or ~/.cache/salaad."""
+    """Return the cache folder: `$SALAAD_CACHE`, or ~/.cache/salaad."""
     return Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
 
 

@@ -1,10 +1,10 @@
-"""The collective operations between ranks; the only module that uses torch.distributed.
+"""The collective calls between ranks; the only module that makes calls of torch.distributed directly.
 
-At world size 1, every operation is the identity. What moves numbers between devices goes over the group that the
-launcher made, which gives up when a rank's text must have come (`training.launch.patience`). What waits for somebody's
-disk or network (`barrier`, `gather` and what is made of them) goes over one of its own that waits for hours, and says
-for whom. It knows that from a store that the launcher keeps; where the launcher has died, the ranks wait in silence and
-the run still saves.
+At world size 1, every operation is the identity. Sums and broadcasts of tensors use the launcher's process group, whose
+timeout allows for a rank that waits for its text (`training.launch.patience`). Calls that may wait for a rank's disk or
+network (`barrier`, `gather` and the functions built on them: "meetings") use a group of their own, which waits for
+hours while each waiting rank prints which ranks are absent. Presence is noted in a store that the launcher keeps; if
+the launcher has died, the ranks wait without a message and the run still saves.
 """
 
 import os
@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from salaad.common.errors import NotSavedError, UserError
 
 T = TypeVar("T")
-PATIENCE = 6 * 3600  # seconds that ranks wait for one at a disk or a network
-TOLD_AFTER = 60.0  # seconds of waiting, again and again
+PATIENCE = 6 * 3600  # seconds that ranks wait for a rank that uses its disk or network
+TOLD_AFTER = 60.0  # seconds of waiting between two messages
 _BUCKET = 2**25  # bytes that are averaged or sent at once
-_meetings = 0  # so far, the same on every rank
+_meetings = 0  # number of meetings so far, the same on every rank
 
 
 def world_size() -> int:
@@ -43,7 +43,7 @@ def rank() -> int:
 
 
 def machines() -> int:
-    """On how many machines the ranks are; 1 when nothing was launched."""
+    """Number of machines that the ranks run on; 1 when nothing was launched."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
@@ -61,18 +61,18 @@ def is_sharded(tensor: Tensor) -> bool:
 
 @cache
 def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of all ranks of `world` on the CPU that waits long; made when all ranks first come here."""
+    """Return a CPU group of all ranks of `world` with the timeout `PATIENCE`; the first call is collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
 
 
 @cache
 def _presence(world: dist.ProcessGroup) -> dist.Store:
-    """Who has come to which meeting of `world`; by a connection of its own, as making a group keeps the other busy."""
+    """Return the store of who came to which meeting; it has its own connection, as making a group occupies another."""
     return dist.PrefixStore("salaad", _default_store().clone())
 
 
 def _note(entry: str, present: bool) -> None:
-    """Write into the store who is there, or delete it; nothing where the store has gone with the launcher."""
+    """Write an entry "MEETING/RANK" into the store or delete it; do nothing if the store ended with the launcher."""
     with suppress(dist.DistError):
         store = _presence(dist.group.WORLD)
         if present:
@@ -82,7 +82,7 @@ def _note(entry: str, present: bool) -> None:
 
 
 def _tell(meeting: int, over: threading.Event) -> None:
-    """Say for whom this rank waits, again and again until the meeting is over."""
+    """Print every `TOLD_AFTER` seconds for which ranks this one waits, until the meeting is over."""
     waited = 0.0
     while not over.wait(TOLD_AFTER):
         waited += TOLD_AFTER
@@ -97,7 +97,7 @@ def _tell(meeting: int, over: threading.Event) -> None:
 
 @contextmanager
 def _meeting() -> Iterator[dist.ProcessGroup]:
-    """The patient group; within this context a rank that waits for others says for whom, now and then."""
+    """Context manager for one collective call on the patient group; a rank that waits in it prints for whom."""
     global _meetings
     _meetings += 1
     meeting, over = _meetings, threading.Event()
@@ -105,11 +105,11 @@ def _meeting() -> Iterator[dist.ProcessGroup]:
     teller = threading.Thread(target=_tell, args=(meeting, over), daemon=True)
     teller.start()
     try:
-        yield _patient(dist.group.WORLD)  # the first meeting waits here already
+        yield _patient(dist.group.WORLD)  # in the first meeting, making the group waits for all ranks
     finally:
         over.set()
         teller.join()
-    _note(f"{meeting - 1}/{rank()}", present=False)  # all have left the meeting before
+    _note(f"{meeting - 1}/{rank()}", present=False)  # all ranks have left the previous meeting
 
 
 def barrier() -> None:
@@ -160,7 +160,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def first_decides(action: Callable[[], T]) -> T:
-    """The result of `action`, which rank 0 alone runs, on every rank; its UserError is raised on every rank."""
+    """Run `action` on rank 0 alone and return its result on every rank; its UserError is raised on every rank."""
     result, problem = None, None
     if rank() == 0:
         try:
@@ -179,19 +179,19 @@ def raise_first(problem: UserError | None) -> None:
 
 
 def together(action: Callable[[], T], only: int | None = None) -> list[T]:
-    """Run `action`, which exchanges nothing with other ranks, on every rank, or on that named by `only`; collective.
+    """Run `action`, which exchanges nothing with other ranks, on every rank, or on rank `only` alone; collective.
 
     Returns:
         What every rank's action returned, in rank order, on every rank; small Python objects only.
 
     Raises:
-        NotSavedError: on every rank, what went wrong on any: an error of a disk or of memory, or a UserError.
+        NotSavedError: on every rank, if the action failed on any by an error of a disk or of memory or a UserError.
     """
     result, problem = None, None
     try:
         if only in (None, rank()):
             result = action()
-    except (OSError, RuntimeError, MemoryError, SafetensorError, UserError) as error:  # safetensors' is no OSError
+    except (OSError, RuntimeError, MemoryError, SafetensorError, UserError) as error:  # SafetensorError is no OSError
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     results, problems = zip(*gather((result, problem)), strict=True)
     for found in problems:
@@ -212,7 +212,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of one dtype that have up to `_BUCKET` bytes, or one tensor."""
+    """Yield the tensors in order, in lists of one dtype that have up to `_BUCKET` bytes or hold one larger tensor."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         size = sum(one.nbytes for one in bucket) + tensor.nbytes

@@ -32,7 +32,7 @@ class UserError(Exception):
 
 
 class NotFiniteError(UserError):
-    """A weight or a surrogate holds NaN or infinity; `block` names it."""
+    """The error of a weight or surrogate that holds NaN or infinity; `block` is its name."""
 
     def __init__(self, block: str, step: int) -> None:
         super().__init__(
@@ -43,19 +43,19 @@ class NotFiniteError(UserError):
 
 
 class NotSavedError(Exception):
-    """A checkpoint could not be written; the text says why. The one before is untouched."""
+    """The error of a checkpoint that could not be written; its text says why. The previous checkpoint is untouched."""
 
 
 class Stopped(BaseException):
-    """A stop was requested; a BaseException, so that no `except Exception` catches it."""
+    """The exception raised after a request to stop; a BaseException, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def in_a_sentence(path: Path) -> Iterator[Path]:
-    """Turn whatever is wrong with a file of tensors into one sentence.
+    """Context manager that turns an error in reading a file of tensors into a UserError.
 
-    A pickle is read with `weights_only`, which builds tensors and plain values alone. What else it asks for, what is
-    missing in it and what does not fit the run end in too many kinds of errors to list them.
+    A pickle is read with `weights_only`, which builds only tensors and plain values. Other contents, missing entries
+    and entries that do not fit the run raise too many kinds of exceptions to list.
     """
     try:
         with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def in_a_sentence(path: Path) -> Iterator[Path]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        # torch's own message for a pickle with more in it explains how to load it all the same.
+        # torch's own message for a pickle with other contents explains how to load it nevertheless.
         unsafe = isinstance(error, UnpicklingError)
         why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
@@ -88,7 +88,7 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave(130)
-    except BrokenPipeError:  # whoever read the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing raises it again
         leave(0)
     except OSError as error:

@@ -18,19 +18,19 @@ from salaad.common.errors import UserError
 CHECKOUT = Path(__file__).resolve().parents[2]  # the project's root, unless it was installed from a wheel
 CHECKSUMS = "checksums.json"
 PARTIAL = ".partial"  # suffix of a file that is not complete yet
-_LARGEST_JSON = 2**26  # bytes, a thousand times those of our files; parsed it takes about ten times as much memory
+_LARGEST_JSON = 2**26  # bytes, a thousand times our files' size; parsed, a file takes about ten times as much memory
 
 
 @contextmanager
 def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
-    """A temporary file to write, which replaces `path` at the end and is deleted after an error.
+    """Yield a temporary file to write, which replaces `path` at the end and is deleted after an error.
 
     Args:
         path: the file; a reader sees the old content or the new, never a part.
         to_disk: flush the new content before it replaces the old, and then the folder.
 
     Raises:
-        OSError: it cannot be written; the error names `path`.
+        OSError: the file cannot be written; the error names `path`.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -50,7 +50,7 @@ def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Bring a file or the names in a folder to the disk."""
+    """Flush the content of a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,7 +102,7 @@ def is_file(path: Path) -> bool:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """The path of a file that is named by another file of `folder`.
+    """Return the path of a file in `folder` whose name was read from another file of `folder`.
 
     The hub's cache keeps REPOSITORY/snapshots/REVISION/NAME as links into REPOSITORY/blobs, which are allowed.
 
@@ -130,7 +130,7 @@ def require_new(folder: Path) -> None:
 
 
 def json_file(name: str) -> Path:
-    """The path of the JSON file that an `--output` names; its folder is created, before the work whose result it holds.
+    """Return the path of the JSON file that `--output` names; create its folder, before the work for it begins.
 
     Raises:
         UserError: the folder cannot be created, or the name does not end in .json.
@@ -154,7 +154,7 @@ def require_writable(path: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which is renamed to `folder` at the end and deleted after an error.
+    """Yield a hidden folder to write into, which is renamed to `folder` at the end and deleted after an error.
 
     Raises:
         UserError: `folder` exists or cannot be created.
@@ -177,12 +177,13 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None, writte
     """List the SHA-256 of every file below `folder` in its checksums.json.
 
     Args:
-        folder: of the files.
-        known: name in the folder → SHA-256, of files that need not be read for it.
-        written: the names in the folder, where a network file system may not list all that other machines wrote.
+        folder: the folder of the files.
+        known: name in the folder → SHA-256 of files that were hashed before and are not read again.
+        written: names of the files; by default those that the folder lists, which on a network file system may lack
+            some that other machines wrote.
 
     Raises:
-        UserError: a file of these cannot be read.
+        UserError: a file is missing or cannot be read.
     """
     names, known = sorted(names_below(folder) if written is None else written), known or {}
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
@@ -195,14 +196,14 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None, writte
 def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
-    With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. For files that a
-    network file system does not show yet it waits up to `patience` seconds, and as long for the list of them.
+    With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. As a network
+    file system may not show them yet, checksums.json and then the files are waited for up to `patience` seconds each.
 
     Returns:
-        One digest of all these files, a key for results derived from them.
+        One digest of all compared files, a key for results derived from them.
 
     Raises:
-        UserError: the list or a file is missing, or a file is not listed or not what was written.
+        UserError: checksums.json or a file is missing, or a file is not listed or differs from what was written.
     """
     if unseen(folder, [CHECKSUMS], patience):
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
@@ -229,9 +230,9 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
 
 
 def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
-    """Which of the files cannot be seen after waiting up to `patience` seconds for them, which is said.
+    """Wait up to `patience` seconds until all files are visible, printing a message; return those that are not.
 
-    A network file system keeps for a while that a file was not there; listing its folder makes it look again.
+    A network file system caches for a while that a file was missing; listing its folder makes it look again.
     """
     absent, begun, told = list(names), time.monotonic(), False
     while absent := [name for name in absent if not (folder / name).is_file()]:
@@ -248,7 +249,7 @@ def unseen(folder: Path, names: Iterable[str], patience: float) -> list[str]:
 
 
 def names_below(folder: Path) -> set[str]:
-    """The files of a folder and those below it, but for its checksums.json."""
+    """Return the names of all files below `folder`, relative to it, without its checksums.json."""
     files = (path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     return {str(path.relative_to(folder)) for path in files}
 

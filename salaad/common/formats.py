@@ -6,7 +6,7 @@ from tabulate import tabulate
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns; every column but the first is set to the right."""
+    """A Markdown table with aligned columns: the first to the left, all others to the right."""
     alignment = ("left", *["right"] * (len(header) - 1)) if rows else None
     return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 

@@ -1,4 +1,4 @@
-"""What GPUs do by their data sheets: one table for predictions, for the choice of kernels and of solvers."""
+"""The data sheets of known GPUs: one table for predictions and for the choice of kernels and solvers."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from salaad.spectral.gpu_names import known_as, known_name
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet.
+    """The figures of a GPU's data sheet.
 
     Args:
         peaks: precision of training → dense operations a second.
-        bandwidth: of its memory, bytes a second.
-        memory: bytes.
-        link: to its neighbours in a machine, bytes a second in one direction.
-        network: its share of the network between machines, bytes a second.
-        rates: of the ADMM, in float32.
+        bandwidth: memory bandwidth in bytes a second.
+        memory: bytes of memory.
+        link: bytes a second in one direction to the other GPUs of its machine.
+        network: bytes a second between machines, this GPU's share.
+        rates: speeds of the ADMM's products and solvers, in float32.
     """
 
     peaks: dict[str, float]
@@ -29,7 +29,7 @@ class Gpu:
     rates: Rates
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations a second of products in `dtype`; float32 outside of tensor cores."""
+        """Operations a second of matrix products in `dtype`; products in float32 run outside of tensor cores."""
         return self.peaks["fp32" if dtype == torch.float32 else "bf16"]
 
 
@@ -47,10 +47,10 @@ GPUS = {
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The data sheet that a device goes by: that of an A100 for a GPU that is not known, with a warning."""
+    """Return the data sheet of a device: that of an A100 for an unknown GPU (with a warning) and for a CPU."""
     return GPUS[known_as(device)]
 
 
 def gpu_called(name: str) -> Gpu:
-    """The same by a GPU's own name."""
+    """Return the data sheet of a GPU by its device name: that of an A100 for an unknown one, with a warning."""
     return GPUS[known_name(name)]

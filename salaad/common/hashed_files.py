@@ -1,4 +1,4 @@
-"""Files whose SHA-256 is known when they are written, so that nobody reads gigabytes again to find it out."""
+"""Files whose SHA-256 is computed while they are written, so that gigabytes need not be read again for it."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-_APART = 2**18  # bytes from which hashing beside the disk is worth handing over to another thread
+_APART = 2**18  # bytes from which it is worth hashing in another thread while the disk writes
 _NAMES = {  # dtype → its name in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,7 +28,7 @@ _NAMES = {  # dtype → its name in safetensors
 
 
 class HashedFile:
-    """A new binary file, a context at whose end its content is on the disk; another thread hashes what is written.
+    """A new binary file and context manager, at whose end the content is on the disk; a thread hashes long writes.
 
     Args:
         path: the file.
@@ -38,11 +38,11 @@ class HashedFile:
         self._file, self._hash, self._pool = path.open("wb"), hashlib.sha256(), ThreadPoolExecutor(1)
 
     def __enter__(self) -> Self:
-        """This object."""
+        """Return this object."""
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Bring the content to the disk, unless writing it has failed."""
+        """Close the file; flush its content to the disk unless the context ended with an error."""
         self._pool.shutdown()
         with self._file:
             if kind is None:
@@ -50,7 +50,7 @@ class HashedFile:
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes."""
+        """Append bytes and return their number."""
         if len(data) < _APART:
             self._hash.update(data)
             return self._file.write(data)
@@ -61,7 +61,7 @@ class HashedFile:
             hashing.result()
 
     def flush(self) -> None:
-        """Nothing: the end of the context does it."""
+        """Do nothing: the content is flushed at the end of the context."""
 
     @property
     def digest(self) -> str:
@@ -70,19 +70,19 @@ class HashedFile:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> str:
-    """Write a safetensors file, one tensor after the other through the memory of the CPU.
+    """Write a safetensors file; the tensors are copied to the CPU one at a time.
 
     Args:
         tensors: name → tensor, on any device.
         path: the file.
-        metadata: what else its header says.
+        metadata: text entries for the `__metadata__` of the header.
 
     Returns:
-        SHA-256 of the file.
+        SHA-256 of the file, in hexadecimal.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
-    # The widest first, so that every number lies at a multiple of its size.
+    # The widest dtypes first, so that every number lies at a multiple of its size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:
         tensor = tensors[name]
@@ -92,7 +92,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
             "data_offsets": [place, place := place + tensor.nbytes],
         }
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # the format wants numbers at multiples of eight bytes
+    head += b" " * (-len(head) % 8)  # the format aligns the data to eight bytes
     with HashedFile(path) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for name in names:

@@ -1,4 +1,4 @@
-"""Getting along with `accelerate launch`: ending when it ends, and having the last word on standard error."""
+"""Processes under `accelerate launch`: they end with the launcher, and repeat an error after its traceback."""
 
 import ctypes
 import os
@@ -15,7 +15,10 @@ def _launched() -> bool:
 
 
 def follow_launcher() -> None:
-    """Get a SIGTERM when the launcher ends: with one process it passes no signal on, and the training would go on."""
+    """Have SIGTERM sent to this process when the launcher ends.
+
+    A launcher of one process passes no signal on, so the training would go on without the launcher.
+    """
     if _launched():
         launcher = os.getppid()
         ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGTERM)
@@ -26,8 +29,8 @@ def follow_launcher() -> None:
 def say_last(sentence: str) -> None:
     """Write a sentence to standard error once more when the launcher has ended.
 
-    To the exit code of a process it launched it adds a traceback of its own, which fills a screen. A process apart
-    waits for its end; nothing is done without a launcher, nor on ranks other than the first of a machine.
+    When a launched process fails, the launcher prints a traceback of its own, which fills a screen. A separate process
+    waits for the launcher's end. Without a launcher, or on a rank that is not its machine's first, nothing is done.
     """
     if not _launched() or os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: name → the module that it is found in."""
+    """Return a `__getattr__` for `package` that imports the names of `names` (name → its module) on demand."""
 
     def __getattr__(name: str) -> Any:
         if name not in names:

@@ -24,7 +24,7 @@ def is_wanted() -> bool:
     """Whether compiled kernels may be used: `SALAAD_NATIVE` is not 0.
 
     Raises:
-        UserError: it is neither 0 nor 1.
+        UserError: `SALAAD_NATIVE` is neither 0 nor 1.
     """
     setting = os.environ.get("SALAAD_NATIVE", "1")
     if setting not in ("0", "1"):
@@ -34,7 +34,7 @@ def is_wanted() -> bool:
 
 @functools.cache
 def uses_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device; on a GPU where they are wanted and cannot, a warning says why."""
+    """Whether Triton's kernels run on a device; a warning says why if they are wanted there and cannot run."""
     if not (device.type == "cuda" or (device.type == "cpu" and INTERPRETED)) or not is_wanted():
         return False
     reason = why_not(device)
@@ -44,12 +44,12 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def warn_of_torch(reason: str, device: torch.device) -> None:
-    """Say why kernels are not used on a device where they could be."""
+    """Warn that torch's operations are used on `device` in place of our kernels, for the given reason."""
     warnings.warn(f"{reason}, so torch's operations are used on {device} in place of our kernels", stacklevel=3)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on a GPU, or on the CPU by the interpreter; None if they can."""
+    """Return why Triton's kernels cannot run on a GPU, or on the CPU by the interpreter; None if they can."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install -e '.[gpu]' does it)"
     if INTERPRETED:
@@ -64,10 +64,10 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _trial(device: torch.device) -> str | None:
-    """Why a kernel could not be compiled and run, if so: a compiler may be missing, or a driver too old."""
+    """Return why a trial kernel fails, such as a missing compiler or too old a driver; None if it runs correctly."""
     try:
         doubled = import_module("salaad.common.triton_trial").doubled(torch.ones(3, device=device))
-    except Exception as error:  # whatever goes wrong in a trial is the reason not to go on
+    except Exception as error:  # any failure of the trial is a reason not to use Triton
         [said, *_] = str(error).strip().splitlines() or [type(error).__name__]
         compiler = "" if shutil.which("cc") or os.environ.get("CC") else "; it needs a C compiler, and there is none"
         return f"Triton cannot run a kernel ({said}{compiler})"

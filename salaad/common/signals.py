@@ -12,10 +12,10 @@ from salaad.common.errors import Stopped
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 (which schedulers send ahead of the time limit) or Ctrl-C requests a stop after the step.
+    """A request to stop after the current step: SIGTERM, SIGUSR1 or Ctrl-C.
 
-    Another one two seconds later or more ends the process at once. One within two seconds does not, as a scheduler may
-    signal the whole group and the launcher pass its signal on.
+    Schedulers send SIGUSR1 ahead of the time limit. A second signal more than two seconds later ends the process at
+    once. One within two seconds does not: a scheduler may signal the whole group and the launcher pass its signal on.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class StopRequest:
         self._when = 0.0
         self._process = os.getpid()
         self._waiting = False
-        if threading.current_thread() is threading.main_thread():  # no other may say what a signal does
+        if threading.current_thread() is threading.main_thread():  # no other thread may set signal handlers
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 signal.signal(number, self._handle)
 
@@ -39,7 +39,7 @@ class StopRequest:
 
     @contextmanager
     def ends_waiting(self) -> Iterator[None]:
-        """Within this context a request raises `Stopped` at once, since the result of the wait is not needed then."""
+        """Context manager for a wait: a request raises `Stopped` at once, as the result of the wait is not needed."""
         if self.asked:
             raise Stopped
         self._waiting = True

@@ -31,21 +31,21 @@ def at_least(section: object, low: float, *names: str) -> None:
 
 
 def one_or_more(section: object, *names: str) -> None:
-    """Turn a text such as `a,b` and a list, as YAML gives them, into a tuple."""
+    """Turn the named fields, which YAML gives as a text such as `a,b` or as a list, into tuples."""
     for name in names:
         value = getattr(section, name)
         object.__setattr__(section, name, split_list(value) if isinstance(value, str) else tuple(value))
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """The items of a list with commas; a regular expression, `re:PATTERN`, is one item with all that follows."""
+    """Return the items of a list with commas; everything from a first `re:`, a regular expression, is one item."""
     before, pattern, after = text.partition("re:")
     items = [item.strip() for item in before.split(",") if item.strip()]
     return (*items, pattern + after) if pattern else tuple(items)
 
 
 def section(kind: type[T], values: Any, place: Path) -> T:
-    """The dataclass `kind` with the `values` in a file; lists are accepted for tuples, which JSON does not have.
+    """Build the dataclass `kind` from the `values` in a file; lists pass for tuples, which JSON does not have.
 
     Raises:
         UserError: a key is unknown, or a value is of a wrong type or out of range.
@@ -59,7 +59,7 @@ def section(kind: type[T], values: Any, place: Path) -> T:
 
 
 def require_types(kind: type, values: Any, place: str = "") -> None:
-    """Compare the values for a dataclass, and for the dataclasses in it, with the declared types.
+    """Check that the values for a dataclass, and for the dataclasses in it, have the declared types.
 
     Args:
         kind: the dataclass.
@@ -70,7 +70,7 @@ def require_types(kind: type, values: Any, place: str = "") -> None:
         UserError: a value is of another type.
     """
     for name, wanted in _types(kind).items():
-        if name not in values:  # the sections of methods, which are compared one by one
+        if name not in values:  # `sections`, the settings of methods, which are checked one by one
             continue
         key, value = f"{place}.{name}".lstrip("."), values[name]
         if is_dataclass(wanted):
@@ -82,7 +82,7 @@ def require_types(kind: type, values: Any, place: str = "") -> None:
 
 
 def plain_type(kind: Any) -> str:
-    """A declared type in words: of a union what may be given, of a tuple that it is a list."""
+    """Describe a declared type in words: a union by its types other than None, a tuple as a list."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is UnionType:
@@ -99,7 +99,7 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value as text; Python refuses to print a whole number of thousands of digits."""
+    """Return a value as text, even a whole number of thousands of digits, which Python refuses to print."""
     try:
         return repr(value)
     except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _key(section: object, name: str) -> str:
-    """The name of an option as users type it: `train.steps`, `full_rank.x` of FullRankConfig, `--batch` alone."""
+    """The name of an option as users type it: `full_rank.x` for the x of FullRankConfig, `--batch` for a command's."""
     kind = type(section).__name__
     words = re.findall("[A-Z][a-z]*", kind.removesuffix("Config"))
     return f"{'_'.join(words).lower()}.{name}" if kind.endswith("Config") else f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""From the command line to a `RunConfig`: YAML beneath, `--section.key value` above, every error one sentence."""
+"""From the command line to a `RunConfig`: `--section.key value` overrides YAML, and every error is one sentence."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from salaad.config.run import DataConfig, ModelConfig, RunConfig
 from salaad.config.suggestion import settings_for
 
 CONFIGS = CHECKOUT / "configs"
-_LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes; ours have a thousandth of it, and three levels
+_LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes and levels; our files have a thousandth of these bytes and three levels
 _LONGEST_VALUE = 3500  # characters; Python writes out no number of more than 4300 digits
 
 
@@ -87,7 +87,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     own["model"] = _with_sizes(own["model"])
     config = RunConfig(**own, sections={name: instantiated[name] for name in settings})
     options = TrainOptions(**{f.name: instantiated[f.name] for f in fields(TrainOptions)})
-    if not arguments:  # somebody looks what this is
+    if not arguments:  # train.py without arguments shows the plan instead of training
         options = replace(options, dry_run=True)
     if options.output is None:
         stem = "-".join(Path(file.relative).stem for file in parsed.config or ()) or "run"
@@ -96,9 +96,10 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
 
 
 def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser: OptionParser) -> list[str]:
-    """The words of a command line in which a method's own settings hold unless an option says otherwise.
+    """Return the words of a command line with the method's own settings added, which later options override.
 
-    They hold against a file too, which was written for another method, unless the file names this one.
+    The settings override the --config files, which were written for another method, unless a file names this method;
+    then, or without a file, they become defaults of the parser.
     """
     last = max((i + (word == "--config") for i, word in enumerate(words) if word.startswith("--config")), default=None)
     files = [Path(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
@@ -113,7 +114,7 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser:
 
 
 def _with_sizes(model: ModelConfig) -> ModelConfig:
-    """The model with the sizes it has; with those found for it if it is like another."""
+    """Return the model with its sizes filled in: for a model that is `like` another, those found for `parameters`."""
     if model.like is None:
         return model
     sizes = read_plain_yaml(_config_path(model.like)).get("model", {})
@@ -123,12 +124,12 @@ def _with_sizes(model: ModelConfig) -> ModelConfig:
 
 
 class Command(NamedTuple):
-    """What a command line asks for.
+    """A parsed command line.
 
     Args:
         name: the subcommand.
         options: its options.
-        model: whatever `open_model` made of --checkpoint.
+        model: the result of `open_model` for --checkpoint, or None.
         data: the data settings, if the subcommand takes any.
     """
 
@@ -146,19 +147,19 @@ def read_options(
     with_data: Sequence[str] = (),
     arguments: Sequence[str] | None = None,
 ) -> Command:
-    """Parse the command line of a program with subcommands, or with none if the only one is named "".
+    """Parse the command line of a program with subcommands, or without any if the only key of `commands` is "".
 
     Args:
-        program: its file name.
-        description: one sentence.
+        program: file name of the program.
+        description: one sentence on the program.
         commands: subcommand → dataclass of its options, `checkpoint` among them.
-        open_model: opens and checks what --checkpoint names, once; the configuration of the run that trained it is its
-            attribute `run`. None only checks what is given.
+        open_model: opens and checks what --checkpoint names, once; the attribute `run` of its result is the
+            configuration of the training run. With None only the options are checked.
         with_data: subcommands that also take --data.*, whose defaults are the settings the checkpoint was trained with.
-        arguments: without the program's name; those of this process unless given.
+        arguments: the words after the program's name; by default those of this process.
 
     Raises:
-        UserError: as `read_command_line`.
+        UserError: as in `read_command_line`.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in arguments if word in commands), "")
@@ -182,7 +183,7 @@ def read_options(
 
 
 def _show_commands(program: str, description: str, commands: Mapping[str, type], arguments: Sequence[str]) -> NoReturn:
-    """What a program can do, and the end: asked for with exit code 0, without being asked with 2."""
+    """Print a program's usage and exit, with code 0 if --help was given, else 2; a UserError for an unknown command."""
     named = [name for name in commands if name]
     shown = [word for word in arguments if not word.startswith("-")][:1]
     asked = bool({"-h", "--help"} & set(arguments))
@@ -199,7 +200,7 @@ def _show_commands(program: str, description: str, commands: Mapping[str, type],
 
 
 def _as_python_names(arguments: list[str], kind: type) -> list[str]:
-    """Options as documented, `--task-data DIR` and a bare `--rpca`, in the library's form."""
+    """Turn options as documented, such as `--task-data DIR` or a bare `--rpca`, into the form of jsonargparse."""
     switches = {f"--{f.name}" for f in fields(kind) if f.type in (bool, bool | None)}
     named = [re.sub(r"^--[a-z-]+", lambda match: "--" + match[0][2:].replace("-", "_"), word) for word in arguments]
     following = [*named[1:], ""][: len(named)]
@@ -210,16 +211,16 @@ def _as_python_names(arguments: list[str], kind: type) -> list[str]:
 
 
 def _trained_with(run: Mapping[str, Any], arguments: list[str]) -> dict[str, Any]:
-    """Defaults of --data.*: those of the run that trained the model; of another text, how rows are cut."""
+    """Return defaults of --data.*: the training run's settings; if --data.source is given, only how rows are cut."""
     data = run.get("data", {})
     other = any(argument.startswith("--data.source") for argument in arguments)
-    # The tokenizer lies with the model; where it once came from may be gone.
+    # The tokenizer is stored with the model; the place that training took it from may be gone.
     kept = ("sequence_length", "packing") if other else [key for key in data if key != "tokenizer"]
     return {f"data.{key}": data[key] for key in kept if key in data}
 
 
 def _find_configs(arguments: list[str]) -> list[str]:
-    """Turn the bare name behind --config into a path, and a run's own config.yaml into one that can be read again."""
+    """Replace the name after each --config by the path of its file, whose content is checked."""
     found, expecting = [], False
     for argument in arguments:
         name = argument if expecting else argument.removeprefix("--config=")
@@ -234,21 +235,20 @@ def _config_path(name: str) -> Path:
     places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
     for place in places:
         if is_file(place):
-            read_plain_yaml(place)  # refuses what the library would choke on
+            read_plain_yaml(place)  # raises a UserError for content that jsonargparse cannot handle
             return place
     known = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
     raise UserError(f"--config {name} is no file and not in {CONFIGS.name}/; give a path or one of {known}")
 
 
 def read_plain_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that is a plain tree of named sections with one value a key.
+    """Read a YAML file that has to be a plain tree of named sections with one value a key.
 
-    A reader of YAML can be kept busy for good: by an alias of an alias of an alias, which a line turns into gigabytes,
-    or by brackets in brackets, which a parser follows until its stack is full. Nothing of that belongs in a
-    configuration, and it shows before a value is made.
+    A small file can exhaust a YAML reader: aliases of aliases turn a line into gigabytes, and a parser follows brackets
+    in brackets until its stack is full. A configuration needs neither, and both are found before a value is made.
 
     Raises:
-        UserError: it is not, or no YAML.
+        UserError: the file is no such tree, or no YAML.
     """
     cure = "give a plain YAML file as in configs/"
     sections = {*SETTINGS, *(f.name for f in fields(RunConfig) if is_dataclass(getattr(RunConfig(), f.name)))}
@@ -264,7 +264,7 @@ def read_plain_yaml(path: Path) -> dict[str, Any]:
         check(root is None or isinstance(root, yaml.MappingNode), f"{path} holds no sections; {cure}")
         _require_single_keys(root, path)
         for key, value in root.value if root else ():
-            # The library would take a name here for that of another file, to be read in its place.
+            # jsonargparse would take a text in place of a section for the name of another file, and read that file.
             section = key.value in sections and not isinstance(value, yaml.MappingNode)
             check(not section, f"{path} has {key.value} without keys of its own below it; {cure}")
         return yaml.safe_load(text) or {}
@@ -273,7 +273,7 @@ def read_plain_yaml(path: Path) -> dict[str, Any]:
 
 
 def _require_single_keys(node: yaml.Node | None, path: Path, place: str = "") -> None:
-    """Refuse keys that are no names or there twice, and values longer than Python would write out as a number."""
+    """Raise a UserError for keys that are no names or appear twice, and for values too long to print as a number."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:

@@ -8,7 +8,7 @@ from salaad.common.validation import at_least, check, one_or_more
 
 # The paper's downstream tasks.
 DEFAULT_TASKS = ("mmlu", "arc_challenge", "copa", "hellaswag", "boolq", "piqa")
-# Alternating projections that follow a cut by energy unless told otherwise.
+# Alternating projections that follow a cut by energy unless --refine is given.
 ALTERNATIONS = 20
 
 
@@ -113,7 +113,7 @@ class SweepOptions(TextOptions):
 
     @property
     def ways_to_split(self) -> list[str]:
-        """The rivals, one by one."""
+        """The names in --rivals; rpca if none are given."""
         return [name.strip() for name in (self.rivals or "rpca").split(",")]
 
 
@@ -241,7 +241,7 @@ class CompressOptions:
         if self.refine is not None:
             at_least(self, 0, "refine")
         if self.distill is not None:
-            parse_count(self.distill, "--distill")  # refuses what is none
+            parse_count(self.distill, "--distill")  # raises a UserError if it is no count
         check(0 <= self.text_share <= 1, f"--text_share is {self.text_share}, outside [0, 1]; give a share")
         learns = self.distill is not None or not self.text_share
         check(learns, f"--text_share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
@@ -290,7 +290,7 @@ class CompressOptions:
 
     @property
     def alternations(self) -> int:
-        """Alternations of the refinement: of what is cut by energy some unless told otherwise."""
+        """Number of alternating projections: --refine, by default `ALTERNATIONS` for a cut by energy, else 0."""
         if self.refine is not None:
             return self.refine
         return ALTERNATIONS if self.budget is not None and self.by_energy else 0

@@ -1,11 +1,11 @@
 """The settings of each method as its source gives them, by the size of the model: nano, 60m, 130m, 350m and 1b.
 
 Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), GaLore (2403.03507), LORO (ICLR 2025),
-CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining and of LOST were never
-released, and ReLoRA's at 1b neither: ours are those of ReLoRA, of SLTrain, and of the size below. The optimizer is what
-the runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of warm-up; the
-warm-up of LORO ends where its schedule peaks. No source knows `nano`: there the learning rates are those that a short
-search found (results/methods), and all else is as at 60m.
+CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining, of LOST and of ReLoRA at 1b
+were never released: in their place stand those of ReLoRA, of SLTrain and of ReLoRA at 350m. The optimizer is what the
+runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of the steps as
+warm-up; the warm-up of LORO ends where its schedule peaks. No source has `nano`: there the learning rates are those
+that a short search found (results/methods), the rank is a quarter of the width, and all else is as at 60m.
 """
 
 from typing import Any
@@ -63,10 +63,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(method: str, model: ModelConfig) -> dict[str, Any]:
-    """Setting → value, by the names they have in a configuration; nothing for a method without a table.
+    """Return setting (its name in a configuration) → value for a method; empty for a method without a table.
 
     A model of another width has the settings of the next smaller size (of nano below that), and a quarter of its width
-    for a rank. Of a model from a folder the width is not known, and the dataclass of the method says what holds.
+    as rank. The width of a model from a folder is not known: the result is empty, and the method's defaults hold.
     """
     if method not in _SETTINGS or model.path is not None:
         return {}

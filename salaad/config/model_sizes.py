@@ -14,14 +14,14 @@ def parameters(model: ModelConfig) -> int:
 
 
 def scaled_to(model: ModelConfig, count: int) -> ModelConfig:
-    """The model of `count` parameters with the depth, the heads and, as near as may be, the proportions of `model`.
+    """Return a model of `count` parameters with the depth, the heads and nearly the proportions of `model`.
 
-    The width h is a multiple of twice the heads, so that a head's width is even. Of all widths the one is taken at
-    which the SwiGLU width i that makes up the count has the ratio i/h nearest to `model`'s. One unit of i is 3h·L
-    parameters, so the count is met to half of that.
+    The width h is a multiple of twice the heads, so that a head's width is even. To every h that fits belongs a SwiGLU
+    width i that makes up the count; the h is taken whose ratio i/h is nearest to that of `model`. One unit of i is 3h·L
+    parameters, so the count is met to within half of 3h·L.
 
     Raises:
-        UserError: the count is below the least such model's.
+        UserError: the count is below that of the smallest such model.
     """
     unit, layers = 2 * model.num_attention_heads, model.num_hidden_layers
     ratio = model.intermediate_size / model.hidden_size

@@ -1,4 +1,4 @@
-"""jsonargparse as people meet it here: lists in any form, help without Python's types, errors in one sentence."""
+"""jsonargparse adapted to this project: lists in any form, help without Python's types, errors in one sentence."""
 
 import argparse
 import difflib
@@ -16,11 +16,11 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_setti
 from salaad.common.errors import UserError
 from salaad.common.validation import PLAIN_TYPES, require_types, split_list
 
-# The oldest version of the library's own warnings is about its next release, not about the user's input.
+# The deprecation warnings of jsonargparse are about its own next release, not about the user's input.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 set_parsing_settings(validate_defaults=False)
 
-# What other trainers call an option of ours.
+# Name of an option in other training programs → name of ours.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "max_steps": "train.steps",
@@ -34,7 +34,7 @@ _EMPTY = ("null", "()", "")
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """What an option means and what holds unless it is given, without the names of types."""
+    """A help formatter that shows each option's meaning and default without the names of Python types."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = super()._expand_help(action)
@@ -52,25 +52,25 @@ class OptionParser(ArgumentParser):
         super().__init__(exit_on_error=False, allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def format_help(self) -> str:
-        """The help, in which an option of a command has dashes, and a key of a configuration its underscores.
+        """Return the help, in which options of a command have dashes and keys of a configuration underscores.
 
-        That a value may also be none at all is how options are declared, not what anybody types.
+        `null` is removed from the choices: it is how optional values are declared, not what anybody types.
         """
         text = super().format_help().replace(",null}", "}")
         return re.sub(r"--[a-z]+(_[a-z]+)+(?![\w.])", lambda option: option[0].replace("_", "-"), text)
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a declared type is a tuple, or may be one."""
+    """Whether a declared type is a tuple, or a union that contains one."""
     return get_origin(kind) is tuple or (isinstance(kind, UnionType) and any(map(is_list, get_args(kind))))
 
 
 def with_lists(arguments: list[str], kinds: Iterable[tuple[type, str]]) -> list[str]:
-    """Arguments in which every list, given as `a,b`, as `a b` or as `["a", "b"]`, is one word that the library takes.
+    """Return the arguments with every list, given as `a,b`, `a b` or `["a", "b"]`, as one word for jsonargparse.
 
     Args:
-        arguments: of a command line.
-        kinds: dataclasses of its options, and the section of each. A field holds a list if its type is a tuple, or, as
+        arguments: the words of a command line.
+        kinds: dataclasses of its options, each with its section. A field holds a list if its type is a tuple, or, as
             text with commas, if `lists` of the dataclass names it.
     """
     lists = {name: kind for one in kinds for name, kind in _lists_of(*one)}
@@ -93,7 +93,7 @@ def with_lists(arguments: list[str], kinds: Iterable[tuple[type, str]]) -> list[
 
 
 def _lists_of(kind: type, section: str) -> Iterator[tuple[str, Any]]:
-    """(Key, type) of the lists in a dataclass and in the dataclasses in it."""
+    """Yield (key, type) of every list in a dataclass and in the dataclasses in it."""
     hints = get_type_hints(kind)
     for name in (f.name for f in fields(kind)):
         key = f"{section}.{name}".lstrip(".")
@@ -121,9 +121,10 @@ def _leaves(kind: Any) -> set[Any]:
 
 
 def parse(parser: OptionParser, arguments: list[str], *kinds: tuple[type, str]) -> tuple[Any, Any]:
-    """What is given, as read and as made; `kinds` are the dataclasses in it and their keys, whose types are compared.
+    """Return the parsed values and the objects made from them.
 
-    The library itself takes null for a value of any type.
+    `kinds` are the dataclasses among them with their keys; their values' types are checked here, as jsonargparse takes
+    null for a value of any type.
     """
     try:
         parsed = parser.parse_args(arguments)
@@ -135,13 +136,13 @@ def parse(parser: OptionParser, arguments: list[str], *kinds: tuple[type, str]) 
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        # The library promises the one above. A file can make it raise others, by keys with dots, by a number where a
-        # section belongs or by digits without end, from wherever in it the value first meets an operation.
+        # jsonargparse promises only ArgumentError. A file can make it raise others, by keys with dots, by a number
+        # where a section belongs or by digits without end, from wherever in its code the value is first used.
         raise UserError(f"what is set is no configuration ({error}); see {parser.prog} --help") from None
 
 
 def _sentence(message: str, parser: OptionParser) -> str:
-    """The library's message on one line, with the nearest known option where one is unknown."""
+    """Turn a message of jsonargparse into one sentence, which names the nearest known option for an unknown one."""
     message = " ".join(message.split())
     unknown = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     key = f"{unknown[1]}.{unknown[2]}" if unknown else None
@@ -166,7 +167,7 @@ def _sentence(message: str, parser: OptionParser) -> str:
 
 
 def _complaint(text: str) -> str:
-    """The library's sentence about a value, without the types in it."""
+    """Turn what jsonargparse says about a value into words without the names of Python types."""
     value = re.search(r"(?:Got|Given) value: (.*?)$", text)
     choices = re.search(r"Literal\[(.*?)\]", text)
     expected = text.partition("Given value type")[0]
@@ -178,7 +179,7 @@ def _complaint(text: str) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known key that was probably meant: one that ends in this name before one that only looks like it."""
+    """Return the known key that was probably meant: with the same last part, our name for it, or a similar one."""
     known = [name for name in known if name not in ("h", "help")]
     key = key.replace("-", "_")
     leaves: Mapping[str, str] = {name.rpartition(".")[2]: name for name in reversed(known)}

@@ -11,7 +11,7 @@ from typing import Literal
 from salaad.common.validation import at_least, check, one_or_more
 from salaad.config.methods import SETTINGS, MethodConfig, settings_class
 
-_MOST_LAYERS, _WIDEST = 1024, 2**24  # past which a plan takes minutes to draw up, or overflows
+_MOST_LAYERS, _WIDEST = 1024, 2**24  # limits beyond which computing a plan takes minutes or overflows
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class DataConfig:
             )
 
     def name_of(self, part: Literal["training", "validation"]) -> str:
-        """The text of one part, in words."""
+        """Return a description of the training or the validation text, in words."""
         if self.source == "files":
             return ", ".join(self.files if part == "training" else self.validation_files)
         known = {"python-docs": "the documentation on this machine (python-docs)", "c4": "C4, from the hub"}
@@ -248,7 +248,7 @@ class RunConfig:
         )
 
     def __getattr__(self, name: str) -> MethodConfig:
-        # Only asked for what is no field: the section of a method, by the name it has in a YAML file.
+        # Called only for names that are no fields: the section of a method, by its name in a YAML file.
         if name not in SETTINGS:
             raise AttributeError(f"a run's configuration has no {name}")
         return self.sections.get(name) or SETTINGS[name]()
@@ -259,9 +259,9 @@ class RunConfig:
         return getattr(self, self.method)
 
     def to_dict(self) -> dict:
-        """Plain dictionaries and lists, as YAML and JSON hold them; a method's settings in a section of its name.
+        """Return plain dictionaries and lists, as YAML and JSON hold them; a method's settings form a section.
 
-        Of other methods than the run's own only those sections are there that differ from the defaults.
+        The sections of methods other than the run's own are left out if they equal the defaults.
         """
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "sections"}
         for name, kind in SETTINGS.items():

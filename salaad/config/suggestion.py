@@ -1,26 +1,27 @@
 """Settings of SALAAD for a run of a given length.
 
 They are `nano`'s at its 2,000 steps, and `micro`'s at 5,000 but for a K twice as long. In longer runs the pull over the
-whole run, c·steps, stays, down to the paper's c: at every step it is weaker, so is what it leaves between L and X, and
-the thresholds go further. In shorter ones more than nano's c costs X more than it helps L + S (tried at 250 to 1,000
-steps), and the thresholds have to go a little further, as the weights have followed less.
+whole run, c·steps, stays constant until c is the paper's: the pull of a step is weaker and ties X less to L + S, and
+the thresholds go further. In shorter runs c stays nano's, as a larger c costs X more than it helps L + S (tried at 250
+to 1,000 steps), and the thresholds have to go a little further, as the weights have followed less.
 
-Those make L + S small by itself. Where the model is to be cut anyway, a weaker pull that ends half way costs X far
-less, and cuts as well (results/elastic): a quarter of c, with thresholds that move as fast.
+These settings make L + S small by itself. Where the model is to be cut anyway, a weaker pull that ends half way costs X
+far less, and its cuts are as good (results/elastic): a quarter of c, with Δα and Δβ four times as large, so that α
+and β move as fast.
 """
 
 from typing import Any
 
 from salaad.common.validation import check
 
-_NANO = 2000  # steps at which these were found
-_PULL = 600  # c·steps from there on
-_LEAST = 0.01  # c that the paper's ρ come to, at tens of thousands of large batches
+_NANO = 2000  # steps of the run at which the settings were found
+_PULL = 600  # c·steps of runs with `_NANO` steps or more
+_LEAST = 0.01  # the least c: that of the paper's ρ, at tens of thousands of large batches
 _UPDATES = 400  # ADMM updates of a block, as long as K is at most _LONGEST
 _LONGEST = 10
-_WAY = 16.0  # updates·Δα
+_WAY = 16.0  # updates·Δα at `_NANO` steps
 _ALPHA_OVER_BETA = 50
-_WEAKER = 4  # times, the pull of a model that is to be cut
+_WEAKER = 4  # divisor of c, and factor of Δα and Δβ, for a model that is to be cut
 _RELEASE = 0.5
 
 
@@ -28,11 +29,11 @@ def settings_for(steps: int, *, elastic: bool = False) -> dict[str, Any]:
     """K, c, Δα, Δβ (and `release`) for a run of so many optimizer steps, by their names in `SalaadConfig`.
 
     Args:
-        steps: of the optimizer.
-        elastic: for a model that is to be cut, whose X is to cost little; else L + S is to be small by itself.
+        steps: optimizer steps of the run.
+        elastic: whether the model is to be cut, so that the pull is to cost X little; else L + S is small by itself.
 
     Raises:
-        UserError: there are none.
+        UserError: `steps` is below 1.
     """
     check(steps >= 1, f"steps is {steps}, but a run has at least 1; give 1 or more")
     every = min(_LONGEST, max(1, steps // _UPDATES))
