@@ -1,9 +1,9 @@
-"""Mean squared gradients of the blocks from a few sequences of text, where training has left none.
+"""Mean squared gradients of the blocks on a few sequences of text, in place of those of the training.
 
 With the output y = W·x of a block and g = ∂ℓ/∂y, the gradient of an entry for one token is g_i·x_j. Taking both factors
 for independent, E[g_i²·x_j²] = E[g_i²]·E[x_j²] (K-FAC), so the activations and their gradients are enough: no gradient
-of a weight is ever held. Of an embedding the gradient of a row is that of its outputs, where its token stands. Of the
-head g is what the model predicts less the token that follows; a tied weight has both.
+of a weight is ever held. For an embedding, the gradient of a row is that of the outputs at the places of its token. For
+the head, g is the predicted probabilities minus the one-hot next token. A tied weight gets the sum of both.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from salaad.model.second_moments import Moments
 from salaad.model.weights import weights_of
 
 _ROWS_AT_ONCE = 8
-_TOKENS_AT_ONCE = 256  # of which the head's logits are held
+_TOKENS_AT_ONCE = 256  # tokens whose logits are held together
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class CalibrationText:
 
     Args:
         data: where the text is, and how it is cut; with the model's own tokenizer.
-        vocab_size: of the model.
-        sequences: how many.
-        option: what asked for them.
+        vocab_size: vocabulary size of the model.
+        sequences: number of sequences.
+        option: the option that asked for the sequences, for errors and progress bars.
     """
 
     data: DataConfig
@@ -49,7 +49,7 @@ class CalibrationText:
         return open_text(self.data, vocab_size=self.vocab_size)
 
     def check(self) -> None:
-        """Raise a UserError if the text cannot be read or is shorter."""
+        """Raise a UserError if the text cannot be read or has too few sequences."""
         self._rows  # noqa: B018  read here, before anything is computed
 
     @cached_property
@@ -58,16 +58,16 @@ class CalibrationText:
 
     @cached_property
     def digest(self) -> str:
-        """Changes with what is read."""
+        """A hash of the token ids of the sequences."""
         return sha256(b"".join(row.tobytes() + b"|" for row in self._rows)).hexdigest()[:16]
 
     @property
     def described(self) -> str:
-        """How much of which text."""
+        """The number of sequences and the name of their text, in words."""
         return f"{self.sequences} sequences of {self.data.name_of('training')}"
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """The sequences in small batches."""
+        """Yield the sequences as batches of up to `_ROWS_AT_ONCE` rows, with `input_ids` and `labels`."""
         rows = self._rows
         starts = range(0, len(rows), _ROWS_AT_ONCE)
         for start in tqdm(starts, desc=f"reading text for {self.option}", unit="batch", leave=False, disable=None):
@@ -78,12 +78,12 @@ class CalibrationText:
 def second_moments_of_text(
     loss: SummedLoss, blocks: Sequence[str], batches: Iterable[dict[str, Tensor]], device: torch.device
 ) -> Moments:
-    """Those per token of the blocks, float32 on the CPU.
+    """Return block → means by row and by column of its squared gradient per token, float32 on the CPU.
 
-    Left out is what does not see every token once, such as routed experts.
+    Blocks that do not see every token exactly once, such as routed experts, are left out.
 
     Args:
-        loss: of the model whose blocks they are, in float32, its parameters frozen.
+        loss: the loss of the model that holds the blocks, in float32 and with frozen parameters.
         blocks: module names.
         batches: `input_ids` and `labels` of the text.
         device: where the model is.
@@ -94,7 +94,7 @@ def second_moments_of_text(
     with_head = [name for name, module in modules.items() if module.weight is head_module.weight]
     watched = _Watched({name: module for name, module in modules.items() if module is not head_module})
     of_head, tokens = [torch.zeros(side, dtype=torch.float64, device=device) for side in head_module.weight.shape], 0
-    # Gradients are wanted of what flows through the model, not of its weights.
+    # Gradients are needed of the activations, not of the weights.
     begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     hooks = [begin, *watched.hooks()]
     try:
@@ -114,20 +114,20 @@ def second_moments_of_text(
     moments = {name: _means(modules[name], *pair, tokens) for name, pair in watched.sums().items()}
     if with_head:
         as_head = _means(head_module, *of_head, tokens)
-        for name in with_head:  # a tied weight has both
+        for name in with_head:  # plus its moments as embedding, if tied
             before = moments.get(name, (0, 0))
             moments[name] = tuple(one + other for one, other in zip(before, as_head, strict=True))
     return moments
 
 
 class _Watched:
-    """Modules whose gradients are summed over the tokens of text that flows through their model.
+    """Hooks on modules that sum squared gradients of outputs, and squared inputs, over the tokens of text.
 
     Args:
-        modules: by name.
+        modules: name → module.
 
     Attributes:
-        real: which tokens (flat) of the batch that flows are no padding.
+        real: mask (flat) of the tokens of the current batch that are not padding.
     """
 
     real: Tensor
@@ -135,14 +135,14 @@ class _Watched:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._sums: dict[str, list[Tensor]] = {}
-        self._partial: set[str] = set()  # which did not see every token once
+        self._partial: set[str] = set()  # names of modules that did not see every token once
 
     def hooks(self) -> list[RemovableHandle]:
-        """Watch from now on, until they are removed."""
+        """Register the hooks, which sum until they are removed, and return their handles."""
         return [module.register_forward_hook(partial(self._note, name)) for name, module in self._modules.items()]
 
     def sums(self) -> dict[str, list[Tensor]]:
-        """Name → sums of g² and of x², of an embedding the sums of squared gradients by row and by column."""
+        """Return name → sums of g² and of x²; for an embedding, sums of its squared gradient's row and column means."""
         return {name: pair for name, pair in self._sums.items() if name not in self._partial}
 
     def _note(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -156,7 +156,7 @@ class _Watched:
             return
         g = g.double()[self.real].square()
         if isinstance(module, nn.Embedding):
-            g *= float(getattr(module, "embed_scale", 1)) ** 2  # by which some families multiply its outputs
+            g *= float(getattr(module, "embed_scale", 1)) ** 2  # factor on the outputs in some families
             rows = g.new_zeros(len(module.weight)).index_add_(0, inputs.flatten()[self.real], g.mean(1))
             pair = rows, g.sum(0) / len(module.weight)
         else:
@@ -166,7 +166,7 @@ class _Watched:
 
 @torch.no_grad()
 def _sums_of_head(hidden: Tensor, head: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of g² and of x² of the head, whose logits are never held of all tokens at once."""
+    """Return the sums over the tokens of g² and of x² of the head, whose logits are computed a few tokens at a time."""
     inputs = hidden[real].double().square().sum(0)
     hidden, targets = hidden[targets != IGNORED], targets[targets != IGNORED]
     outputs = hidden.new_zeros(len(head), dtype=torch.float64)
@@ -178,7 +178,7 @@ def _sums_of_head(hidden: Tensor, head: Tensor, targets: Tensor, real: Tensor) -
 
 
 def _means(module: nn.Module, outputs: Tensor, inputs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Row and column means of the squared gradient from the sums over so many tokens."""
+    """Return row and column means of the squared gradient per token from the sums over `tokens` tokens."""
     outputs, inputs = (sums.cpu() / max(1, tokens) for sums in (outputs, inputs))
     if not isinstance(module, nn.Embedding):
         outputs, inputs = outputs * inputs.mean(), inputs * outputs.mean()

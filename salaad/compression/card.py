@@ -25,11 +25,11 @@ _LARGEST_CARD = 2**20  # bytes
 
 @dataclass(frozen=True)
 class Usage:
-    """How a folder is opened and measured.
+    """Instructions for opening a folder and measuring its perplexity.
 
     Args:
-        folder: as the user names it.
-        in_parts: it holds blocks as U, V and S, which transformers alone cannot read.
+        folder: the folder as the user names it.
+        in_parts: the folder holds blocks as U, V and S, which transformers alone cannot read.
         size: of an elastic folder, a budget that it holds.
         evaluation: further options of evaluate.py, or None where there is no tokenizer to read text with.
     """
@@ -60,18 +60,18 @@ class Usage:
         return shlex.join(words)
 
     def said(self) -> str:
-        """Both, for a terminal."""
+        """Return `opening` and `measuring` as text for a terminal."""
         measured = f"\n\nMeasure its perplexity:\n\n```bash\n{self.measuring}\n```" if self.measuring else ""
         return f"Open it:\n\n```python\n{self.opening}\n```{measured}"
 
 
 def not_smaller(options: CompressOptions, kept_dense: int, blocks: int, dense: int, on_disk: int) -> list[str]:
-    """A warning with its cure if a folder takes no less bytes on disk than the dense model, else nothing.
+    """Return a warning with a remedy if a folder takes no fewer bytes on disk than the dense model, else an empty list.
 
     Args:
-        options: what was asked for.
-        kept_dense: blocks that are stored dense.
-        blocks: all of them.
+        options: the options of compress.py.
+        kept_dense: number of blocks that are stored dense.
+        blocks: number of all blocks.
         dense: bytes of the dense model.
         on_disk: bytes of the folder's weights.
     """
@@ -89,19 +89,19 @@ def not_smaller(options: CompressOptions, kept_dense: int, blocks: int, dense: i
 
 
 def in_words(variants: Sequence[Variant]) -> str:
-    """Their budgets, such as 1.18M and 0.92M."""
+    """Return the budgets of the variants in words, such as `1.18M and 920K`."""
     *all_but_last, last = [format_count(variant.budget) for variant in variants]
     return f"{', '.join(all_but_last)} and {last}" if all_but_last else last
 
 
 def history(name: str, kind: str, options: CompressOptions, variants: Sequence[Variant]) -> str:
-    """What a folder was made of, and how, in sentences.
+    """Return sentences on what a folder was made of, and how.
 
     Args:
-        name: of the model it was made of.
-        kind: where its L and S come from, as the deployment calls it.
-        options: what was asked for.
-        variants: what that came to: one, or the sizes at which ranges begin.
+        name: name of the model that the folder was made of.
+        kind: where its L and S come from, the `kind` of the deployment.
+        options: the options of compress.py.
+        variants: the variant that the options ask for, or those at which ranges of sizes begin.
     """
     variant = variants[0]
     if kind == "nested":
@@ -144,14 +144,14 @@ def history(name: str, kind: str, options: CompressOptions, variants: Sequence[V
 
 
 def write_card(folder: Path, usage: Usage, *, how: str, sizes: str, base: str | None) -> None:
-    """Write README.md of a folder that holds everything else already, the source's card among it.
+    """Write README.md of a folder that already holds everything else, including the source model's card.
 
     Args:
-        folder: where.
-        usage: how it is used.
-        how: sentences on what it was made of, and how.
-        sizes: a table, and sentences.
-        base: name on the hub of the model it was made of, if it has one.
+        folder: the folder.
+        usage: instructions for opening and measuring it.
+        how: sentences on what it was made of, and how (see `history`).
+        sizes: a table of sizes, and sentences on them.
+        base: name on the hub of the model that the folder was made of, if it has one.
     """
     metadata = ModelCardData(
         base_model=base,
@@ -170,7 +170,7 @@ def write_card(folder: Path, usage: Usage, *, how: str, sizes: str, base: str | 
 
 
 def add_perplexity(folder: Path, table: str) -> None:
-    """Put a table of what was measured into a card that `write_card` wrote; other cards and links stay as they are."""
+    """Put a table of perplexities into a card that `write_card` wrote; other cards and symlinks stay as they are."""
     card = folder / CARD
     if card.is_symlink() or not is_file(card) or card.stat().st_size > _LARGEST_CARD:
         return
@@ -183,7 +183,7 @@ def add_perplexity(folder: Path, table: str) -> None:
 
 
 def _license(card: Path) -> str | None:
-    """The licence that another model's card names, if it can be read."""
+    """Return the licence that the source model's card names, if the card can be read."""
     if not is_file(card) or card.stat().st_size > _LARGEST_CARD:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Cutting L + S to a size: a function of the parts and of what is asked for, without a model, a folder or a device.
+"""Cutting L + S to a size: a function of the parts and of the variant asked for, without a model or a folder.
 
-parts ── in order of size, in the norm of what the loss feels ──▶ kept units (HPA, eqs. 8 and 9, or energy) ──▶ cut
+parts ── in order of size, in a norm weighted by `sensitivity` ──▶ kept units (HPA, eqs. 8 and 9, or energy) ──▶ cut
       ── alternating projections towards the target ──▶ refined
 """
 
@@ -26,11 +26,11 @@ class Whole:
     """L + S of a model before anything is cut from it.
 
     Args:
-        parts: block → its units in order of size.
+        parts: block → its units (singular terms of L, entries of S), the largest first.
         fixed: parameters of the model that are never compressed.
         target: block → the n×m matrix that refinement approximates: L + S as trained, or X of a model that was split
             after the fact.
-        weights: block → how much the loss feels an error in each of its entries; all alike where it is not known.
+        weights: block → weights of the errors in its entries (see `sensitivity`); without them all entries count alike.
         device: where refinement computes.
     """
 
@@ -52,24 +52,24 @@ class Whole:
         return implied_kappa(blocks, dict.fromkeys(blocks, (0, 0))) or 0.0
 
     def weighted(self) -> Parts:
-        """The units of every block in the norm of its weights, in order of size again."""
+        """Return the units of every block scaled by its weights, sorted by size again."""
         return {
             name: self.weights[name].of_units(slr).resorted() if name in self.weights else slr
             for name, slr in self.parts.items()
         }
 
     def unweighted(self, parts: Parts) -> Parts:
-        """The same units in the usual norm."""
+        """Undo the scaling of `weighted` in `parts`, whose order stays."""
         return {name: self.weights[name].undone(slr) if name in self.weights else slr for name, slr in parts.items()}
 
     def weighted_target(self, name: str) -> Tensor:
-        """The target of a block in the norm of its weights."""
+        """Return the target of a block, scaled by its weights."""
         T = self.target(name)
         return self.weights[name].of(T) if name in self.weights else T
 
 
 def cut(whole: Whole, variant: Variant) -> Parts:
-    """L + S cut to the variant's budget; all of it without a budget, or with one that it fits."""
+    """Return L + S cut to the variant's budget; all of L + S without a budget, or if it fits the budget."""
     if variant.budget is None or variant.budget >= whole.parameters:
         return whole.parts
     parts = whole.weighted()
@@ -81,16 +81,16 @@ def cut(whole: Whole, variant: Variant) -> Parts:
 
 
 def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tuple[Parts, UnitQueue]:
-    """All units in one order of value per parameter, of which every size keeps the first ones, and that order.
+    """Return all units, and their order by value per parameter, of which every size keeps the first ones.
 
     Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the variant's
-    budget. Behind them stand units that bring the size up to that of L + S again: whatever rank and entries the cut has
-    not, fitted in the same way to the difference between the target and the cut.
+    budget. After them come units that bring the size back up to that of L + S: the rank and entries that the cut lacks,
+    fitted in the same way to the difference between the target and the cut.
 
     Args:
-        whole: L + S.
-        variant: its budget and refinement.
-        first: the cut, if it was fitted in another way.
+        whole: L + S before the cut.
+        variant: budget and refinement of the cut.
+        first: the cut, if it was fitted in another way than by refinement.
     """
     parts = whole.weighted()
     if first is None and (not variant.refine or variant.budget >= whole.parameters):
@@ -117,22 +117,22 @@ def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tup
 
 
 def kappa_of(whole: Parts, kept: Parts) -> float | None:
-    """κ of a cut: the part of what it lacks of L + S that its low-rank side gave; None of X and of L + S."""
+    """The κ of a cut: the part of the removed parameters that came from L; None for X and for all of L + S."""
     return implied_kappa(sizes(whole), {name: (slr.rank, slr.nnz) for name, slr in kept.items()}) if kept else None
 
 
 def spectra(parts: Parts) -> Spectra:
-    """Block → (n, m, singular values, entries of S)."""
+    """Return block → (n, m, singular values, entries of S)."""
     return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
 
 
 def sizes(parts: Parts) -> hpa.Blocks:
-    """Block → (n, m, rank, entries of S)."""
+    """Return block → (n, m, rank, number of entries of S)."""
     return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
 
 
 def _kept(parts: Parts, fixed: int, variant: Variant) -> hpa.Kept:
-    """Block → (rank, entries) that the variant keeps, by HPA if it has a κ, else by energy."""
+    """Return block → (rank, number of entries) that the variant keeps, by HPA if it has a κ, else by energy."""
     blocks = sizes(parts)
     if variant.kappa is not None:
         return fit(blocks, fixed=fixed, budget=variant.budget, kappa=variant.kappa)

@@ -1,7 +1,8 @@
-"""What a model on disk can be cut to: one protocol, which `from_checkpoint`, `from_elastic` and `from_nested` keep.
+"""The protocol for cutting a model on disk to a size, which `from_checkpoint`, `from_elastic`, `from_nested` implement.
 
-A checkpoint (or any dense model, split after the fact) is cut anew for every size; an elastic folder has its units in
-one order already, and a size is how many of the first of them are read; a MatFormer has narrower models inside.
+A checkpoint (or any dense model, split after the fact) is cut anew for every size; an elastic folder holds its units
+(singular terms of L, entries of S) in one order, and a size reads the first of them; a MatFormer has narrower models
+inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 class OpenedVariant(NamedTuple):
-    """A variant in a model: the model, its parameters by the paper's count, and κ of what was removed."""
+    """An opened variant: its model, the parameters by the paper's count, and the κ that its cut amounts to, if any."""
 
     model: PreTrainedModel
     parameters: int
@@ -31,15 +32,15 @@ class OpenedVariant(NamedTuple):
 
 
 class SizedModel(NamedTuple):
-    """A model of one size as it is to be stored.
+    """A model of one size, ready to be written to a folder.
 
     Args:
-        model: with its blocks as U·V + S wherever that is smaller in a file, or all dense.
-        parameters: by the paper's count.
-        blocks: how many were cut.
-        kappa: κ of the cut.
+        model: the model, with its blocks as U·V + S wherever that is smaller in a file, or all dense.
+        parameters: the parameters by the paper's count.
+        blocks: number of blocks that were cut; of a MatFormer, of feed-forward layers.
+        kappa: the κ that the cut amounts to, if any.
         whole: the budget was at or above L + S, so nothing was cut.
-        note: what else there is to say, in place of how many blocks are in parts.
+        note: a sentence for the user that replaces the one on how many blocks are stored in parts.
     """
 
     model: PreTrainedModel
@@ -51,12 +52,12 @@ class SizedModel(NamedTuple):
 
 
 class FittedOnText(NamedTuple):
-    """How what is cut is to be fitted on text.
+    """How much text a cut model is fitted on, by matching and by distillation.
 
     Args:
-        match: sequences that layers are matched on; 0 leaves matching out.
-        tokens: of distillation; 0 leaves it out.
-        text_share: of what is learned in it that the text says.
+        match: number of sequences that layers are matched on; 0 leaves matching out.
+        tokens: number of tokens of distillation; 0 leaves distillation out.
+        text_share: share of the text's own next token in the target of distillation, from 0 to 1.
     """
 
     match: int
@@ -65,10 +66,10 @@ class FittedOnText(NamedTuple):
 
 
 class TuningCost(NamedTuple):
-    """What fitting on text takes.
+    """The cost of fitting on text.
 
     Args:
-        tokens: positions of text that are read, each by every range of sizes.
+        tokens: positions of text that are read; every range of sizes reads all of them.
         operations: floating-point operations.
     """
 
@@ -77,15 +78,15 @@ class TuningCost(NamedTuple):
 
 
 class Deployment(Protocol):
-    """The sizes that a model on disk can be had in.
+    """A model on disk that can be cut to sizes.
 
     Attributes:
         source: the model on disk.
-        kind: where L + S come from, part of the key of what is cached.
+        kind: name of where L + S come from; part of the key of cached results.
         dense: parameters of the dense model.
-        fixed: those of them that are never compressed.
-        default_variants: what is evaluated when nothing is named.
-        calibration: the text that calibrated variants read, once `calibrate` has named it.
+        fixed: parameters that are never compressed.
+        default_variants: the variants that are evaluated when the user names none.
+        calibration: the text that calibrated variants are weighed on; None until `calibrate` has set it.
     """
 
     source: ModelOnDisk
@@ -96,44 +97,44 @@ class Deployment(Protocol):
     calibration: CalibrationText | None
 
     def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had, before anything is computed."""
+        """Raise a UserError if this model cannot give one of the variants, before anything is computed."""
 
     def of(self, variant: Variant) -> "Deployment":
-        """What the variant is cut from: this, or for `+head` the same with head and embedding split too."""
+        """Return the deployment that gives the variant: this, or for `+head` one that splits head and embedding too."""
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Name the text that calibrated variants read; it is opened here, and read when the first is cut."""
+        """Read the text that calibrated variants are weighed on; the gradients on it are computed at the first cut."""
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Let `sized` and `all_sizes` fit what they cut on text, by matching and distillation; it is opened here."""
+        """Make `sized` and `all_sizes` fit cuts on text by matching and distillation; the text is checked here."""
 
     def tuning_cost(self, ranges: int | None) -> TuningCost | None:
-        """What fitting takes of one size, or of so many ranges of sizes; None where nothing is fitted on text."""
+        """Return the cost of fitting that many ranges of sizes, or one size for None; None without fitting."""
 
     def written(self) -> None:
-        """Forget what was kept for a command that is interrupted: its folder is there."""
+        """Delete the state that an interrupted command would resume from: the folder has been written."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """What `compress.py` is asked for; a UserError if this kind of folder cannot give it."""
+        """Return the variant that options of `compress.py` ask for; a UserError if this deployment cannot give it."""
 
     def opened(self, variant: Variant, dtype: torch.dtype) -> AbstractContextManager[OpenedVariant]:
-        """Within this context the variant in a model, for inference on the best device there is."""
+        """Context manager that gives the variant as a model for inference, on the GPU if there is one."""
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """The variant as a model of its own on the CPU; `factored` stores blocks in parts where `factor` does."""
+        """Return the variant as a model to store; with `factored`, blocks are in parts where `factor` makes them so."""
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
-        """All units and their order by value per parameter, in a range of sizes per variant, the largest first.
+        """Return a range of sizes per variant, the largest first: all its units and their order by value per parameter.
 
-        A range begins with its variant's size, to which its units are fitted if that is refined.
+        A range begins at its variant's size, to which its units are fitted if the variant is refined.
         """
 
 
 def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
-    """The text as this model reads it: with its own tokenizer unless another is named, in rows it has positions for.
+    """Return `data` with the model's own tokenizer, unless `data` names another.
 
     Raises:
-        UserError: rows are longer than that.
+        UserError: the model has fewer positions than rows have tokens.
     """
     positions = getattr(source.folder.config, "max_position_embeddings", None)
     if positions is not None and data.sequence_length > positions:
@@ -145,7 +146,7 @@ def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
 
 
 def option_that_cuts(options: CompressOptions) -> str | None:
-    """The first option that only L + S which is cut anew can follow, if one is given."""
+    """Return the first given option that needs L + S to be cut anew; None if there is none."""
     asked = {
         "--kappa": options.kappa is not None,
         f"--allocation {options.allocation}": options.allocation is not None,
@@ -161,17 +162,17 @@ def option_that_cuts(options: CompressOptions) -> str | None:
 
 
 def best_device() -> torch.device:
-    """The GPU if there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()
 def take_over(model: PreTrainedModel, others: Mapping[str, Tensor]) -> None:
-    """Give parameters of a model the numbers that were fitted, by name."""
+    """Copy fitted values into the parameters of a model, by name."""
     for name, value in others.items():
         model.get_parameter(name).copy_(value)
 
 
 def as_dense(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """An opened model with every weight dense, in `dtype`."""
+    """Return an opened model with every weight dense, in `dtype`."""
     return model.dequantize(dtype) if getattr(model, "hf_quantizer", None) else model.to(dtype)

@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint, or of any dense model that is split after the fact: each is cut anew from L + S."""
+"""The deployment of a checkpoint, or of a dense model split after the fact: every size is cut anew from L + S."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -63,18 +63,18 @@ _WHERE_L_AND_S_ARE = (
 
 
 class CheckpointDeployment:
-    """A checkpoint, or a dense model that is split after the fact.
+    """The deployment of a checkpoint, or of a dense model that is split after the fact.
 
     Args:
         source: the model on disk.
-        post_hoc: split X after the fact instead of taking L + S from training, or beside it.
+        post_hoc: how to split X after the fact, in place of the trained L + S or, with `beside`, in addition to it.
 
     Attributes:
         shapes: block → (n, m).
-        in_parts: blocks that the folder stores as U·V + S already; it holds one size.
+        in_parts: names of the blocks that the folder already stores as U·V + S; such a folder holds one size.
 
     Raises:
-        UserError: a split is asked of a model whose weights are stored in parts, or beside L + S of one that has none.
+        UserError: the model is to be split but is stored in parts, or is to be split beside L + S and has none.
     """
 
     def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
@@ -95,7 +95,7 @@ class CheckpointDeployment:
             )
         self._split = [] if post_hoc is None else split_names(model, post_hoc, trained, source.name)
         self.shapes = trained | {name: tuple(X.shape) for name, X in weights_of(model, self._split).items()}
-        # What trains its factors computes the same with and without merging them.
+        # A method that trains its factors computes the same with X as with L + S.
         self.default_variants = "X,L+S" if source.surrogate and takes_trained else "X"
         entry = getattr(model.config, "quantization_config", None)
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
@@ -116,7 +116,7 @@ class CheckpointDeployment:
         return {name: check_trained(model, name, entry) for name, entry in index.items()}
 
     def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had: there are no L and S, or a budget is below the floor."""
+        """Raise a UserError for a variant that lacks its L and S, is a stored size, or has a budget below the floor."""
         for variant in variants:
             if variant.head and self._names:
                 self._with_head.check([replace(variant, head=False)])
@@ -139,7 +139,7 @@ class CheckpointDeployment:
             if variant.budget is not None and variant.budget < self.fixed:
                 whole = free_heads(self.source.folder.outline) - self.shapes.keys()
                 cure = ", or split the head too (--lm_head, or BUDGET@energy+head)" if whole and self._names else ""
-                to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # says what the floor is
+                to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # raises an error with the floor
 
     def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102
         if not variant.head:
@@ -149,7 +149,7 @@ class CheckpointDeployment:
 
     @cached_property
     def _with_head(self) -> "CheckpointDeployment":
-        """The same with head and embedding split too: beside the L + S of training, or as all else is split."""
+        """This deployment with head and embedding split too: beside the trained L + S, or by `post_hoc` as the rest."""
         split = beside_trained(self.source.folder.outline, self.shapes)
         if self.post_hoc is not None:
             embedding = self.post_hoc.blocks.embedding or split.blocks.embedding
@@ -174,7 +174,7 @@ class CheckpointDeployment:
             self.tuning.forget()
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """What the options ask for; unless told otherwise κ is that at which L and S lose the same fraction."""
+        """Return the variant that the options ask for; HPA's default κ takes the same fraction of L and of S."""
         if self.in_parts and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "
@@ -189,13 +189,13 @@ class CheckpointDeployment:
             head = any(role_of(name) == "lm_head" for name in self._split)
             return Variant(f"{options.budget}@energy{'+head' * head}", budget, None, refine, calibrated)
         self.check([Variant(options.budget, budget, 0.0)])
-        # Rounded, so that the name says all of it and the same cut can be asked for by it.
+        # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
         kappa = round(self.whole.share, 3) if options.kappa is None else options.kappa
         return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
 
     @cached_property
     def parts(self) -> Parts:
-        """L + S of every block as trained (or as a split finds it), computed once and kept in the source's cache."""
+        """Block → L + S as trained (or as a split finds it), computed once and kept in the source's cache."""
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, self._make_parts)
 
     def _make_parts(self, names: Collection[str]) -> Iterator[tuple[str, Slr]]:
@@ -210,13 +210,13 @@ class CheckpointDeployment:
 
     @cached_property
     def trained_weights(self) -> dict[str, Weights]:
-        """How much the loss feels an error, from the gradients of the training; nothing where they are not known."""
+        """Block → weights of its errors, from the mean squared gradients of the training; empty if it left none."""
         path = self.source.second_moments
         return {} if path is None else weights_from(read_second_moments(path, self.shapes), self.parts)
 
     @cached_property
     def calibrated_weights(self) -> dict[str, Weights]:
-        """The same from the calibration text."""
+        """Block → weights of its errors, from the mean squared gradients on the calibration text."""
         device = best_device()
         model = self.source.folder.load(torch.float32, device)
         moments = second_moments_of_text(SummedLoss(model), self._names, self.calibration.batches(), device)
@@ -224,11 +224,11 @@ class CheckpointDeployment:
 
     @property
     def whole(self) -> Whole:
-        """L + S of the model, every entry of which counts alike."""
+        """L + S of the model, with errors in all entries weighed alike."""
         return self._whole({})
 
     def cut(self, variant: Variant) -> Parts:
-        """L + S cut to the variant's budget; all of it for `L+S`, nothing for `X`. The last cut is kept."""
+        """Return L + S cut to the variant's budget: all of it for `L+S`, no parts for `X`. The last cut is cached."""
         if variant.name == "X":
             return {}
         of = self._name_of(variant)
@@ -248,7 +248,7 @@ class CheckpointDeployment:
         return [self._range(variant, below) for variant, below in zip(variants, belows, strict=True)]
 
     def _range(self, variant: Variant, below: int | None) -> SizeRange:
-        """The sizes from that of the variant up: below `below`, and where they are fitted on text up to that of X."""
+        """Return the sizes from the variant's up: less than `below` and, if fitted on text, at most the size of X."""
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
             first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
@@ -267,11 +267,11 @@ class CheckpointDeployment:
         return SizeRange(fitted.parts, queue, fitted.vectors, below)
 
     def kappa(self, parts: Parts) -> float | None:
-        """κ of a cut."""
+        """Return the κ that a cut amounts to; None if nothing was removed."""
         return kappa_of(self.parts, parts) if parts else None
 
     def parameters(self, parts: Parts) -> int:
-        """Parameters of the model with these parts in place of its blocks; of X for none."""
+        """Return the paper's parameter count of the model with `parts` as its blocks; that of X without parts."""
         if not parts:
             trained = self._factors.outlines if self._factors else {}
             spared = sum(math.prod(slr.shape) - slr.parameters for slr in trained.values())
@@ -279,13 +279,13 @@ class CheckpointDeployment:
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
     def disk_bytes(self, parts: Parts, element: int) -> int:
-        """Bytes of a folder's weights with these parts, numbers of `element` bytes; of the dense model for none."""
+        """Return the bytes on disk with `parts` as blocks and `element` bytes per number; dense without parts."""
         blocks = sum(disk_bytes(slr, element) for slr in parts.values())
         return element * self.fixed + blocks if parts else element * self.dense
 
     @contextmanager
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
-        """Within this context the model with the variant's L + S in its blocks, dense, on the best device there is."""
+        """Context manager that gives the dense model with the variant's L + S as blocks, on the GPU if there is one."""
         if dtype not in self._models:
             self._models[dtype] = self.source.folder.load(dtype, best_device())
         model, parts = self._models[dtype], self.cut(variant)
@@ -313,13 +313,13 @@ class CheckpointDeployment:
         return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
 
     def weights(self, variant: Variant) -> dict[str, Weights]:
-        """By which a variant is cut: from text if it is calibrated, else from training, save for the paper's HPA."""
+        """Return the weights of errors for a cut: from text if calibrated, else from training; none for plain HPA."""
         if variant.calibrated:
             return self.calibrated_weights
         return self.trained_weights if variant.kappa is None else {}
 
     def _name_of(self, variant: Variant) -> str:
-        """What a cut depends on beside the model and its text."""
+        """Return a key of all that a cut depends on, except for the model and the text that the cut is fitted on."""
         calibration = self.calibration.digest if variant.calibrated else ""
         return f"{self.kind} {variant} {calibration}"
 
@@ -327,7 +327,10 @@ class CheckpointDeployment:
         return Whole(self.parts, self.fixed, self._target, weights, best_device())
 
     def _target(self, name: str) -> Tensor:
-        """What refinement comes near to: L + S as trained, which is what a whole deployed model computes with, or X."""
+        """Return what refinement approximates: X if it was split after the fact, else the trained L + S.
+
+        L + S as trained is what a deployed model computes with before anything is cut.
+        """
         return self._dense_weights[name] if name in self._split else self.parts[name].dense()
 
     @cached_property
@@ -337,7 +340,7 @@ class CheckpointDeployment:
 
 
 def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Shape of a block that was trained, which is that of the weight of this name in the model's outline."""
+    """Return the shape of a trained block; a UserError if the weight of this name in `model` has another."""
     shape = check_block(model, name, entry["rank"], entry["nnz"])
     if list(shape) != entry["shape"]:
         raise UserError(f"{name} is {shape} in the model and {entry['shape']} in L + S; give a whole checkpoint")
@@ -347,7 +350,7 @@ def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -
 @contextmanager
 @torch.no_grad()
 def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]:
-    """Within this context the blocks of the dense `model` hold L + S, on any device and in any dtype."""
+    """Context manager in which the blocks of the dense `model`, on any device and in any dtype, hold L + S."""
     weights = weights_of(model, parts)
     with restored(weights):
         for name, X in weights.items():

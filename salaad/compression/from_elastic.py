@@ -1,4 +1,4 @@
-"""Sizes of an elastic folder, which is read as far as a size needs; nothing is computed."""
+"""The deployment of an elastic folder, of which a size reads the first units; nothing is computed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 class ElasticDeployment:
-    """An elastic folder, which is read as far as a size needs; nothing is computed.
+    """The deployment of an elastic folder, of which a size reads the first units; nothing is computed.
 
     Args:
         source: the folder on disk.
@@ -48,7 +48,7 @@ class ElasticDeployment:
         return self.fixed + hpa.parameters({name: tuple(sizes) for name, sizes in self.entry.blocks.items()})
 
     def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had: it would change the units, or no such size is in the folder."""
+        """Raise a UserError for a variant that would change the units, or whose size is not in the folder."""
         for variant in variants:
             if variant.budget is not None and not variant.stored:
                 size = variant.name.partition("@")[0]
@@ -64,23 +64,23 @@ class ElasticDeployment:
             self._kept(variant)
 
     def of(self, variant: Variant) -> "ElasticDeployment":
-        """This: `check` has refused what splits the head."""
+        """Return this deployment: `check` has refused variants that split the head."""
         return self
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Nothing: `check` has refused whatever would need it."""
+        """Do nothing: `check` has refused calibrated variants."""
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Nothing, likewise."""
+        """Do nothing: `variant_for` has refused options that fit on text."""
 
     def tuning_cost(self, ranges: int | None) -> None:
-        """Nothing is fitted."""
+        """Return None: nothing is fitted."""
 
     def written(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept for resuming."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """The size that is asked for; whatever would change the units is refused."""
+        """Return the variant of the requested size; a UserError for an option that would change the units."""
         wrong = option_that_cuts(options)
         if wrong is not None:
             raise self._as_it_is(wrong)
@@ -88,7 +88,10 @@ class ElasticDeployment:
 
     @contextmanager
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
-        """The model of the variant's size, on the best device there is; X and L+S are all that the folder holds."""
+        """Context manager that gives the model of the variant's size, on the GPU if there is one.
+
+        X and L+S are both the model of all units.
+        """
         model = self.source.folder.load(dtype, best_device(), variant.budget)
         index, kept = self._kept(variant)
         blocks = {name: tuple(sizes) for name, sizes in self.entry.ranges[index].items()}
@@ -96,13 +99,13 @@ class ElasticDeployment:
         yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """The model of the variant's size, whose blocks are in parts already, or dense again."""
+        """Return the model of the variant's size, with blocks in parts, or dense if not `factored`."""
         with self.opened(variant, dtype if factored else torch.float32) as (model, parameters, kappa):
             model = model if factored else as_dense(model, dtype)
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
-        """Refused: the folder is one of all sizes already."""
+        """Raise a UserError: the folder holds all sizes already."""
         raise self._as_it_is("--elastic")
 
     def _kept(self, variant: Variant) -> tuple[int, hpa.Kept]:

@@ -1,4 +1,4 @@
-"""Sizes of a model with narrower ones in it, as MatFormer trains them: a budget takes the largest within it."""
+"""The deployment of a model with narrower ones inside, from MatFormer: a budget takes the largest that fits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +25,11 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 class NestedDeployment:
-    """The uniform widths of a checkpoint, and mixtures of two neighbouring ones, layer by layer.
+    """The deployment of a checkpoint at its uniform widths, and at mixtures of two neighbouring ones, layer by layer.
 
     Args:
         source: the checkpoint.
-        widths_in: finds the widths in a model of its architecture.
+        widths_in: function that finds the widths in a model of the checkpoint's architecture.
     """
 
     kind: ClassVar[str] = "nested"
@@ -43,7 +43,7 @@ class NestedDeployment:
         self.default_variants = ",".join(["X", *map(str, sizes[1:])])
 
     def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError if a variant cannot be had: there are no L and S here, or the budget is too small."""
+        """Raise a UserError for a variant that needs L and S, or whose budget is below the smallest width."""
         for variant in variants:
             if variant.name != "X" and not variant.stored:
                 size = "X" if variant.budget is None else variant.name.partition("@")[0]
@@ -55,23 +55,23 @@ class NestedDeployment:
                 self.widths.within(variant.budget)
 
     def of(self, variant: Variant) -> "NestedDeployment":
-        """This: `check` has refused what splits the head."""
+        """Return this deployment: `check` has refused variants that split the head."""
         return self
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Nothing: `check` has refused whatever would need it."""
+        """Do nothing: a width has no errors to weigh on text."""
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Nothing, likewise."""
+        """Do nothing: a width has no factors to fit on text."""
 
     def tuning_cost(self, ranges: int | None) -> None:
-        """Nothing is fitted."""
+        """Return None: nothing is fitted."""
 
     def written(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept for resuming."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """The widest uniform model within the budget; whatever needs L and S is refused."""
+        """Return the variant of the requested budget, or X for none; a UserError for an option that needs L and S."""
         wrong = option_that_cuts(options)
         if wrong is not None:
             raise UserError(f"{self.source.name} holds narrower models and no L and S to be cut; leave {wrong} out")
@@ -79,7 +79,7 @@ class NestedDeployment:
 
     @contextmanager
     def opened(self, variant: Variant, dtype: torch.dtype) -> Iterator[OpenedVariant]:
-        """The model at the widths of the variant, uniform or mixed, on the best device there is."""
+        """Context manager that gives the model at the variant's widths (uniform or mixed), on `best_device()`."""
         model = self.source.folder.load(dtype, best_device())
         widths = self._widths_in(model)
         chosen = widths.within(self.dense if variant.budget is None else variant.budget)
@@ -87,7 +87,7 @@ class NestedDeployment:
         yield OpenedVariant(model, widths.parameters(chosen), None)
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
-        """A plain model of the widest uniform width within the budget: a folder has one width for all layers."""
+        """Return a plain model of the widest uniform width within the budget: a folder has one width for all layers."""
         model = self.source.folder.load(dtype)
         widths = self._widths_in(model)
         width = min(widths.within(self.dense if variant.budget is None else variant.budget))
@@ -96,5 +96,5 @@ class NestedDeployment:
         return SizedModel(plain, count_parameters(plain), len(widths.layers), None, whole=False, note=note)
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
-        """Refused: `variant_for` has said so."""
+        """Raise a UserError, as `variant_for` does for --elastic: there are no units to order."""
         raise UserError(f"{self.source.name} holds no L and S; leave --elastic out")

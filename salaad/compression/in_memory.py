@@ -1,4 +1,4 @@
-"""A small model out of a training loop, without a folder in between: what `Salaad.compress` does."""
+"""Compression of a model inside a training loop, without a folder in between: the method `Salaad.compress`."""
 
 import copy
 import math
@@ -30,13 +30,13 @@ def compress(
     refine: int | None = None,
     lm_head: bool | None = None,
 ) -> nn.Module:
-    """A copy of the model whose blocks are L + S cut to a budget, U·V + S where that takes less memory; collective.
+    """Return a copy of the model with L + S cut to a budget, as U·V + S where that takes less memory; collective.
 
-    The same cut as that of compress.py, whose folders hold every block in the form that takes less of a file. The model
-    and its training are left as they are.
+    The cut is that of compress.py, in whose folders a block is U·V + S where that is smaller in a file. The model and
+    its training are left as they are.
 
     Args:
-        salaad: whose model it is.
+        salaad: the `Salaad` of the model.
         budget: parameters of the whole model, such as 194_000_000 or "194M", or a fraction of the dense one, such as
             0.5; all of L + S unless given.
         kappa: cut by HPA (section 4.3) with this κ; by energy unless given.
@@ -81,12 +81,12 @@ def compress(
 
 
 def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Parts:
-    """L + S of all blocks, on the CPU, from their owners; in the order of a checkpoint, then those split beside them.
+    """Gather L + S of all blocks on every rank's CPU: the trained ones in a checkpoint's order, then `beside`.
 
     Args:
-        salaad: whose blocks they are.
-        split: how weights are split after the fact, by the first process for all.
-        beside: those weights.
+        salaad: the `Salaad` whose surrogates are the trained L + S.
+        split: how the weights in `beside` are split after the fact, by rank 0 for all.
+        beside: name → weight to split.
     """
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
     if distributed.rank() == 0:
@@ -98,5 +98,5 @@ def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Part
     return {name: every[name] for name in (*order, *beside)}
 
 
-# The methods lie below compression and import nothing of it: the class gets this verb here.
+# `salaad.methods` imports nothing of `salaad.compression`, so the class gets its method here.
 Salaad.compress = compress

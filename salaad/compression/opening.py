@@ -1,4 +1,4 @@
-"""Which kind of deployment a model on disk gives."""
+"""The function that opens a model on disk as the kind of deployment that its files call for."""
 
 from functools import partial
 
@@ -14,7 +14,10 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
-    """Whatever lies in a folder, ready to be cut; with `post_hoc` what it is split into, or that beside L + S."""
+    """Return the deployment that cuts the model on disk.
+
+    `post_hoc` splits weights after the fact, in place of the trained L + S or, with `beside`, in addition to it.
+    """
     if post_hoc is not None and not post_hoc.beside:
         return CheckpointDeployment(source, post_hoc)
     if is_any_size(getattr(source.folder.config, "quantization_config", None) or {}):

@@ -2,9 +2,9 @@
 
     L ← best approximation of rank r of T − S,   S ← the k largest entries of T − L   (others zero)
 
-Each half is the best for what the other is, so ‖T − L − S‖_F never rises. After the first, exact one, a low-rank step
-is one step of subspace iteration from the subspace before: it cannot raise the error either, costs two products
-instead of a spectrum, and both end at the same place (GoDec, Zhou and Tao 2011).
+Each half-step is optimal for the other part as it is, so ‖T − L − S‖_F never rises. The first low-rank step is exact;
+a later one is one step of subspace iteration from the subspace before: it cannot raise the error either, costs two
+matrix products instead of a decomposition, and ends at the same place (GoDec, Zhou and Tao 2011).
 """
 
 import torch
@@ -20,12 +20,12 @@ PLATEAU = 1e-3  # an iteration that takes less than this fraction off the error 
 def refine(
     T: Tensor, *, rank: int, nnz: int, iterations: int, S: Tensor | None = None, taken: Tensor | None = None
 ) -> Slr:
-    """The parts of T (n×m) after so many alternations.
+    """Return L + S near T (n×m) after up to `iterations` alternations.
 
     Args:
-        T: the matrix to come near to.
+        T: the matrix to approximate.
         rank: r of L.
-        nnz: k, entries of S; fewer where T − L has no more that are not zero and not taken.
+        nnz: k, entries of S; fewer if T − L has fewer nonzero entries outside `taken`.
         iterations: alternations at the most.
         S: the sparse part to begin with (n×m); zero if not given.
         taken: places S must leave zero (n×m, bool); none if not given.

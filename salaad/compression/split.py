@@ -1,4 +1,4 @@
-"""L + S of every block of a model on disk: as it was trained, or split after the fact; kept once found."""
+"""L + S of every block of a model on disk: as it was trained, or split after the fact; cached once computed."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,13 +25,13 @@ from salaad.prox import effective_rank, soft_threshold
 from salaad.rpca import not_a_finite_matrix, rpca
 
 Parts = dict[str, Slr]
-_ALTERNATIONS = 50  # of GoDec, which ends at a plateau
-_ROOM = 1.15  # of GoDec's L + S over what a budget keeps of it, so that blocks may differ in what they keep
+_ALTERNATIONS = 50  # of GoDec at the most; it ends at a plateau
+_ROOM = 1.15  # parameters of GoDec's L + S over those a budget keeps, so that blocks may keep different shares
 
 
 @dataclass(frozen=True)
 class PostHoc:
-    """How to split a finished matrix X.
+    """A way to split trained weights X into L + S after the fact.
 
     Args:
         blocks: which weights to split.
@@ -39,7 +39,7 @@ class PostHoc:
             L + S is as near to X as alternating projections bring it).
         rank_ratio: of GoDec, the rank over min(n, m).
         density: of GoDec, the entries of S over n·m.
-        beside: split only those that training left whole; of the others L + S is as trained.
+        beside: split only the blocks that training left whole; the others keep the L + S of the training.
     """
 
     blocks: SalaadConfig
@@ -49,12 +49,12 @@ class PostHoc:
     beside: bool = False
 
     def with_room(self, shapes: Collection[tuple[int, int]], parameters: int, raised: Collection[str]) -> "PostHoc":
-        """GoDec whose L + S has room for so many parameters, and some more to choose from.
+        """Return this split by GoDec with room for `parameters` parameters in L + S, and some more to choose from.
 
         Args:
             shapes: (n, m) of all blocks.
-            parameters: that a budget leaves to them.
-            raised: which of `rank_ratio` and `density` may be raised, alike, up to 1.
+            parameters: parameters that a budget leaves to the blocks.
+            raised: which of `rank_ratio` and `density` may be raised, to one common value up to 1.
         """
         per_ratio = {
             "rank_ratio": sum(min(n, m) * (n + m) for n, m in shapes),
@@ -67,11 +67,11 @@ class PostHoc:
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """The name of the method in tables."""
         return {"rpca": "RPCA", "godec": "GoDec"}[self.method]
 
     def split(self, X: Tensor) -> Slr:
-        """The parts of X (n×m, float32), on the CPU."""
+        """Return L + S of X (n×m, float32), on the CPU."""
         if self.method == "godec":
             rank, nnz = round(self.rank_ratio * min(X.shape)), round(self.density * X.numel())
             return refine(X, rank=rank, nnz=nnz, iterations=_ALTERNATIONS).to("cpu")
@@ -81,16 +81,19 @@ class PostHoc:
 
 
 def beside_trained(model: nn.Module, trained: Collection[str]) -> PostHoc:
-    """The split, beside the blocks of training, of the LM head, and of an embedding that is none but can be split."""
+    """Return the split of LM head and embedding beside the trained blocks.
+
+    The embedding is left out if it is a trained block or cannot be split.
+    """
     embedding = "embedding" in {role_of(name) for name in _free_outer(model).difference(trained)}
     return PostHoc(SalaadConfig(roles=("lm_head",), embedding=embedding), beside=True)
 
 
 def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], source: str) -> list[str]:
-    """The weights that are split after the fact.
+    """Return the names of the weights that are split after the fact.
 
     Raises:
-        UserError: one that is to be split beside L + S is tied to another weight, with which it stays dense.
+        UserError: a weight to be split beside the trained L + S is tied to another weight, with which it stays dense.
     """
     names = list(find_blocks(model, post_hoc.blocks))
     if not post_hoc.beside:
@@ -103,7 +106,7 @@ def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], s
 
 
 def free_heads(model: nn.Module) -> set[str]:
-    """Names of the LM heads that are tied to no other weight, so that they can be split."""
+    """Return the names of the LM heads that are tied to no other weight, so that they can be split."""
     return {name for name in _free_outer(model) if role_of(name) == "lm_head"}
 
 
@@ -115,13 +118,13 @@ def _free_outer(model: nn.Module) -> set[str]:
 
 
 def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[str]) -> bool:
-    """Whether a cut by energy can have what `beside_trained` splits, with an LM head: all can be weighed like the rest.
+    """Return whether `beside_trained` splits an LM head, and all that it splits can be weighed like the other blocks.
 
-    Unweighed, as by an optimizer that keeps moments of embedding and head alone, energy takes too much of it.
+    Unweighed, as with an optimizer that keeps moments of embedding and head alone, energy takes too much of the head.
 
     Args:
         model: the model.
-        blocks: those of training.
+        blocks: the trained blocks.
         known: matrices whose mean squared gradients are known.
     """
     whole = _free_outer(model).difference(blocks)
@@ -130,10 +133,10 @@ def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[
 
 
 def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:
-    """The named blocks of a checkpoint's surrogate folder, one after the other.
+    """Yield name and L + S of the named blocks of a checkpoint's surrogate folder, one after the other.
 
     Raises:
-        UserError: one holds numbers that are not finite, which have no singular values.
+        UserError: a block holds numbers that are not finite, and so has no singular values.
     """
     for name, entry, state in stored_blocks(surrogate, names):
         T, R, tau = state["target"], state["residual"], state["thresholds"][2]
@@ -144,7 +147,7 @@ def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:
-    """The parts of finished weights, one after the other, computed on `device`.
+    """Yield name and L + S of every weight, split after the fact on `device`, one after the other.
 
     Raises:
         UserError: a weight is no finite matrix.
@@ -158,12 +161,12 @@ def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: tor
 def cached_parts(
     path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[Collection[str]], Iterator[tuple[str, Slr]]]
 ) -> Parts:
-    """The parts in the file at `path`, and those that `make` yields; both are then kept there, also if it is stopped.
+    """Return the parts that the file at `path` holds, the rest from `make`; all are saved there, even if interrupted.
 
     Args:
-        path: a safetensors file; of one that is broken nothing is taken, nor of another matrix.
+        path: a safetensors file; it is ignored if it is broken, as are parts of another shape in it.
         shapes: name → (n, m) of every block.
-        make: names → the parts of each.
+        make: function of names that yields each name with its parts.
     """
     parts = dict(_kept(path, shapes))
     left = [name for name in shapes if name not in parts]

@@ -19,13 +19,13 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 class TrainedFactors:
-    """What the weights of a checkpoint are beside its `model/`, by its method.
+    """The blocks of a checkpoint as U·V + S, if its method trained U, V and S themselves.
 
     Args:
         source: the model on disk.
 
     Attributes:
-        outlines: block → U·V + S without numbers; none for a method that trains no such factors.
+        outlines: block → U·V + S with shapes but without numbers; empty for a method that trains no such factors.
     """
 
     def __init__(self, source: ModelOnDisk) -> None:
@@ -40,15 +40,15 @@ class TrainedFactors:
             self.outlines = self._method.slr_parts(self._model)
 
     def parts(self) -> Iterator[tuple[str, Slr]]:
-        """The blocks one after the other, in order of their singular values and entries.
+        """Yield name and U·V + S of every block, with singular values and entries in descending order.
 
         Raises:
-            UserError: the file is not what the configuration says, or holds numbers that are not finite.
+            UserError: the file of weights does not fit the configuration, or holds numbers that are not finite.
         """
         path = self.source.weights
         try:
             missing, unknown = self._model.load_state_dict(load_file(path), assign=True, strict=False)
-            tied = {f"{name}.weight" for name in tied_modules(self._model)}  # is there under one name alone
+            tied = {f"{name}.weight" for name in tied_modules(self._model)}  # the file has it under one name alone
             if unknown or set(missing) - tied:
                 raise ValueError(f"it has no {min(set(missing) - tied, default='')}, or {unknown[:1]} too many")
             self._model.tie_weights()
@@ -63,9 +63,9 @@ class TrainedFactors:
 
 
 def config_of(source: ModelOnDisk) -> RunConfig | None:
-    """The method of a checkpoint's run and its settings, all else as by default; None where no such method is known.
+    """Return the method of a checkpoint's run and its settings, all else by default; None if the method is not known.
 
-    That is so for any other folder, and for a method that another program registered: there `model/` says all.
+    It is not known for a folder that is no checkpoint, nor if another program registered it: `model/` is all there is.
     """
     method: Any = source.run.get("method", "salaad")
     if not source.is_checkpoint or not isinstance(method, str) or method not in SETTINGS:

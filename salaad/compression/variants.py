@@ -10,15 +10,15 @@ _MOST_KAPPAS = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """X, L+S, or what a budget keeps of L+S.
+    """One of the models that a checkpoint holds: X, L + S, or L + S cut to a budget.
 
     Args:
-        name: as the user wrote it.
+        name: the variant as the user wrote it.
         budget: parameters of the whole model, or None for X and L+S.
-        kappa: κ, the part of what is removed that the low-rank side gives; a budget without it goes by energy.
-        refine: alternations of the refinement that follows.
-        calibrated: whether worth and error are weighed by what the loss feels of them.
-        stored: the budget goes by the sizes that are there: an elastic folder's order of units, or the widths of a
+        kappa: κ of HPA, the part of the removed parameters that L gives; without it a budget is cut by energy.
+        refine: alternating projections of the refinement after the cut; 0 for none.
+        calibrated: weigh units and errors by the gradients on calibration text, not by those of the training.
+        stored: take a size that the folder already holds: the first units of an elastic folder, or a width of a
             MatFormer.
         head: LM head and embedding are cut too, where training left them whole.
     """
@@ -32,19 +32,19 @@ class Variant:
     head: bool = False
 
     def fitted(self, refine: int, calibrated: bool) -> "Variant":
-        """The same size with these two; X and L+S, of which nothing is cut, as they are."""
+        """Return the variant with this refinement and calibration; X and L+S, which are not cut, stay as they are."""
         return self if self.budget is None else replace(self, refine=refine, calibrated=calibrated)
 
 
 def parse_variants(text: str, dense: int) -> list[Variant]:
-    """The variants of a list such as `X,L+S,194M@0.6`.
+    """Return the variants that a list such as `X,L+S,194M@0.6` names.
 
     Args:
         text: names separated by commas.
         dense: parameters of the dense model, of which a budget may be a fraction.
 
     Raises:
-        UserError: a name is none of these.
+        UserError: a name is no variant, or its budget or κ is invalid.
     """
     variants = []
     for name in (part.strip() for part in text.split(",")):
@@ -66,7 +66,7 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
 
 
 def parse_kappa(text: str) -> float:
-    """A κ in [0, 1]."""
+    """Return the κ in [0, 1] that `text` stands for; a UserError if it is none."""
     kappa = finite_number(text, f"kappa {text!r}", "a number from 0 to 1")
     if not 0 <= kappa <= 1:
         raise UserError(f"kappa {text} is outside [0, 1]; give the part of the budget that the low-rank side gives")
@@ -74,7 +74,7 @@ def parse_kappa(text: str) -> float:
 
 
 def parse_kappas(text: str) -> list[float]:
-    """The κ of a list `0.2,0.5` or of a range `0:1:0.1` (first, last, step), none twice."""
+    """Return the κ of a list `0.2,0.5` or of a range `0:1:0.1` (first, last, step), without duplicates."""
     if ":" not in text:
         return list(dict.fromkeys(parse_kappa(part) for part in text.split(",")))
     parts = text.split(":")
@@ -92,5 +92,5 @@ def parse_kappas(text: str) -> list[float]:
 
 
 def parse_budgets(text: str, dense: int) -> list[int]:
-    """The budgets of a list, the largest first, none twice."""
+    """Return the budgets of a comma-separated list in parameters, the largest first, without duplicates."""
     return sorted({parse_budget(part.strip(), dense) for part in text.split(",")}, reverse=True)

@@ -1,4 +1,4 @@
-"""Which weights compress.py splits after the fact: what options name; head and embedding where none says otherwise."""
+"""Which weights compress.py splits after the fact: those that options name; the defaults for head and embedding."""
 
 import math
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
-    """How the model is to be split after the fact: the blocks named, or those of the run, or all projections.
+    """Return how to split the model after the fact: the blocks named, or those of the run, or all projections.
 
-    Without --rpca and --godec only embedding and head can be, beside what was trained.
+    Without --rpca and --godec only embedding and head can be split, beside the trained L + S; None if neither is.
 
     Raises:
         UserError: the head is asked for and cannot be split.
@@ -52,10 +52,10 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
 
 
 def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
-    """Whether the head is split where nothing is said of it: by energy where it can be weighed and something goes.
+    """Return whether to split the head by default: if a cut by energy removes something and can weigh the head.
 
-    Every size measured so far is better for it, but half of nano where that is fitted on text (results/elastic). GoDec,
-    whose L + S is less than X, was not measured, nor were methods that train their factors.
+    Every size measured so far is better for it, except half of nano if fitted on text (results/elastic). GoDec, whose
+    L + S only approximates X, was not measured, nor were methods that train their factors.
     """
     if not options.by_energy or options.godec or options.roles or not (options.rpca or source.surrogate):
         return False
@@ -72,5 +72,5 @@ def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
 
 
 def _trained(source: ModelOnDisk) -> Mapping[str, Any]:
-    """Block of training → its entry; none of a method that has no surrogates."""
+    """Return trained block → its entry in the surrogate's index; empty for a method without surrogates."""
     return read_index(source.surrogate) if source.surrogate else {}

@@ -1,4 +1,4 @@
-"""From a model on disk and a budget to a folder that opens anywhere, whole or not at all."""
+"""Compressing a model on disk into a folder of its own, which is written whole or not at all."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,16 +33,16 @@ from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 @dataclass(frozen=True)
 class FolderContent:
-    """What is about to be written: how, and how large it is by every measure.
+    """The content of a folder to be written: the function that writes it, and its size by every measure.
 
     Args:
         save: writes the weights and config.json into a folder.
-        parameters: by the paper's count.
+        parameters: the parameters by the paper's count.
         numbers: floating-point numbers stored.
-        bytes_in_memory: of the opened model's weights.
-        blocks: how many there are.
-        factored: how many of them are stored as U, V and S.
-        kappa: κ of the cut.
+        bytes_in_memory: bytes of the opened model's weights.
+        blocks: number of blocks.
+        factored: number of blocks that are stored as U, V and S.
+        kappa: the κ that the cut amounts to, if any.
         note: a sentence for the user.
     """
 
@@ -57,12 +57,12 @@ class FolderContent:
 
 
 def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | None = None) -> str:
-    """Make the folder `options.output` and say in Markdown how large it is, beside the dense model.
+    """Write the folder `options.output`; return Markdown on its size beside the dense model's, and on how to open it.
 
     Args:
-        options: what to make of what.
-        source: what --checkpoint names, opened.
-        data: where the text is that --calibrate reads.
+        options: the options of compress.py.
+        source: the model that --checkpoint names, opened.
+        data: where the text is that --calibrate, --match and --distill read.
     """
     output = Path(options.output)
     require_new(output)
@@ -99,7 +99,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
 
 
 def _opened(source: ModelOnDisk, options: CompressOptions) -> tuple[Deployment, dict[str, int]]:
-    """What is cut, and the sizes that are asked for; L + S of GoDec has room for the largest of them."""
+    """Return the deployment and the requested sizes (see `budgets_of`); GoDec's L + S has room for the largest size."""
     split = split_of(source, options)
     deployment = open_deployment(source, split)
     budgets = budgets_of(options, deployment.dense)
@@ -114,7 +114,7 @@ def _opened(source: ModelOnDisk, options: CompressOptions) -> tuple[Deployment, 
 def _sizes(
     deployment: Deployment, content: FolderContent, options: CompressOptions, folder: Path
 ) -> dict[str, tuple[int, int]]:
-    """By every measure: of the dense model, and of the folder."""
+    """Return measure → (size of the dense model, size of the folder)."""
     element = getattr(torch, options.float_dtype).itemsize
     dense_bytes = deployment.dense * element
     return {
@@ -128,7 +128,7 @@ def _sizes(
 def _record(
     deployment: Deployment, content: FolderContent, options: CompressOptions, variants: Sequence[Variant]
 ) -> dict[str, Any]:
-    """What the folder was made of, and how."""
+    """Return what compression.json says of the folder's source and of how the source was cut."""
     source, variant = deployment.source, variants[0]
     cost = deployment.tuning_cost(len(variants) if options.elastic else None)
     return {
@@ -156,7 +156,7 @@ def _record(
 
 
 def budgets_of(options: CompressOptions, dense: int) -> dict[str, int]:
-    """The sizes that are asked for, as they were written → parameters, the largest first, none twice."""
+    """Return the requested sizes: each as the user wrote it → parameters, the largest first, without duplicates."""
     words = () if options.budget is None else split_list(options.budget) or (options.budget,)
     sizes = {parse_budget(word, dense): word for word in words}
     return {sizes[size]: size for size in sorted(sizes, reverse=True)}
@@ -205,7 +205,7 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
 
 
 def usage_of(deployment: Deployment, options: CompressOptions, content: FolderContent, has_tokenizer: bool) -> Usage:
-    """How the folder is opened and measured; of an elastic one at the size it was fitted to, or a middle one."""
+    """Return how to open and measure the folder, an elastic one at its largest given budget or a middle size."""
     source, size, evaluation = deployment.source, None, None
     if options.elastic:
         most, budgets = content.parameters, budgets_of(options, deployment.dense)
@@ -221,7 +221,7 @@ def usage_of(deployment: Deployment, options: CompressOptions, content: FolderCo
 
 
 def size_table(name: str, sizes: dict[str, tuple[int, int]]) -> str:
-    """Parameters, bytes on disk and in memory of X and of the folder made, as Markdown."""
+    """Return a Markdown table of parameters, numbers stored, bytes on disk and in memory, of X and of the folder."""
     columns = [
         (show(before), show(after), f"{after / before:.3f}")
         for show, (before, after) in zip((millions, millions, megabytes, megabytes), sizes.values(), strict=True)

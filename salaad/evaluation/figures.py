@@ -17,7 +17,7 @@ from salaad.evaluation.sweep import best, hpa_cells, stable_band, ways
 
 
 def loss_curve(run: Path) -> tuple[list[int], list[float]]:
-    """Steps and the smoothed training loss (nats per token) of a run; lines without a loss are left out."""
+    """Return steps and smoothed training loss (nats per token) of a run; lines without a loss are left out."""
     rows = [row for row in read_json_lines(run / "metrics.jsonl") if row["loss"] is not None]
     return [row["step"] for row in rows], _smooth([row["loss"] for row in rows])
 
@@ -31,7 +31,7 @@ def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
 
 
 def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Perplexity over κ, one curve per budget, with κ* marked and a gray band from the least to the greatest κ*.
+    """Draw perplexity over κ, a curve per budget, with κ* marked and a gray band from the least to the greatest κ*.
 
     Args:
         rows: results of one model with `budget`, `kappa`, `perplexity`; those of X and L + S have no budget.
@@ -55,7 +55,7 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Perplexity over parameters, one panel per model and one color per way to cut, with X as a dashed line.
+    """Draw perplexity over parameters, one panel per model and one color per way to cut, with X as a dashed line.
 
     Args:
         rows: label → results of one model.
@@ -82,7 +82,7 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
 
 
 def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
-    """A logarithmic axis up to four times the lowest value, since one very bad value would flatten all others."""
+    """Set a logarithmic y axis up to four times the lowest value: one very bad value would flatten all others."""
     low = min(values)
     panel.set_yscale("log")
     panel.set_ylim(0.97 * low, min(4 * low, 1.05 * max(values)))

@@ -34,9 +34,9 @@ from salaad.evaluation.task_names import folders, require_known
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task or group: accuracies from 0 to 1 and their standard errors, None where the harness gives none.
+    """The scores of a task or group: accuracies from 0 to 1 and standard errors, None where the harness gives none.
 
-    `others` are its further metrics, such as a perplexity.
+    `others` are further metrics, such as a perplexity.
     """
 
     task: str
@@ -50,7 +50,7 @@ class TaskScore:
 
 
 def harness_version() -> str:
-    """The version of the installed harness; a UserError if there is none."""
+    """Return the version of the installed harness; a UserError if none is installed."""
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
@@ -75,7 +75,7 @@ def check_tasks(tasks: Sequence[str], task_data: Path | None) -> None:
                     f"task {name} is code of its own and has no one score; leave it out, or use lm_eval itself"
                 )
             if "output_type" in config and config["output_type"] not in SCORED:
-                task_class(None)(config | {"class": None})  # says why it is not scored
+                task_class(None)(config | {"class": None})  # raises, and says why
         if task_data is not None:
             _load(tasks, task_data)
 
@@ -90,7 +90,7 @@ def evaluate_tasks(
     batch_size: int | str = "auto",
     max_length: int | None = None,
 ) -> list[TaskScore]:
-    """Zero-shot scores of a causal LM, computed on its device: a row for each task or group asked for.
+    """Return zero-shot scores of a causal LM, computed on its device: one for each task or group asked for.
 
     Args:
         model: a causal LM; its training mode is restored.
@@ -133,7 +133,7 @@ def _score(name: str, result: dict[str, Any], version: object) -> TaskScore:
 
 @functools.cache
 def _manager(tasks: tuple[str, ...]) -> Any:
-    """The harness's `TaskManager` that knows these tasks: reading all its 14,000 definitions takes ten seconds."""
+    """Return the harness's `TaskManager` of these tasks alone: reading all 14,000 definitions takes ten seconds."""
     from lm_eval.tasks import TaskManager
 
     known = folders()
@@ -141,7 +141,7 @@ def _manager(tasks: tuple[str, ...]) -> Any:
 
 
 def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, Any]]:
-    """The harness's `tasks` and `groups` by name, with their data loaded."""
+    """Return the harness's `tasks` and `groups` by name, with their data loaded."""
     if task_data is not None and not task_data.is_dir():
         raise UserError(f"--task-data {task_data} is no folder (here is {Path.cwd()}); give the one with the files")
     manager, override = _manager(tuple(tasks)), {"class": task_class(task_data)}
@@ -173,7 +173,7 @@ def _language_model(
 
         def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
             for texts, _, tokens in requests:
-                if texts is not None and not 0 < len(tokens) <= self.max_length:  # none of a running text's parts
+                if texts is not None and not 0 < len(tokens) <= self.max_length:  # None in rolling likelihoods
                     what = (
                         f"the choice {texts[1][:40]!r} has {len(tokens)} tokens, but a row takes 1 to {self.max_length}"
                     )

@@ -24,7 +24,7 @@ _CURE = "write its rows as the hub has them"
 
 
 def task_class(task_data: Path | None) -> type:
-    """The harness's task class without few-shot examples, with data from `task_data` unless that is None."""
+    """Return the harness's task class without few-shot examples, with data from `task_data` unless that is None."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -42,7 +42,7 @@ def task_class(task_data: Path | None) -> type:
                 super().__init__(config=config | {"num_fewshot": 0})
             except UserError:
                 raise
-            except Exception:  # of any class, from wherever in it the first row is looked at
+            except Exception:  # of any class, from wherever the harness reads the first row
                 if task_data is not None and hasattr(self, "features"):
                     _require_sound(self, self._file())
                 raise
@@ -50,10 +50,10 @@ def task_class(task_data: Path | None) -> type:
                 _require_sound(self, self._file())
 
         def fewshot_docs(self) -> None:
-            """No examples: the harness would read the training split even for zero-shot prompts."""
+            """Return no examples: the harness would read the training split even for zero-shot prompts."""
 
         def _file(self) -> Path:
-            """The local file of the split that is scored; the subjects of MMLU may share one."""
+            """Return the local file of the split that is scored; the subjects of MMLU may share one."""
             split = self.config.test_split or self.config.validation_split
             own = task_data / f"{self.config.task}.{split}.jsonl"
             shared = self.DATASET_PATH == "cais/mmlu" and not own.is_file()
@@ -83,7 +83,7 @@ def task_class(task_data: Path | None) -> type:
 
 
 def _read(path: Path) -> pyarrow.Table:
-    """The rows of a local file."""
+    """Return the rows of a local file; a UserError if it is missing or holds no JSON lines."""
     if not path.is_file():
         raise UserError(f"--task-data {path.parent} lacks {path.name}; put it there, or leave its task out")
     try:
@@ -94,9 +94,9 @@ def _read(path: Path) -> pyarrow.Table:
 
 
 def _require_sound(task: Any, path: Path) -> None:
-    """Raise a UserError for a row of which the harness would make something without a word.
+    """Raise a UserError for a row that the harness would score wrongly without an error.
 
-    A template shows a column that is missing as nothing, and an answer that is none of the choices counts as wrong.
+    A template leaves a missing column empty, and an answer that is none of the choices counts as wrong.
     """
     columns = sorted(
         {name for part in ("doc_to_text", "doc_to_choice", "doc_to_target") for name in _columns(task, part)}
@@ -120,7 +120,7 @@ def _require_sound(task: Any, path: Path) -> None:
 
 
 def _columns(task: Any, part: str) -> Iterator[str]:
-    """The columns that a part of a task's definition reads: a template's variables, or the one it is the name of."""
+    """Yield the columns that a part of a task's definition reads: a template's variables, or the column it names."""
     template = getattr(task.config, part)
     if not isinstance(template, str):  # a function, which fails by itself, or the same choices for every row
         return

@@ -22,14 +22,14 @@ from salaad.rpca import not_a_finite_matrix, rpca
 
 @dataclass(frozen=True)
 class RpcaStatistics:
-    """What the paper reports of one decomposition."""
+    """The statistics that the paper reports of one decomposition into L + S."""
 
     rank_ratio: float  # Γ(L), Definition 4.1: the effective rank over min(n, m)
     density: float  # entries of S that are not zero, over n·m
 
     @property
     def sparsity(self) -> float:
-        """The paper's word: 1 − density."""
+        """The sparsity, which the paper reports instead of the density: 1 − density."""
         return 1 - self.density
 
 
@@ -99,7 +99,7 @@ class Spread(NamedTuple):
 
 
 def summarise(rows: Iterable[RpcaRow], by: str | None = None) -> dict[str | int | None, dict[str, Spread]]:
-    """Group → ratio → its spread over the group's rows; groups are `by` "kind" or "depth", or one group None of all."""
+    """Return group → ratio → spread over the rows of the group, by "kind" or "depth", or for one group None of all."""
     groups: dict[str | int | None, list[RpcaRow]] = {}
     for row in rows:
         groups.setdefault(getattr(row, by) if by else None, []).append(row)

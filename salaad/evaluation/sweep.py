@@ -20,19 +20,19 @@ REMOVED = 0.05  # least part of L + S removed for which the choice of κ matters
 
 
 def grid(budgets: Sequence[int], kappas: Sequence[float]) -> list[Variant]:
-    """X, L + S and HPA at every budget with every κ."""
+    """Return the variants of the sweep: X, L + S, and HPA at every budget with every κ."""
     cells = [Variant(f"{format_count(budget)}@{kappa:g}", budget, kappa) for budget in budgets for kappa in kappas]
     return [Variant("X"), Variant("L+S"), *cells]
 
 
 def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False, head: bool = False) -> list[Variant]:
-    """Every budget cut by energy, then with each thing more that is asked for.
+    """Return the variants that cut every budget by energy, then those that add each further step asked for.
 
     Args:
         budgets: parameters.
-        refine: alternations that follow.
-        calibrated: once more weighed by text, on top of that.
-        head: the last of these once more with head and embedding split too.
+        refine: alternating projections of the variants that add a refinement; 0 for no such variants.
+        calibrated: add variants weighed on text, with the same refinement.
+        head: add the last kind of variant once more with head and embedding split too.
     """
     fits = [(0, False), *([(refine, False)] if refine else []), *([(refine, True)] if calibrated else [])]
     ways = [(*fit, "") for fit in fits] + ([(*fits[-1], "+head")] if head else [])
@@ -44,7 +44,7 @@ def by_energy(budgets: Sequence[int], refine: int = 0, calibrated: bool = False,
 
 
 def measure(evaluations: Mapping[str, VariantEvaluation], variants: Sequence[Variant]) -> dict[str, list[dict]]:
-    """Label → results of every variant for each model; results that are cached cost nothing."""
+    """Return label → results of every variant of the model with this label; cached results cost nothing."""
     with tqdm(total=len(evaluations) * len(variants), desc="sweep", unit="cell", leave=False, disable=None) as bar:
         rows: dict[str, list[dict[str, Any]]] = {label: [] for label in evaluations}
         for label, evaluation in evaluations.items():
@@ -70,7 +70,7 @@ def hpa_cells(rows: Sequence[Row], budget: int) -> list[Row]:
 
 
 def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Way to cut → the results of one model, the largest budget first: HPA at κ*, and those by energy."""
+    """Return way to cut → results of one model, the largest budget first: HPA at κ*, and every way by energy."""
     found: dict[str, list[Row]] = {"HPA at κ*": best(rows)} if best(rows) else {}
     cells = [row for row in rows if row["budget"] is not None and row["kappa"] is None]
     order = sorted(

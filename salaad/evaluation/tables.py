@@ -11,7 +11,7 @@ from salaad.common.provenance import provenance
 
 
 def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Perplexity and parameters of every variant, as in the paper's Table 1."""
+    """Return perplexity and parameters of every variant in Markdown, as in the paper's Table 1."""
     lines = [
         (
             row["variant"] + _fit(row),
@@ -31,7 +31,7 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fit(row: Mapping[str, Any]) -> str:
-    """How a cut was fitted, as the end of its name."""
+    """Return how a cut was fitted, to be added to its name."""
     refined = f", refined {row['refine']}" if row["refine"] else ""
     return refined + (f", calibrated {row['calibrate']}" if row["calibrate"] else "")
 
@@ -75,7 +75,7 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
     figures = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
-    measured = (*figures, "device", "triton")  # what is measured again elsewhere takes the place of what was
+    measured = (*figures, "device", "triton")  # no settings: rows that differ only in these replace each other
 
     def identity(row: Mapping[str, Any]) -> str:
         return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)

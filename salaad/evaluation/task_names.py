@@ -16,7 +16,7 @@ _NAME = re.compile(rb"""^[ \t]*["']?(?:task|group)["']?:[ \t]*["']?([\w./+:%-]+)
 
 @functools.cache
 def folders() -> dict[str, Path]:
-    """Task or group → the folder that defines it; a UserError if the harness is not installed."""
+    """Return task or group → the folder that defines it; a UserError if the harness is not installed."""
     spec = find_spec("lm_eval")
     if spec is None:
         raise UserError("lm-eval is not installed, and nothing else scores tasks; run pip install lm-eval")
@@ -30,7 +30,7 @@ def folders() -> dict[str, Path]:
 
 
 def require_known(tasks: Sequence[str]) -> None:
-    """Raise a UserError for a name that is none of the harness's, with the one nearest to it."""
+    """Raise a UserError for a name that the harness does not have, and suggest the nearest one."""
     known = folders()
     for name in tasks:
         if name not in known:

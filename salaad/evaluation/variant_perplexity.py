@@ -32,7 +32,7 @@ class VariantEvaluation:
         tokens: validation tokens after which to stop reading.
         dtype: name of the dtype of weights and activations.
         batch: rows per forward pass.
-        half: of the rows that hold so many tokens, which to read; all unless given.
+        half: which half of the rows that hold `tokens` tokens to read; all rows unless given.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class VariantEvaluation:
         self.cached = {json.dumps(row["of"]): row for row in read_json_lines(self.path)}
 
     def on_half(self, half: Literal["first", "second"]) -> "VariantEvaluation":
-        """The same on a half of the text."""
+        """Return this evaluation on one half of the text."""
         other = copy(self)
         other.half = half
         return other
@@ -68,10 +68,10 @@ class VariantEvaluation:
         return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
     def __call__(self, variant: Variant) -> dict[str, Any]:
-        """The row of results of a variant: perplexity, parameters and the settings they belong to.
+        """Return the row of results of a variant: perplexity, parameters and the settings they belong to.
 
-        It takes one pass over the text unless the result is cached. `device` and `triton` tell which device computed
-        it, and whether our kernels for GPUs could be used there; rows cached by older versions have neither.
+        A result that is not cached takes one pass over the text. `device` and `triton` tell which device computed it,
+        and whether our kernels for GPUs could be used there; rows cached by older versions have neither.
         """
         deployment = self.deployment.of(variant)
         of = {

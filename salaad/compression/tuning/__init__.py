@@ -1,5 +1,5 @@
-"""Fitting a cut model to what the dense one does on text, without labels.
+"""Fitting a cut model on text to the hidden states and predictions of the dense model.
 
-Begin with `tuned_model`: what is trained. `matching` fits one Transformer layer after the other, `distillation` all of
-them together, at one size or at all.
+Begin with `tuned_model`, which holds the trained tensors. `matching` fits one Transformer layer after the other,
+`distillation` all layers together, at one size or at many.
 """

@@ -1,13 +1,13 @@
 """Distillation: a cut model, or all sizes of one in turn, learns the predictions of the dense model on text.
 
-    minimise  E KL(q(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S and the rest
+    minimise  E KL(q(· | tokens before) ‖ p_{L̃+S̃}(· | tokens before))   over U, V, the entries of S, norms and biases
 
-q is what the dense model predicts, or that mixed with what the text says: a dense model is wrong here and there, and a
-cut one that learns from both can end nearer to text of that kind than one that learns from either.
+q is the prediction of the dense model, or a mixture of it and the text's own next token: the dense model is sometimes
+wrong, and a cut one that learns from both can end nearer to text of that kind than one that learns from either.
 
-Of many sizes each step trains two on the same text. One is the smallest, which has least in common with the others and
-else falls behind. The other follows the multiples of the golden ratio over the range, evenly spaced in the logarithm of
-the compressible parameters, so that every stretch of steps covers all of it.
+If there are many sizes, each step trains two on the same text. One is the smallest, which has least in common with the
+others and else falls behind. The other follows the multiples of the golden ratio modulo 1 over the range, evenly in the
+logarithm of the compressible parameters, so that any run of consecutive steps covers the whole range.
 """
 
 import math
@@ -29,9 +29,9 @@ from salaad.data.batches import TrainingStream
 from salaad.hpa import Kept
 from salaad.model.loss import IGNORED, SummedDivergence
 
-SIZES_A_STEP = 2  # of many
-RATE = 0.005  # as in `Fitting`; half of it is level for a well-trained model, twice and four times are worse
-_SECONDS = 60  # between two times that the state is saved
+SIZES_A_STEP = 2  # if there are many
+RATE = 0.005  # as in `Fitting`; half of it is as good for a well-trained model, twice and four times it are worse
+_SECONDS = 60  # between two saves of the state
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -44,16 +44,16 @@ def distill(
     text_share: float,
     kept_at: Callable[[int], Sequence[Kept | None]] = lambda step: [None],
 ) -> None:
-    """Train `tuned` for so many batches, from the last step on that was saved.
+    """Train `tuned` for `steps` batches, going on from the last step that was saved.
 
     Args:
-        tuned: what is trained; the dense model in it is the teacher.
-        open_stream: the text from a saved position on, or from its beginning.
-        steps: batches.
-        saved: the state.
-        request: to stop, after saving.
-        text_share: of q.
-        kept_at: step → the sizes that are trained then, alike: block → (rank, entries), all units for None.
+        tuned: the cut model, whose dense model is the teacher.
+        open_stream: saved position → the text from there on; for None from its beginning.
+        steps: number of batches.
+        saved: where the state is saved.
+        request: a request to stop, which is followed after saving.
+        text_share: share of the text's own next token in q.
+        kept_at: step → the sizes it trains, weighed alike: block → (rank, number of entries), all units for None.
 
     Raises:
         UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
@@ -99,13 +99,13 @@ def distill(
 
 
 class Learner:
-    """A cut model that learns from the dense one, a batch a step.
+    """A cut model that learns from the dense one, one batch per step.
 
     Args:
-        tuned: both of them.
-        fitting: the steps.
-        text_share: of what is learned.
-        kept_at: step → the sizes that are trained then.
+        tuned: the cut model, which holds the dense one.
+        fitting: the optimizer and its schedule.
+        text_share: share of the text's own next token in q.
+        kept_at: step → the sizes it trains, as of `distill`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Learner:
         self._divergence, self._device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
 
     def step(self, ids: Tensor, labels: Tensor) -> float:
-        """Learn from one batch (rows × length); its mean divergence over tokens and sizes."""
+        """Take a step on one batch (rows × length); return its mean divergence over tokens and sizes."""
         ids, labels = ids.to(self._device), labels.to(self._device)
         with torch.no_grad():
             teacher = self._divergence.hidden_and_head(ids)
@@ -129,7 +129,7 @@ class Learner:
         return self.fitting.step(call(kept=kept) / tokens for kept in sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two steps."""
+        """Return the state between two steps."""
         return {"tuned": self.tuned.state_dict(), "fitting": self.fitting.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,7 +139,10 @@ class Learner:
 
 
 def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], list[Kept]]:
-    """Step → what two sizes keep: one between two counts of compressible parameters in turn, and the smallest."""
+    """Return a function: step → what two sizes keep.
+
+    One of them moves between two counts of compressible parameters, the other is the smallest.
+    """
 
     def kept_at(step: int) -> list[Kept]:
         place = (step + 1) * _GOLDEN % 1

@@ -1,4 +1,4 @@
-"""Gradient steps on what is trained of a cut model, and their state, which an interrupted command goes on from.
+"""Gradient steps on the trained tensors of a cut model, and their state, from which an interrupted command goes on.
 
 The learning rate of a tensor is relative to the size of its entries, so one rate serves models of every size.
 """
@@ -20,8 +20,8 @@ class Fitting:
     """Adam over a fixed number of steps.
 
     Args:
-        parameters: what is trained; a tensor of zeros stays as it is.
-        steps: of the whole schedule.
+        parameters: the trained tensors; a tensor of zeros stays as it is.
+        steps: number of steps of the whole schedule.
         rate: peak change of an entry in a step, relative to the root mean square of its tensor at the beginning.
     """
 
@@ -32,7 +32,7 @@ class Fitting:
         self.schedule = LambdaLR(self.optimizer, warmup_and_cosine(_WARMUP, steps))
 
     def step(self, losses: Iterable[Tensor]) -> float:
-        """One step down the gradient of the sum of `losses`, which it returns; one is computed after the other."""
+        """Take one step on the sum of `losses`, which are computed one after the other, and return that sum."""
         total = 0.0
         for loss in losses:
             loss.backward()
@@ -44,7 +44,7 @@ class Fitting:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two steps."""
+        """Return the state between two steps."""
         return {"done": self.done, "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.last_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""Matching: one Transformer layer after the other is fitted to what the dense layer gives, on a few sequences of text.
+"""Matching: one Transformer layer after the other is fitted to the dense layer's output, on a few sequences of text.
 
-With the dense layer f, the cut layer f̂, hidden states x that the dense layers before gave and x̂ that the cut ones gave:
+With the dense layer f, the cut layer f̂, and hidden states x from the dense layers before and x̂ from the cut ones:
 
-    minimise  Σ ‖f̂(x̂) − f(x)‖² / Σ ‖f(x)‖²   over U, V, the entries of S and the norms of this layer,
+    minimise  Σ ‖f̂(x̂) − f(x)‖² / Σ ‖f(x)‖²   over U, V, the entries of S, norms and biases of this layer,
 
-summed over the tokens that are no padding, so that a layer also mends what those before it do wrong (the transformer
-matching of 3BASiL). Only one layer is trained at a time, and needs memory for gradients and moments. An embedding among
-the blocks is matched first.
+summed over the tokens that are not padding. Because f̂ gets x̂, a layer also corrects errors of those before it (the
+transformer matching of 3BASiL). Only the one layer in training needs memory for gradients and moments. An embedding
+among the blocks is matched first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ RATE = 0.03  # as in `Fitting`
 
 
 class Call(NamedTuple):
-    """What a module is called with: hidden states (or ids), and all else."""
+    """The arguments that a module is called with: hidden states (or token ids), and all others."""
 
     hidden: Tensor
     positional: tuple = ()
@@ -38,13 +38,13 @@ class Call(NamedTuple):
 
 
 def match(tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: SavedTuning, request: StopRequest) -> None:
-    """Fit all layers of `tuned`, with all its units, from the last layer on that was saved.
+    """Fit all layers of `tuned`, with all its units, going on after the last layer that was saved.
 
     Args:
-        tuned: what is trained.
+        tuned: the cut model, which holds the dense one.
         texts: batches of sequences, `input_ids` and `labels` (rows × length).
-        saved: the state after every layer.
-        request: to stop.
+        saved: where the state is saved after every layer.
+        request: a request to stop.
 
     Raises:
         UserError: a stop was requested; the layers that were fitted are saved.
@@ -69,7 +69,7 @@ def match(tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: Saved
     names = layer_names(model)
     layers = [model.get_submodule(name) for name in names]
     with torch.no_grad():
-        # What a layer is called with beside hidden states depends on the shape of the rows alone.
+        # The arguments of a layer other than hidden states depend on the shape of the rows alone.
         others = {
             ids.shape: calls_of(layers, lambda ids=ids: model.base_model(ids, use_cache=False)) for ids in batches
         }
@@ -99,7 +99,7 @@ def fit_module(
     real: Sequence[Tensor],
     request: StopRequest,
 ) -> None:
-    """Fit the module called `name` to give `goals` when it is called so, at the places that are `real` (bool)."""
+    """Fit the module named `name` so that `calls` give `goals`, at the tokens that are `real` (bool)."""
     goals = [goal[places] for goal, places in zip(goals, real, strict=True)]
     scale = torch.stack([goal.float().square().mean() for goal in goals]).mean()
     fitting = Fitting(tuned.trained(name), PASSES * len(calls), RATE)
@@ -114,7 +114,7 @@ def fit_module(
 
 
 def calls_of(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[Call]:
-    """What each of these modules is called with in `run`."""
+    """Return the arguments that each of `layers` is called with in `run`."""
     calls: list[Call] = []
 
     def note(module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def calls_of(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[Call]:
 
 
 def layer_names(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that the hidden states pass one after the other.
+    """Return the names of the Transformer layers in the order in which hidden states pass them.
 
     Raises:
         UserError: the model has no such list of layers.
@@ -148,5 +148,5 @@ def layer_names(model: PreTrainedModel) -> list[str]:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states in what a layer returns, which is a tuple in some architectures."""
+    """Return the hidden states in the output of a layer, which is a tuple in some architectures."""
     return output[0] if isinstance(output, tuple) else output

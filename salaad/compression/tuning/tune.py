@@ -1,4 +1,4 @@
-"""Fitting a cut to the dense model on text: matching, then distillation, for one size or for all of a folder."""
+"""Fitting a cut to the dense model on text: matching, then distillation, for one size or all sizes of a folder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ from salaad.model.build import training_flops
 from salaad.model.loss import SummedLoss
 from salaad.runs.model_on_disk import ModelOnDisk
 
-_ROWS = 8  # of a batch
-_LIKELY_ENOUGH = 16  # bytes of text files for every token that is asked for; less is counted
+_ROWS = 8  # rows of a batch
+_LIKELY_ENOUGH = 16  # bytes of text files per requested token above which rows are not counted
 # Settings by which the same files and the same tokenizer give other rows.
 _MAKES_ROWS = ("text_field", "sequence_length", "packing", "shuffle_window", "streams")
 
 
 class Fitted(NamedTuple):
-    """A cut, and what else of the model was fitted with it.
+    """A cut, and the other parameters of the model that were fitted with it.
 
     Args:
         parts: block → its units.
@@ -48,12 +48,12 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """How cuts of one model are fitted to it.
+    """The fitting of cuts of one model to that model, on text.
 
     Args:
         source: the dense model on disk.
-        data: its text, of which training rows are read.
-        how: on how much of it.
+        data: the text, of which training rows are read.
+        how: on how much of the text.
     """
 
     source: ModelOnDisk
@@ -71,7 +71,8 @@ class Tuning:
     def _check_length(self) -> None:
         """Raise a UserError if distillation would read some of the text twice.
 
-        Of files so large that they hold enough in all likelihood that is left to the distillation itself.
+        Rows of files that are so large that they almost surely suffice, or of unknown size, are not counted: for those,
+        distillation itself raises the error.
         """
         asked, length = self.steps * _ROWS, self.data.sequence_length
         size = [self._text.sizes.get(file) for file in self._text.train_files]
@@ -91,10 +92,10 @@ class Tuning:
         return (self.how.match + self.steps * _ROWS) * self.data.sequence_length
 
     def operations(self, ranges: int | None = None) -> float:
-        """Floating-point operations, by the count of training, of so many ranges of sizes or of one size.
+        """Return the floating-point operations, as training counts them, of fitting `ranges` ranges or one size.
 
-        Matching passes each layer forward as it is and as it is cut, and forward and backward in every pass over the
-        sequences; distillation passes the model forward once, and forward and backward at every size.
+        Matching runs each layer forward dense and cut, and forward and backward in every pass over the sequences;
+        distillation runs the dense model forward once, and the cut one forward and backward at every size of a step.
         """
         a_token = training_flops(self.source.folder.outline, self.data.sequence_length)
         matched = self.how.match * self.data.sequence_length * (2 / 3 + PASSES)
@@ -103,11 +104,11 @@ class Tuning:
 
     @property
     def steps(self) -> int:
-        """Batches of distillation."""
+        """The number of batches of distillation."""
         return ceil(self.how.tokens / (_ROWS * self.data.sequence_length))
 
     def matched(self, cut: Fitted, name: str) -> Fitted:
-        """The cut called `name` after matching; as it is if that is left out."""
+        """Return the cut named `name` after matching; unchanged if matching is left out."""
         if not self.how.match:
             return cut
         tuned, saved = self._begin(cut), self._saved(f"match {name} {self._sequences.digest}")
@@ -119,7 +120,7 @@ class Tuning:
     def distilled(
         self, cut: Fitted, name: str, kept_at: Callable[[int], Sequence[Kept | None]] = lambda step: [None]
     ) -> Fitted:
-        """The cut called `name` after distillation at the sizes of `kept_at`; as it is if that is left out."""
+        """Return the cut named `name` after distillation at the sizes of `kept_at`; unchanged if that is left out."""
         if not self.how.tokens:
             return cut
         tuned, matched = self._begin(cut), self._sequences.digest if self.how.match else ""
@@ -128,12 +129,12 @@ class Tuning:
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def forget(self) -> None:
-        """Delete what was kept of this command, which has ended; others on the same model keep theirs."""
+        """Delete the saved states of this command, which has ended, but not those of others on the same model."""
         for saved in self._states:
             saved.remove()
 
     def untouched(self, parts: Parts) -> Fitted:
-        """A cut before it is fitted, with the norms and biases that will be.
+        """Return a cut before it is fitted, with the norms and biases that will be fitted too.
 
         Matrices outside the blocks, such as the head, stay as they are: fitting them too was no better, and the sizes
         of a folder share them.
@@ -162,7 +163,7 @@ class Tuning:
 
     @property
     def _rows_read(self) -> str:
-        """Changes with the rows that distillation reads, and with their order."""
+        """A key that changes with the rows that distillation reads, and with their order."""
         tokenizer = self._text.tokenizer
         made = [f"{name}={getattr(self.data, name)}" for name in _MAKES_ROWS]
         encoding = sha256(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}".encode()).hexdigest()

@@ -1,7 +1,7 @@
 """A model whose blocks are U·V + S of any size, with gradients for U, V, the entries of S and some other parameters.
 
-The dense model lends its modules: in a call its weights are replaced by what the trained numbers amount to, and outside
-of it the model computes as before. So teacher and student are one set of dense weights.
+The modules are those of the dense model: during a call their weights are replaced by the trained ones, and outside of a
+call the dense model computes as before. So teacher and student share one set of dense weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,10 +21,10 @@ from salaad.model.weights import weights_of
 class TunedBlock(nn.Module):
     """U, V and the values of S of one block in float32; the positions of S stay.
 
-    Every term of U·V is shared evenly by its two vectors, so that relative changes of either count alike.
+    The two vectors of every term of U·V begin with equal norms, so that relative changes of either count alike.
 
     Args:
-        slr: to begin with.
+        slr: the initial U, V and S.
     """
 
     def __init__(self, slr: Slr) -> None:
@@ -42,24 +42,24 @@ class TunedBlock(nn.Module):
         return flat.index_add(0, self.positions[:nnz], self.values[:nnz]).view(self.shape)
 
     def slr(self) -> Slr:
-        """All units as they are now, on the CPU, in the order in which they were given."""
+        """Return all units with their current values, on the CPU, in the order in which they were given."""
         U, V, positions, values = (part.detach().cpu() for part in (self.U, self.V, self.positions, self.values))
         return Slr(self.shape, U, V, positions, values)
 
 
 class TunedModel(nn.Module):
-    """What is trained of a model, and the model that it amounts to.
+    """A dense model together with trained tensors, from which the weights of the cut model are computed.
 
     Args:
         model: the dense model, whose own parameters are frozen.
         parts: block → its units.
-        others: further parameters of the model that are trained, by name, each with the numbers to begin with.
+        others: further parameters of the model that are trained: name → initial values.
     """
 
     def __init__(self, model: nn.Module, parts: Parts, others: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         super().__init__()
         model.requires_grad_(False)
-        self._lent = (model,)  # in a tuple, so that its parameters are not counted among ours
+        self._lent = (model,)  # in a tuple, so that torch does not register its parameters here
         self._keys = {id(p): name for name, p in model.named_parameters()}
         # Names of modules may hold no dots.
         self.blocks = nn.ModuleDict({_flat(name): TunedBlock(slr) for name, slr in parts.items()})
@@ -74,18 +74,18 @@ class TunedModel(nn.Module):
         return self._lent[0]
 
     def trained(self, prefix: str = "") -> Iterator[nn.Parameter]:
-        """All that is trained of the module called `prefix`, of the whole model for ""."""
+        """Yield the trainable tensors of the module named `prefix`; of the whole model if it is ""."""
         for name in self.names:
             if _is_inside(name, prefix):
                 yield from self.blocks[_flat(name)].parameters()
         yield from (self.others[_flat(name)] for name in self.other_names if _is_inside(name, prefix))
 
     def weights(self, kept: Kept | None = None, prefix: str = "") -> dict[str, Tensor]:
-        """Parameter of the module called `prefix`, by its name there → the weight it has now, in the model's dtype.
+        """Return the trained weights of a module: parameter, by its name there → current values, in the model's dtype.
 
         Args:
-            kept: block → (rank, entries) that count; all units for None.
-            prefix: of the module; "" is the whole model.
+            kept: block → (rank, number of entries) that are used; all units for None.
+            prefix: name of the module; "" is the whole model.
         """
         chosen = [name for name in self.names if _is_inside(name, prefix)]
         found: dict[str, Tensor] = {}
@@ -101,20 +101,20 @@ class TunedModel(nn.Module):
         return {name[len(prefix) + 1 if prefix else 0 :]: W.to(dtype) for name, W in found.items()}
 
     def call(self, wrapper: nn.Module, *inputs: Any, kept: Kept | None = None) -> Any:
-        """What `wrapper`, whose attribute `model` is the dense model, gives with the weights of now."""
+        """Return the output of `wrapper`, whose attribute `model` is the dense model, with the current weights."""
         weights = {f"model.{name}": W for name, W in self.weights(kept).items()}
         return functional_call(wrapper, weights, inputs)
 
     def call_inside(self, prefix: str, *inputs: Any, **options: Any) -> Any:
-        """What the module called `prefix` gives with the weights of now."""
+        """Return the output of the module named `prefix` with the current weights."""
         return functional_call(self.model.get_submodule(prefix), self.weights(prefix=prefix), inputs, options)
 
     def parts(self) -> Parts:
-        """All blocks as they are now."""
+        """Return block → its units with their current values, on the CPU."""
         return {name: self.blocks[_flat(name)].slr() for name in self.names}
 
     def other_parameters(self) -> dict[str, Tensor]:
-        """The further parameters as they are now, on the CPU."""
+        """Return name → current values of the further trained parameters, on the CPU."""
         return {name: self.others[_flat(name)].detach().cpu() for name in self.other_names}
 
 
