@@ -1,8 +1,8 @@
-"""The elastic folder format: units in descending order of value per parameter, of which a size reads the first ones.
+"""The elastic folder format: units in descending order of value per parameter; opening a size reads the first ones.
 
-`AutoModelForCausalLM.from_pretrained(folder, budget="194M")` opens the model of that size. Beside the parameters that
-are never compressed the files hold the units of one or more ranges of sizes (`salaad.factored.elastic_file`). From the
-budget follows the range, and from that and the range's queue how many rows of each of its tensors are read.
+`AutoModelForCausalLM.from_pretrained(folder, budget="194M")` opens the model of that size. Besides the parameters that
+are never compressed the files hold the units of one or more ranges of sizes (`salaad.factored.elastic_file`). The
+budget determines the range, and the queue of the range determines how many rows of each of its tensors are read.
 """
 
 import re
@@ -54,17 +54,17 @@ _DENSER = 1000  # largest ratio of the numbers in weights that are always dense 
 
 
 class ElasticConfig(QuantizationConfigMixin):
-    """The entry `quantization_config` in config.json.
+    """The entry `quantization_config` in the config.json of an elastic folder.
 
     Args:
-        blocks: name → [n, m, rank, nnz], all units of the first range counted.
+        blocks: name → [n, m, rank, nnz], with all units of the first range.
         order: the names in the order of the queue's counts, since transformers sorts the keys that it writes.
-        fixed: parameters that are never compressed.
-        dense: parameters of the dense model, of which a budget may be a fraction.
-        smaller: the further ranges in descending order of their sizes, each with `below`, the parameters of the whole
-            model below which sizes are taken from it, `blocks`, name → [rank, nnz], and `vectors`, the names of the
-            norms and biases that were fitted with it.
-        format: version of the format; of folders with several ranges the one after that of all others.
+        fixed: number of parameters that are never compressed.
+        dense: number of parameters of the dense model; a budget may be given as a fraction of them.
+        smaller: the further ranges in descending order of their sizes, each with `below` (the range serves budgets
+            below this number of parameters of the whole model), `blocks`, name → [rank, nnz], and `vectors`, the names
+            of the norms and biases that were fitted with the range.
+        format: version of the format; unless given, `WITH_RANGES` if there are further ranges, else `FORMAT_VERSION`.
 
     Raises:
         UserError: an argument is of another type, out of range, or contradicts the others.
@@ -98,42 +98,45 @@ class ElasticConfig(QuantizationConfigMixin):
             raise UserError("config.json does not list its ranges by size; give a whole copy of the folder")
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as config.json holds it; of further ranges only where there are some."""
+        """Return the entry as config.json holds it, without `smaller` if there are no further ranges."""
         entry = super().to_dict()
         return entry if self.smaller else {key: value for key, value in entry.items() if key != "smaller"}
 
     @property
     def ranges(self) -> list[dict[str, list[int]]]:
-        """Name → [n, m, rank, nnz] of every range."""
+        """Name → [n, m, rank, nnz] for each of the ranges, the first one first."""
         further = (
             {name: [*self.blocks[name][:2], *sizes] for name, sizes in one["blocks"].items()} for one in self.smaller
         )
         return [self.blocks, *further]
 
     def range_of(self, budget: int | None) -> int:
-        """Which range a size is taken from; the first without a budget."""
+        """The index of the range that serves a budget; 0 without a budget."""
         return 0 if budget is None else sum(budget < one["below"] for one in self.smaller)
 
     def queue(self, counts: Tensor, index: int = 0) -> UnitQueue:
-        """The queue of a range with these counts (levels × blocks × 2, of a file).
+        """Return the queue of a range from its counts in a file (levels × blocks × 2).
 
         Raises:
-            UserError: they do not add up to the units of the blocks.
+            UserError: the counts do not add up to the units of the blocks.
         """
         counts = counts.long()
         blocks = self.ranges[index]
         units = torch.tensor([sizes[2:] for sizes in blocks.values()], dtype=torch.int64).view(-1, 2)
         sound = counts.dim() == 3 and counts.shape[1:] == units.shape
-        # The range first, since a sum of counts out of range may overflow to any number.
+        # The bounds are checked first, since a sum of counts out of bounds may overflow to any number.
         if not sound or ((counts < 0) | (counts > units)).any() or (counts.sum(0) != units).any():
             raise UserError("elastic.line does not count the units in config.json; give a whole copy of the folder")
         return UnitQueue({name: n + m for name, (n, m, *_) in blocks.items()}, counts)
 
     def keep(self, file: ElasticFile, budget: int | None) -> tuple[int, Kept]:
-        """The range that serves a budget of the whole model, and name → (rank kept, entries kept); all for None.
+        """Return the index of the range that serves a budget of the whole model, and name → (rank kept, entries kept).
+
+        Without a budget that is the first range, of which everything is kept.
 
         Raises:
-            UserError: the budget is below what is never compressed, or above what the folder holds and above X.
+            UserError: the budget is below the parameters that are never compressed, or above both the parameters that
+                the folder holds and those of the dense model.
         """
         index = self.range_of(budget)
         queue = self.queue(file.unit_counts(index), index)
@@ -141,7 +144,7 @@ class ElasticConfig(QuantizationConfigMixin):
             return index, queue.units()
         to_remove({}, fixed=self.fixed, budget=budget)  # raises where the budget is below the floor
         largest = self.fixed + queue.parameters
-        # Units are taken whole, so what was fitted up to the size of X may end a unit below it.
+        # Units are taken whole, so a folder fitted up to the size of the dense model may end a unit below that size.
         if budget > max(largest, self.dense) and not index:
             raise UserError(
                 f"budget {format_count(budget)} is above the {format_count(largest, up=False)} that the folder holds; "
@@ -151,7 +154,7 @@ class ElasticConfig(QuantizationConfigMixin):
 
 
 def _checked_range(one: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `smaller` with its blocks in the order of `blocks`; a UserError if it is something else."""
+    """Return an entry of `smaller` with its blocks in the order of `blocks`; raise a UserError if it is malformed."""
     if isinstance(one, Mapping) and is_count(one.get("below")):
         sizes, vectors = check_entry(one.get("blocks"), 2), one.get("vectors")
         named = isinstance(vectors, list | tuple) and all(isinstance(name, str) for name in vectors)
@@ -178,7 +181,7 @@ class ElasticQuantizer(CheckedQuantizer):
         open_stacks(model, inside)
         asked = model.config.__dict__.pop(ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
-        with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # within transformers' meta device
+        with torch.device("cpu"), ElasticFile.opened(checkpoint_files) as file:  # transformers' default here is meta
             index, kept = entry.keep(file, budget)
             self._blocks = {
                 own: file.units(index, name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()
@@ -205,10 +208,10 @@ class ElasticQuantizer(CheckedQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        del model.tie_weights  # the class's again
+        del model.tie_weights  # restores the method of the class
         for name, slr in self._blocks.items():
             outline, module = model.get_submodule(name), self._modules[name]
-            if outline is module:  # one that is always dense
+            if outline is module:  # a block that is always dense
                 module.weight.data.copy_(slr.to("cpu", torch.promote_types(slr.values.dtype, torch.float32)).dense())
                 continue
             slr = slr.to(outline.U.device, outline.U.dtype)
@@ -221,12 +224,12 @@ class ElasticQuantizer(CheckedQuantizer):
             model.get_parameter(name).data.copy_(vector)
         del self._blocks, self._modules, self._vectors
         self.remove_quantization_config(model)
-        # In memory it is a model of a fixed size, or an ordinary one.
+        # In memory the model is one of a fixed size, or an ordinary one.
         mark_factored(model, parameters) if slr_modules(model) else mark_dense(model)
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:
-        """Compare the tensors in the file with config.json and the model; returns how many parameters stay dense."""
+        """Check the tensors in the file against config.json and the model; return how many parameters stay dense."""
         entry, always, dense = self.quantization_config, always_dense(model), 0
         for index, blocks in enumerate(entry.ranges):
             check_tensors(expected_line(index, len(blocks), headers), headers)
@@ -238,7 +241,7 @@ class ElasticQuantizer(CheckedQuantizer):
                 dense += n * m if own in always and not index else 0
             for own, name in self._fitted(model, index).items():
                 check_tensors(expected_vector(index, name, model.get_parameter(own)), headers)
-        # Such a weight becomes dense in memory, however few units the file holds of it.
+        # A weight that is always dense takes n·m numbers in memory, however few units the file holds of it.
         most = _DENSER * numbers(headers)
         if dense > most:
             raise UserError(
@@ -261,11 +264,11 @@ class ElasticQuantizer(CheckedQuantizer):
         return inside
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """The parameters that are never compressed, and the units."""
+        """Return the tensors to save: the parameters that are never compressed, and the units of all ranges."""
         always = always_dense(model)
         blocks = {model.get_submodule(name).weight.data_ptr() for name in self.quantization_config.blocks}
         state = {key: tensor for key, tensor in model.state_dict().items() if tensor.data_ptr() not in blocks}
-        # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
+        # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
         guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in always}
         return {**state, **guards, **stack_guards(model), **self.stored}, {}
 
@@ -275,14 +278,14 @@ class ElasticQuantizer(CheckedQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: what is opened is a model of one size."""
+        """True: an opened model has one size and can be trained."""
         return True
 
 
 def _tie_to_filled(
     model: PreTrainedModel, filled: frozenset[str], missing_keys: set[str] | None = None, **kwargs: Any
 ) -> None:
-    """`tie_weights` of a model whose parameters `filled` get their numbers later, from tensors of other names."""
+    """Tie weights as the model's class does, and drop `filled` from the missing ones: other tensors fill them later."""
     if missing_keys is not None:
         missing_keys -= filled  # in place, since transformers reports what the set holds afterwards
     type(model).tie_weights(model, missing_keys, **kwargs)
@@ -292,7 +295,7 @@ def save_elastic(model: PreTrainedModel, ranges: Sequence[SizeRange], fixed: int
     """Write an elastic folder.
 
     Args:
-        model: the dense model, whose dtype the file gets; it cannot be used otherwise afterwards.
+        model: the dense model, whose dtype the files get; it cannot be used for anything else afterwards.
         ranges: all units of every range, the largest sizes first.
         fixed: parameters that are never compressed.
         folder: the folder to write.

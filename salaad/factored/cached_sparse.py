@@ -1,4 +1,4 @@
-"""S as a sparse tensor of torch, made once for the products of many forwards."""
+"""S as a sparse tensor of torch, made once for the products of many forward passes."""
 
 import weakref
 
@@ -9,29 +9,29 @@ from salaad.factored import operators
 
 
 class CachedSparse:
-    """S (n×m) as a sparse tensor, which shares the memory of its values and is kept until they leave their layer.
+    """A cache of S (n×m) as a sparse tensor that shares the memory of its values, kept until they leave their layer.
 
-    Making one takes as long as a small product. It keeps that memory, so no other tensor can get its address; but no
-    longer than the layer's parameter lives, which offloading takes away after a forward.
+    Making the tensor takes as long as a small product. While cached, it keeps the memory of the values, so no other
+    tensor can get their address; it is dropped with the layer's parameter, which offloading removes after a forward.
     """
 
     def __init__(self) -> None:
         self._kept: tuple[tuple, Tensor, weakref.ref] | None = None
 
     def get(self, values: Tensor, starts: Tensor, columns: Tensor, m: int) -> Tensor:
-        """S of a layer's own values (nnz), row starts (n+1) and columns (nnz)."""
+        """Return S (n×m) from a layer's values (nnz), row starts (n+1) and columns (nnz), cached if possible."""
         if torch.is_grad_enabled() and values.requires_grad:
             return operators.sparse_rows(starts, columns, values, m)
         key = (values.data_ptr(), starts.data_ptr(), values.device)
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
-        with torch.inference_mode(False), torch.no_grad():  # an inference tensor is of no use to autograd later
+        with torch.inference_mode(False), torch.no_grad():  # autograd could not use an inference tensor later
             S = operators.sparse_rows(starts, columns, values.detach(), m)
-        if S.dtype == values.dtype:  # else it would be a copy
+        if S.dtype == values.dtype:  # else S holds a copy of the values
             this = weakref.ref(self)
             self._kept = key, S, weakref.ref(values, lambda _: this() and this().drop())
         return S
 
     def drop(self) -> None:
-        """Keep nothing."""
+        """Empty the cache."""
         self._kept = None

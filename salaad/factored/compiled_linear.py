@@ -25,7 +25,7 @@ class CompiledLinear(torch.autograd.Function):
         bias: Tensor | None,
         products: operators.Products,
     ) -> Tensor:
-        """y (…×n) of x (…×m)."""
+        """Return y (…×n) of x (…×m)."""
         ctx.save_for_backward(x, U, V, starts, columns, values)
         ctx.products = products
         return products.linear(x, bias, (U, V, starts, columns, values))
@@ -33,7 +33,7 @@ class CompiledLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what the forward pass was given, where they are needed."""
+        """Return the gradients of the arguments of the forward pass; None for those that need no gradient."""
         x, U, V, starts, columns, values = ctx.saved_tensors
         for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
         G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])

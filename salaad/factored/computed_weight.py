@@ -9,23 +9,23 @@ from salaad.common.errors import UserError
 
 
 class ComputedWeight(Tensor):
-    """A dense weight that was made of U, V and S: to be read, not to be written.
+    """A dense weight computed from U, V and S, which can be read but not written.
 
-    An adapter merged into it, or any other change in place, would be gone with it.
+    A change in place, such as merging an adapter, would be lost, since every access computes the weight anew.
     """
 
-    _is_hf_initialized = True  # so that transformers leaves it alone
+    _is_hf_initialized = True  # so that transformers does not initialize it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Plain results for plain operations; an operation that writes into this tensor is refused.
+        """Return plain tensors from operations that read; refuse an operation that writes into such a weight.
 
         Raises:
-            UserError: it is.
+            UserError: the operation writes into the weight.
         """
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__")
-        written = args[0] if args else (kwargs or {}).get("tensor")  # the latter of torch.nn.init
+        written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init gives the keyword
         if (writes or name in _WRITING) and isinstance(written, ComputedWeight):
             raise UserError(
                 "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "

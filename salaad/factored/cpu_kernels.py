@@ -54,15 +54,15 @@ class Weight(ctypes.Structure):
 
 
 class Products:
-    """Products with U·V + S (n×m), valid for tensors of the same sizes at the same addresses, given with every call.
+    """Products with U·V + S (n×m) for tensors of fixed sizes at fixed addresses, which come with every call.
 
-    A call of a small layer takes microseconds, so everything that does not change between calls is prepared here. The
-    tensors are not held: who takes them out of a layer, as offloading does, has them all.
+    A call of a small layer takes microseconds, so everything that does not change between calls is prepared here. No
+    tensor is kept, so taking the tensors out of a layer, as offloading does, frees their memory.
 
     Args:
         shape: (n, m).
         rank: r of U·V.
-        addresses: of the tensors that the calls will have.
+        addresses: addresses of the tensors that come with the calls.
     """
 
     on_cpu, joins = True, False  # no launches that several layers could share
@@ -75,7 +75,7 @@ class Products:
         self._linear, self._rows = library()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x, of a dtype that this module knows, lies where the weights do."""
+        """Whether x, of a dtype that this module supports, is on the CPU, where the weights are."""
         return x.is_cpu
 
     def linear(self, x: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
@@ -114,7 +114,7 @@ class Products:
         """Rows (…×m) of U·V + S at `ids` (…, int64).
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: an id is not that of a row.
         """
         ids, count = ids.contiguous(), ids.numel()
         add = count * self.rank * self.m > _FEW_IN_ROWS
@@ -145,7 +145,7 @@ def products(shape: tuple[int, int], parts: Parts) -> Products | None:
     return _products_at(shape, len(V), *(part.data_ptr() for part in parts))
 
 
-# A compiled model asks for the products in every call of a layer.
+# Cached, since a compiled model asks for the products in every call of a layer.
 _products_at = functools.lru_cache(maxsize=4096)(Products)
 
 

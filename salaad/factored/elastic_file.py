@@ -1,4 +1,4 @@
-"""The tensors of an elastic folder: units of every range of sizes, written whole and read as far as a size needs.
+"""The tensors of an elastic folder: units of every range of sizes, written whole, and read as far as a size needs.
 
 The first range holds, for each block NAME,
 
@@ -35,9 +35,9 @@ class SizeRange(NamedTuple):
 
     Args:
         parts: block → its units, in the order in which sizes take them.
-        queue: the order among all blocks.
-        vectors: norms and biases of the model that were fitted with them, by name.
-        below: the parameters of the whole model below which sizes are taken from this range; None for the first one.
+        queue: the order of the units of all blocks.
+        vectors: name → norm or bias of the model that was fitted with these units.
+        below: the range serves sizes below this number of parameters of the whole model; None for the first range.
     """
 
     parts: Mapping[str, Slr]
@@ -46,7 +46,7 @@ class SizeRange(NamedTuple):
     below: int | None = None
 
     def stored(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of the `index`-th range of a folder, its numbers in `dtype`."""
+        """Return the tensors that store this range as the `index`-th of a folder, with numbers in `dtype`."""
         names, tensors = _Names(index), {}
         for block, slr in self.parts.items():
             slr = slr.to("cpu", dtype)
@@ -68,7 +68,7 @@ class ElasticFile:
     @classmethod
     @contextmanager
     def opened(cls, files: Sequence[str | Path]) -> Iterator["ElasticFile"]:
-        """Open the folder's files, reading only their headers."""
+        """Context manager that opens the files of a folder and reads only their headers."""
         slices = {}
         with ExitStack() as stack:
             for path in files:
@@ -77,7 +77,7 @@ class ElasticFile:
             yield cls(slices)
 
     def unit_counts(self, index: int) -> Tensor:
-        """Counts of the queue of units of a range (levels × blocks × 2)."""
+        """Read the counts of the queue of units of a range (levels × blocks × 2)."""
         line = _Names(index).line
         counts = self._tensors.get(line)
         if counts is None or len(counts.get_shape()) != 3:
@@ -85,7 +85,7 @@ class ElasticFile:
         return counts[:]
 
     def units(self, index: int, block: str, shape: Sequence[int], rank: int, nnz: int) -> Slr:
-        """The first `rank` singular terms and `nnz` entries of a range's block of `shape`, in the dtype of the file.
+        """Read the first `rank` singular terms and `nnz` entries of a block of a range, in the dtype of the file.
 
         Raises:
             UserError: a position is outside the matrix or listed twice.
@@ -99,12 +99,12 @@ class ElasticFile:
         return slr
 
     def vector(self, index: int, name: str) -> Tensor:
-        """A norm or bias as it was fitted with the units of a range."""
+        """Read a norm or bias that was fitted with the units of a range."""
         return self._tensors[_Names(index).vector(name)][:]
 
 
 def expected_units(index: int, block: str, sizes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Tensor of a range's block of `sizes` (n, m, rank, nnz) → its shape and possible dtypes."""
+    """Name → shape and possible dtypes of the tensors of a range's block of `sizes` (n, m, rank, nnz)."""
     n, m, rank, nnz = sizes
     shapes = {"U": (rank, n), "V": (rank, m), "S_values": (nnz,), "S_places": (nnz, _width((n, m)))}
     name = _Names(index).unit
@@ -112,19 +112,19 @@ def expected_units(index: int, block: str, sizes: Sequence[int]) -> dict[str, tu
 
 
 def expected_line(index: int, blocks: int, headers: Headers) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The same of the counts of a range's queue, which may have any number of levels."""
+    """Name → shape and possible dtypes of the counts of a range's queue, which may have any number of levels."""
     line = _Names(index).line
     levels = headers[line].shape[:1] if line in headers else ()
     return {line: ((*levels, blocks, 2), INTEGERS)}
 
 
 def expected_vector(index: int, name: str, vector: Tensor) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The same of a vector that is fitted with a range."""
+    """Name → shape and possible dtypes of a vector that was fitted with a range."""
     return {_Names(index).vector(name): (tuple(vector.shape), FLOATS)}
 
 
 class _Names:
-    """What the tensors of a range are called."""
+    """The names of the tensors of a range."""
 
     def __init__(self, index: int) -> None:
         self._prefix = f"elastic.{index}." if index else "elastic."
@@ -143,7 +143,7 @@ def _to_bytes(positions: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _width(shape: Sequence[int]) -> int:
-    """Bytes of a position."""
+    """The number of bytes of a position in a matrix of this shape."""
     n, m = shape
     return -(-max(1, (n * m - 1).bit_length()) // 8)
 

@@ -1,7 +1,7 @@
-"""The experts of a layer whose weights are one 3-D parameter, taken apart into a module per expert, and put together.
+"""Experts whose weights are one 3-D parameter, split into a module per expert and joined again.
 
-A stack of modules stands where the parameter was. The model's own code goes on as before: an expert taken out of the
-stack multiplies by its own layer, and whatever else is done with the stack or an expert sees dense weights.
+A stack of modules takes the place of the parameter. The model's own code works unchanged: `F.linear` with an expert of
+the stack calls this expert's layer, and every other function of torch gets dense weights.
 """
 
 from collections.abc import Iterable
@@ -31,12 +31,12 @@ class ExpertStack(nn.Module):
             self.add_module(str(i), layer)
 
     def __len__(self) -> int:
-        """How many experts there are."""
+        """The number of experts."""
         return len(self._modules)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Experts × n × m, as of a tensor."""
+        """The shape (experts, n, m), as a tensor has it."""
         return len(self), *self.matrix
 
     def dense(self) -> Tensor:
@@ -44,32 +44,32 @@ class ExpertStack(nn.Module):
         return torch.stack([dense_weight(layer) for layer in self._modules.values()])
 
     def __getitem__(self, index: int | Tensor) -> "Expert":
-        """One expert, as the code of a model takes it out of the parameter."""
+        """Return one expert, as a model's code indexes the parameter."""
         return Expert(self._modules[str(int(index))])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Any function of torch, with dense weights."""
+        """Call any function of torch with dense weights in place of stacks and experts."""
         return func(*map(_as_tensor, args), **{name: _as_tensor(value) for name, value in (kwargs or {}).items()})
 
 
 class Expert:
-    """One expert's layer where a model's code expects its matrix (n×m).
+    """One expert's layer, in the place where a model's code expects the expert's matrix (n×m).
 
     Args:
-        layer: linear, without a bias.
+        layer: the expert's linear layer, without a bias.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever a matrix has, such as its shape."""
+        """Return an attribute of the dense matrix, such as its shape."""
         return getattr(dense_weight(self.layer), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`linear` by the layer itself; any other function with the dense matrix."""
+        """Compute `F.linear` by the layer itself, and any other function with the dense matrix."""
         if func is F.linear and len(args) > 1 and isinstance(args[1], Expert) and isinstance(args[0], Tensor):
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             y = args[1].layer(args[0])
@@ -84,16 +84,16 @@ def _as_tensor(value: Any) -> Any:
 
 
 def dense_weight(layer: nn.Module) -> Tensor:
-    """The matrix (n×m) of an expert's layer, a plain tensor."""
+    """The matrix (n×m) of an expert's layer as a plain tensor."""
     return layer.weight.as_subclass(Tensor)
 
 
 def open_stacks(model: nn.Module, names: Iterable[str]) -> None:
-    """Take 3-D parameters apart, in place, so that every named block is a module of its own.
+    """Split 3-D parameters, in place, so that every named block is a module of its own.
 
     Args:
-        model: with the parameters.
-        names: of blocks; what is a module already, or is none, is passed over.
+        model: the model with the parameters.
+        names: names of blocks; one that is a module already, or that the model lacks, is skipped.
     """
     opened = False
     for name in names:
@@ -104,13 +104,13 @@ def open_stacks(model: nn.Module, names: Iterable[str]) -> None:
         del place.module._parameters[place.key]
         place.module.add_module(place.key, ExpertStack(weights))
         opened = True
-    # The other implementations of experts hand the whole parameter to a kernel.
+    # The implementations of experts other than eager pass the whole parameter to a kernel.
     if opened and isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 
 def close_stacks(model: nn.Module) -> None:
-    """Put together, in place, what `open_stacks` took apart and is all dense: one 3-D parameter of all experts."""
+    """Join, in place, every stack of `open_stacks` whose experts are all dense into one 3-D parameter again."""
     for module in list(model.modules()):
         for key, stack in list(module._modules.items()):
             if isinstance(stack, ExpertStack) and all(type(layer) is nn.Linear for layer in stack._modules.values()):
@@ -120,5 +120,5 @@ def close_stacks(model: nn.Module) -> None:
 
 
 def stacks(model: nn.Module) -> dict[str, ExpertStack]:
-    """Name → every stack of a model."""
+    """Name → stack of all expert stacks in a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ExpertStack)}

@@ -1,4 +1,4 @@
-"""The factored folder format of one fixed size, which plain `from_pretrained` opens, and the models it gives.
+"""The factored folder format of one fixed size, which plain `from_pretrained` opens, and its factored models.
 
 `config.json` is that of the dense model plus an entry `quantization_config`, which lists the blocks stored as U·V + S
 with their rank and number of entries. transformers opens such a folder through its quantizer registry, in which
@@ -43,14 +43,15 @@ T = TypeVar("T")
 
 
 class SlrConfig(QuantizationConfigMixin):
-    """The entry `quantization_config` in config.json.
+    """The entry `quantization_config` in the config.json of a folder of a fixed size.
 
     Args:
         blocks: name → [rank, nnz] of the blocks stored as U·V + S.
-        parameters: of the whole model by the paper's count, which takes a block that is stored dense for U·V + S too.
+        parameters: number of parameters of the whole model by the paper's count, in which a block of U·V + S counts as
+            such even if it is stored dense.
         numbers: how U, V and the values of S are stored: `float`, in the dtype of the model, or `int8` with scales.
-        activation: what stands between the two factors of every block, for models that were trained so; or nothing.
-        format: version of the format; of folders with an activation the one after that of all others.
+        activation: the activation between the two factors of every block, for models trained with one; else None.
+        format: version of the format; unless given, `WITH_ACTIVATION` if there is an activation, else `FORMAT_VERSION`.
     """
 
     def __init__(
@@ -74,25 +75,25 @@ class SlrConfig(QuantizationConfigMixin):
         self.parameters = parameters
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as config.json holds it; of an activation only where there is one."""
+        """Return the entry as config.json holds it, without `activation` if there is none."""
         entry = super().to_dict()
         return entry if self.activation else {key: value for key, value in entry.items() if key != "activation"}
 
 
 class CheckedQuantizer(HfQuantizer):
-    """What the quantizers of both formats share: the version of the format, and checks before a model is built."""
+    """The base class of the quantizers of both formats, with the checks that are made before a model is built."""
 
     FORMAT_VERSIONS: tuple[int, ...]
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a folder of another version of the format."""
+        """Raise a UserError for a folder of another version of the format."""
         found = self.quantization_config.format
         if found not in self.FORMAT_VERSIONS:
             known = " or ".join(map(str, self.FORMAT_VERSIONS))
             raise UserError(f"the folder has format {found}, this version reads {known}; use the version that wrote it")
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Check the configuration, unchanged: the only hook that gets it before the model is built from it."""
+        """Check the configuration and return it unchanged: no other hook gets it before the model is built from it."""
         check_layers(config)
         return config
 
@@ -101,7 +102,7 @@ class SlrQuantizer(CheckedQuantizer):
     """The hooks that transformers calls when it opens or saves a folder of a fixed size."""
 
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
-    # Name → layer of the usual kind, of blocks that may become dense in memory.
+    # Name → layer of the usual kind, for each block that may become dense in memory.
     _may_be_dense: Mapping[str, nn.Module] = MappingProxyType({})
 
     def _process_model_before_weight_loading(
@@ -122,7 +123,7 @@ class SlrQuantizer(CheckedQuantizer):
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers)
-        # What is saved again is this model, by its own names.
+        # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
 
@@ -134,12 +135,12 @@ class SlrQuantizer(CheckedQuantizer):
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
         self._make_dense(model)
         join_siblings(slr_modules(model))
-        # transformers takes what it calls quantized for rounded, which has no half() and no training of its own.
+        # transformers assumes that a quantized model has rounded weights: no half(), and training of adapters only.
         model.is_quantized = False
         return model
 
     def _make_dense(self, model: PreTrainedModel) -> None:
-        """Turn the blocks that are smaller dense into layers of their usual kind; in that form they are saved again."""
+        """Replace blocks that are smaller dense by layers of their usual kind; they are also saved in that form."""
         for name, usual in self._may_be_dense.items():
             layer = model.get_submodule(name)
             if not layer.U.is_meta and takes_dense_form(layer, layer.U.element_size()):
@@ -151,13 +152,13 @@ class SlrQuantizer(CheckedQuantizer):
             mark_dense(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """The model's tensors as they are stored: the positions of S's entries packed, the numbers perhaps as int8."""
+        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if the entry says so."""
         state = model.state_dict()
         for name, module in slr_modules(model).items():
             for key in ("U", "V", "S_values", "S_starts", "S_columns"):
                 del state[f"{name}.{key}"]
             state |= {f"{name}.{key}": tensor for key, tensor in module.packed(self.in_int8).items()}
-            # Without our quantizer transformers fills missing weights with random numbers; an empty one it refuses.
+            # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
             state[f"{name}.weight"] = torch.empty(0)
         return state | stack_guards(model), {}
 
@@ -167,7 +168,7 @@ class SlrQuantizer(CheckedQuantizer):
         return self.quantization_config.numbers == "int8"
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """The dense model, in place: each U·V + S, summed in float32, as the weight of a layer of its usual kind."""
+        """Make the model dense in place: each layer of U·V + S, summed in float32, becomes one of its usual kind."""
         activation = self.quantization_config.activation
         if activation is not None:
             raise UserError(
@@ -199,9 +200,10 @@ def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
 
 
 def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The empty tensors that are stored under the names of expert weights which were taken apart.
+    """Return the empty tensors that are stored under the names of expert weights which `open_stacks` split.
 
-    Such a model is stored by the names it has: conversions of names are for whole stacks.
+    A model with such weights is saved under the names that it has: transformers' conversions of names, which expect
+    whole stacks, are turned off.
     """
     opened = stacks(model)
     if opened:
@@ -210,7 +212,7 @@ def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
-    """The blocks by their names in this model: AutoModel has no head, and its names lack the base model's prefix."""
+    """The blocks by their names in this model: AutoModel makes no head, and names lack the base model's prefix."""
     if model.base_model is not model:
         return dict(blocks)
     inside = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in blocks.items()}
@@ -218,13 +220,13 @@ def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T
 
 
 def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put a dense layer in the place of one of U·V + S, which is summed in float32.
+    """Replace a layer of U·V + S by a dense layer, whose weight is summed in float32.
 
     Args:
-        model: whose module of this name it is.
-        name: of the module, whose bias is kept.
+        model: the model with the layer, changed in place.
+        name: name of the layer; its bias is kept.
         usual: the dense layer, without its weight.
-        dtype: of the weight; that of the layer unless given.
+        dtype: dtype of the weight; that of the layer of U·V + S unless given.
     """
     layer = model.get_submodule(name)
     weight = layer.float_weight().to(dtype or layer.U.dtype)
@@ -232,15 +234,15 @@ def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype 
     if getattr(layer, "bias", None) is not None:
         usual.bias = layer.bias
     model.set_submodule(name, usual.train(layer.training))
-    if hasattr(layer, "_hf_hook"):  # of a device map
+    if hasattr(layer, "_hf_hook"):  # the hook of a device map
         add_hook_to_module(usual, layer._hf_hook)
 
 
 def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     """Replace the named blocks of a dense model by layers of U·V + S, in place, where those are smaller.
 
-    They are where they take less memory, or within `form_for_file` less of a file; elsewhere the dense weight becomes
-    U·V + S. So does one that is `always_dense`.
+    Smaller means in memory, or within `form_for_file` in a file. The weight of a block that is not smaller, or that is
+    `always_dense`, stays dense and is set to U·V + S.
 
     Args:
         model: any model; its dtype is that of the result.
@@ -268,12 +270,12 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
 
 
 def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activation: str | None) -> PreTrainedModel:
-    """A model that shares its tensors with `model`, except for the blocks: those are layers of U, V and S.
+    """Return a model that shares its tensors with `model`, except that the blocks are layers of U, V and S.
 
     Args:
-        model: whose modules of these names may be of any kind; of them the bias is taken.
+        model: the model; its modules named in `blocks` may be of any kind, and their biases are kept.
         blocks: module name → U, V and S.
-        activation: what stands between U and V.
+        activation: the activation between U and V, if any.
     """
     with torch.device("meta"):
         shared = type(model)(model.config)
@@ -293,9 +295,10 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
 
 
 def always_dense(model: nn.Module) -> set[str]:
-    """Names of the modules whose weight no layer of U·V + S stands for.
+    """Names of the modules whose weight cannot be replaced by a layer of U·V + S.
 
-    Those are tied weights, which another module reads as a whole, and embeddings that do more than look rows up.
+    These are modules with a tied weight, which another module reads as a whole, and embeddings that do more than look
+    rows up.
     """
     return {*tied_modules(model), *(name for name, module in model.named_modules() if does_more(module))}
 
@@ -306,19 +309,19 @@ def does_more(module: nn.Module) -> bool:
 
 
 def mark_dense(model: PreTrainedModel) -> None:
-    """Make an ordinary model of one whose blocks are all dense; `dequantize`, which has nothing to do, still works."""
+    """Turn a model whose blocks are all dense into an ordinary one; `dequantize` still works, and does nothing."""
     quantizer = SlrQuantizer(SlrConfig())
     quantizer.remove_quantization_config(model)
     model.hf_quantizer = quantizer
 
 
 def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> None:
-    """Set the quantizer by which `save_pretrained`, if it has one, stores the blocks that are layers of U·V + S.
+    """Set the quantizer by which `save_pretrained` stores layers of U·V + S, and group layers that share an input.
 
     Args:
-        model: with such layers.
-        parameters: of the whole model by the paper's count.
-        in_int8: store U, V and the values of S as int8.
+        model: a model with such layers; only one of transformers gets the quantizer.
+        parameters: number of parameters of the whole model by the paper's count.
+        in_int8: whether to store U, V and the values of S as int8.
     """
     stored = slr_modules(model)
     join_siblings(stored)
@@ -334,7 +337,7 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
 def outline_of(
     module: nn.Module, rank: int, nnz: int, in_int8: bool = False, activation: str | None = None
 ) -> SlrWeight:
-    """A layer of U·V + S in place of `module`, perhaps with an activation between U and V, its tensors not filled."""
+    """Return a layer of U·V + S, perhaps with an activation between U and V, to replace `module`; it is not filled."""
     if isinstance(module, nn.Embedding):
         if activation is not None:
             raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")

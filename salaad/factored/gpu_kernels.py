@@ -1,38 +1,41 @@
 """The kernels of the factored layers on a GPU, in Triton: y = U(Vx) + Sx for few rows of x, and S added to a matrix.
 
-One row of a matrix is one program of one warp, S is in compressed sparse rows with columns of 16 bits, and all sums are
-in float32. The sizes of a launch come from shapes alone, so nothing waits for the device and a CUDA graph can hold it.
+A program computes one row of a matrix (with one warp; with four for V), S is in compressed sparse rows with columns of
+16 bits, or 32 where S is too wide, and all sums are in float32. The sizes of a launch come from shapes alone, so the
+host never waits for the device and a CUDA graph can contain the launch.
 
-How others store unstructured sparsity for decoding, what was taken and what not:
+How others store unstructured sparsity for decoding, and which of their ideas are used here:
 
-- MACKO-SpMV (arXiv 2511.13061) gives a row to a warp, which reads values and places side by side and the vector through
-  the caches, and stores a place as the step from the last one in 4 bits, with zeros put in where a step is too long.
-  Taken: the row of a warp, no tensor cores, no work before the product. Not taken: 4-bit steps. They pay from a density
-  of 0.06 on; at the 0.05 of the paper nearly every second step is longer than 16, and an entry in bfloat16 would take
-  36 bits with its zeros, where 16 + 16 are 32. Steps of 8 bits would take 24, but S is a quarter of what a layer reads
-  at rank ratio 0.15, so the whole would gain 6 %, for a running sum before every read of x.
-- SpInfer (EuroSys 2025) stores a bit for every entry of a dense tile, present or not, and feeds tensor cores. A bit an
-  entry is 20 bits a nonzero at density 0.05, more than the column itself, and gains above 1/16 only. Not taken.
-- Flash-LLM (VLDB 2023) loads sparse and computes dense: tiles are made dense in shared memory, for tensor cores. Taken
+- MACKO-SpMV (arXiv 2511.13061) gives a row to a warp, which reads values and columns side by side and the vector
+  through the caches, and stores a column as the step from the last one in 4 bits, with zeros inserted where a step is
+  too long. Used: one warp for a row, no tensor cores, no work before the product. Not used: 4-bit steps. They pay
+  from a density of 0.06 on; at the 0.05 of the paper nearly every second step is longer than 16, and an entry in
+  bfloat16 would take 36 bits with the inserted zeros, where 16 + 16 are 32. Steps of 8 bits would take 24, but S is a
+  quarter of what a layer reads at rank ratio 0.15, so a layer would gain 6 % at the cost of a running sum before every
+  read of x.
+- SpInfer (EuroSys 2025) stores a bit for every entry of a dense tile, present or not, and feeds tensor cores. One bit
+  for every entry of a tile is 20 bits per nonzero at density 0.05, more than the column, and less only above a density
+  of 1/16. Not used.
+- Flash-LLM (VLDB 2023) loads sparse and computes dense: tiles are made dense in shared memory, for tensor cores. Used
   for many rows of x, with the whole weight in place of a tile: U·V must be made anyway, which a product of the vendor's
-  library does best, S is added to it in place, and the dense product follows (`gpu_products`).
+  library does best; then S is added in place, and the dense product follows (`gpu_products`).
 
-Layers that share x (q, k, v; gate, up) are rows of one launch. What a kernel has to know of them comes with the launch,
-as tuples: a table in the device's memory would have to outlive every CUDA graph that was captured with it.
+Layers that share x (q, k, v; gate, up) share one launch. Their tensors and sizes are arguments of the launch, as
+tuples: a table in the device's memory would have to outlive every CUDA graph that was captured with it.
 """
 
 import triton
 import triton.language as tl
 
-# A layer as the kernels are given it: tensors (of which the bias may be None), then its sizes times `SIZE_UNIT`. Triton
-# compiles a kernel for each kind of integer, 1 and multiples of 16 among them; of these sizes there is one kind.
+# The fields of a layer's tuple: tensors (of which the bias may be None), then sizes times `SIZE_UNIT`. Triton compiles
+# separate kernels for the integer 1 and for multiples of 16; with this unit all sizes are multiples of 16.
 V, U, STARTS, COLUMNS, VALUES, BIAS, Y, RANK, N = map(tl.constexpr, range(9))
 SIZE_UNIT = tl.constexpr(16)
 
 
 @triton.jit
 def _own(layers, FIELD: tl.constexpr):
-    """What this program's layer, that of its second number, has in a field."""
+    """Return a field of this program's layer; the index of the layer is the program's number on axis 1."""
     found = layers[0][FIELD]
     for k in tl.static_range(1, len(layers)):
         found = tl.where(tl.program_id(1) == k, layers[k][FIELD], found)
@@ -41,7 +44,7 @@ def _own(layers, FIELD: tl.constexpr):
 
 @triton.jit
 def _add_row(sums, matrix, i, width, vectors, batch, B: tl.constexpr, K: tl.constexpr):
-    """sums (B×K) += row i of `matrix` (…×width) times each of `batch` ≤ B vectors (batch×width), K columns a time."""
+    """sums (B×K) += row i of `matrix` (…×width) times each of the first B `vectors` (batch×width), K columns a time."""
     b = tl.arange(0, B)[:, None]
     for start in range(0, width, K):
         k = start + tl.arange(0, K)
@@ -53,7 +56,7 @@ def _add_row(sums, matrix, i, width, vectors, batch, B: tl.constexpr, K: tl.cons
 
 @triton.jit
 def _add_entries_of_row(sums, starts, columns, values, i, x, m, batch, B: tl.constexpr, K: tl.constexpr):
-    """sums (B×K) += row i of S times each of `batch` ≤ B rows of x (batch×m), K entries at a time."""
+    """sums (B×K) += row i of S times each of the first B rows of x (batch×m), K entries at a time."""
     b = tl.arange(0, B)[:, None]
     first, last = tl.load(starts + i), tl.load(starts + i + 1)
     for start in range(first, last, K):
@@ -67,19 +70,20 @@ def _add_entries_of_row(sums, starts, columns, values, i, x, m, batch, B: tl.con
 
 @triton.jit(do_not_specialize=["widest"])
 def multiply_by_V(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
-    """hidden = x·Vᵀ of every layer, in float32: program (k, l, c) has row k of V of layer l and the c-th B rows of x.
+    """Compute hidden = x·Vᵀ of every layer, in float32.
 
-    Where every V lies at a multiple of 16 bytes, as Triton sees by itself, 16 bytes are read at once.
+    Program (k, l, c) multiplies row k of V of layer l by the c-th B rows of x. Where every V lies at a multiple of 16
+    bytes, which Triton detects by itself, 16 bytes are read at once.
 
     Args:
-        layers: a tuple for each, as above.
+        layers: a tuple for each layer, with the fields above.
         x: rows×m.
-        hidden: layers × rows·widest, of which layer l has the first rows×rank of line l.
-        rows: of x.
+        hidden: layers × rows·widest, where layer l has the first rows·rank numbers of line l.
+        rows: number of rows of x.
         m: width of x.
         widest: the largest rank.
-        B: rows of x that a program has, a power of 2.
-        K: columns at a time, a power of 2.
+        B: number of rows of x per program, a power of 2.
+        K: number of columns at a time, a power of 2.
     """
     k, first, rank = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, RANK) // SIZE_UNIT
     if k < rank:
@@ -92,17 +96,19 @@ def multiply_by_V(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.con
 
 @triton.jit(do_not_specialize=["widest"])
 def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
-    """y = hidden·Uᵀ + x·Sᵀ + b of every layer: program (i, l, c) has row i of layer l and the c-th B rows of x.
+    """Compute y = hidden·Uᵀ + x·Sᵀ + b of every layer.
+
+    Program (i, l, c) multiplies row i of U and S of layer l by the c-th B rows of `hidden` and x.
 
     Args:
-        layers: a tuple for each, as above.
+        layers: a tuple for each layer, with the fields above.
         x: rows×m.
-        hidden: what `multiply_by_V` wrote.
-        rows: of x.
+        hidden: x·Vᵀ as `multiply_by_V` wrote it.
+        rows: number of rows of x.
         m: width of x.
         widest: the largest rank.
-        B: rows of x that a program has, a power of 2.
-        K: columns or entries at a time, a power of 2.
+        B: number of rows of x per program, a power of 2.
+        K: number of columns or entries at a time, a power of 2.
     """
     i, first, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, N) // SIZE_UNIT
     if i < n:
@@ -114,7 +120,7 @@ def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: 
         sums = _add_row(sums, _own(layers, U), i, rank, vectors, rows - first, B, K)
         total = tl.sum(sums, 1)
         for k in tl.static_range(len(layers)):
-            # Not chosen as the rest is: there may be none, or one of another dtype. Triton settles the first condition.
+            # Not read by `_own`: a bias may be None or of another dtype. Triton compiles the first condition away.
             if layers[k][BIAS] is not None:  # noqa: SIM102
                 if tl.program_id(1) == k:
                     total += tl.load(layers[k][BIAS] + i).to(tl.float32)
@@ -124,7 +130,7 @@ def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: 
 
 @triton.jit
 def add_rows_of_S(y, ids, starts, columns, values, m, CHOSEN: tl.constexpr, K: tl.constexpr):
-    """y (count×m) += rows `ids` of S, or its rows in order unless CHOSEN; program i has row i of y.
+    """Add rows `ids` of S to y (count×m), or unless CHOSEN the rows of S in order; program i is for row i of y.
 
     The entries of a row have different columns, so no two are added to the same place.
     """

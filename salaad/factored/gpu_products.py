@@ -1,10 +1,12 @@
-"""The products of the factored layers on a GPU: which of two ways a number of rows takes, and its launches.
+"""The products of the factored layers on a GPU: the choice of one of two ways by the number of rows, and the launches.
 
-Few rows of x, as in decoding, are bound by the bytes of U, V and S: two launches of `gpu_kernels` read each once. For
-many, U·V + S is made as a dense matrix, and the product is the vendor's. Its memory is asked of torch at every call and
-given back at its end: the allocator hands the same piece to the next layer, stream by stream, and inside a CUDA graph.
+With few rows of x, as in decoding, the time depends on the bytes of U, V and S: two launches of `gpu_kernels` read each
+once. With many, U·V + S is made as a dense matrix and multiplied by the vendor's library. The matrix is allocated by
+torch at every call and freed at its end: the allocator gives the same memory to the next layer, separately for every
+stream, and inside a CUDA graph.
 
-A graph can be captured after one call outside of it, which compiles the kernels; a launch holds all it needs by value.
+A CUDA graph can be captured after one call outside of it, which compiles the kernels; a launch gets all its arguments
+by value.
 """
 
 import functools
@@ -22,29 +24,30 @@ from salaad.factored.parts import Parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 8  # rows of x that a program multiplies at once
-MOST_ROWS = 65535 * _MOST  # of x in a launch: the third number of its grid has 16 bits
-# Bandwidth of the caches over that of the memory, and bytes of a cache that a number looked up brings along: see below.
+MOST_ROWS = 65535 * _MOST  # largest number of rows of x in a launch: the third axis of its grid has 16 bits
+# Bandwidth of the caches over that of the memory, and bytes that a cache moves for one number (a sector): see below.
 _CACHES, _SECTOR = 4, 32
 
 
 def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, dtype: torch.dtype, gpu: Gpu) -> float:
-    """From how many rows of x on making U·V + S (n×m) dense takes less time, at most one more than `MOST_ROWS`.
+    """The number of rows of x from which on making U·V + S (n×m) dense takes less time, at most `MOST_ROWS` + 1.
 
-    Both ways are modelled as bytes over bandwidth plus operations over peak, of which they are taken to reach the same
-    part. One is linear in the rows, the other linear with a fixed part, so they cross once if at all.
+    Both ways are modelled as bytes over bandwidth plus operations over peak, and are assumed to attain the same
+    fraction of both. The time by parts (U, V and S as stored) is proportional to the rows, and the time by the dense
+    matrix linear with a fixed part, so they cross once if at all.
 
-    By parts, programs share rows of x by eights, and for eight of them U, V and S are read from the memory again. Each
-    program of a row of V reads eight rows of x, each of a row of U eight of `hidden` in float32; a program looks up x
-    for every entry of S, which moves a sector of a cache, or the whole row where that is less. These second readings
-    are few different bytes, so they are taken to come from caches, of four times the memory's bandwidth: the L2 of the
-    GPUs in the table has two to five times, their L1 six to forty. None of this was measured.
+    By parts, a program handles eight rows of x, so U, V and S are read from memory once for every eight rows. Each
+    program for a row of V also reads eight rows of x, each for a row of U eight rows of `hidden` in float32; for every
+    entry of S a program reads a number of x, which moves a sector of a cache, or the whole row where that is less.
+    These further reads are of few different bytes, so they are assumed to come from caches with four times the memory's
+    bandwidth: the L2 of the GPUs in the table has two to five times, their L1 six to forty. None of this was measured.
 
     Args:
         shape: (n, m).
         rank: r of U·V.
         nnz: entries of S.
-        dtype: of the numbers.
-        gpu: its data sheet.
+        dtype: dtype of U, V and the values of S.
+        gpu: the data sheet of the GPU.
     """
     n, m = shape
     element, dense, plain = dtype.itemsize, gpu.peak(dtype), gpu.peak(torch.float32)
@@ -58,15 +61,15 @@ def fewest_rows_for_dense(shape: tuple[int, int], rank: int, nnz: int, dtype: to
 
 
 class Products:
-    """Products with U·V + S (n×m) on a GPU. It knows sizes and dtypes; the tensors come with every call.
+    """Products with U·V + S (n×m) on a GPU, for fixed sizes and dtypes; the tensors come with every call.
 
-    So it holds no memory, and whoever takes the tensors out of a layer, as offloading does, has them all.
+    No tensor is kept here, so taking the tensors out of a layer, as offloading does, frees their memory.
 
     Args:
         shape: (n, m).
         rank: r of U·V.
         nnz: entries of S.
-        kinds: dtypes of the numbers and of the columns of S.
+        kinds: dtype of U, V and the values of S, and dtype of the columns of S.
         device: where the tensors lie.
     """
 
@@ -79,7 +82,7 @@ class Products:
         self._fewest_for_dense = fewest_rows_for_dense(shape, rank, nnz, kinds[0], gpu_of(device))
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x has the device and, unless it holds row numbers, the dtype of the weights."""
+        """Whether x is on the device of the weights and, unless it holds row numbers, has their dtype."""
         return x.device == self.device and (x.dtype == self.kinds[0] or not x.is_floating_point())
 
     def linear(self, x: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
@@ -95,7 +98,7 @@ class Products:
             return F.linear(x, self.dense(parts), bias if bias is None else bias.to(x.dtype))
 
     def has_few(self, x: Tensor) -> bool:
-        """Whether x (…×m) has so few rows that U, V and S are multiplied by as they are."""
+        """Whether x (…×m) has so few rows that U, V and S are used as stored, without a dense weight."""
         return x.numel() < self._fewest_for_dense * self.m
 
     def dense(self, parts: Parts) -> Tensor:
@@ -131,12 +134,12 @@ def products(shape: tuple[int, int], parts: Parts) -> Products | None:
     return _products_like(shape, len(V), len(values), (U.dtype, columns.dtype), device)
 
 
-# A compiled model asks for the products in every call of a layer.
+# Cached, since a compiled model asks for the products in every call of a layer.
 _products_like = functools.lru_cache(maxsize=4096)(Products)
 
 
 def _unfit(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> str | None:
-    """What the kernels cannot read in the tensors of a layer, if anything."""
+    """The property of a layer's tensors that keeps the kernels from reading them; None if there is none."""
     tensors = (U, V, starts, columns, values)
     if U.dtype not in DTYPES or not U.dtype == V.dtype == values.dtype:
         return f"numbers in {', '.join(sorted({str(part.dtype) for part in (U, V, values)}))}"
@@ -150,9 +153,9 @@ def _unfit(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
 def linear_of_several(
     layers: Sequence[Products], parts: Sequence[Parts], x: Tensor, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """y (…×n) of every layer for the same x (…×m), in two launches: a row of U needs all of x·Vᵀ.
+    """y (…×n) of every layer for the same x (…×m), in two launches, since a row of U needs all of x·Vᵀ.
 
-    Each has memory of its own, so that whoever gets it may write into it.
+    Each result has memory of its own, so the caller may write into it.
 
     Raises:
         RuntimeError: the last dimension of x is not m.
@@ -184,7 +187,7 @@ def linear_of_several(
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """The kernels, imported when they are first used: Triton may be missing."""
+    """The module of the kernels, imported at its first use, since Triton may be missing."""
     from salaad.factored import gpu_kernels
 
     return gpu_kernels

@@ -1,7 +1,7 @@
-"""Numbers in one byte: int8 with a float scale for every row of what is given.
+"""Numbers stored as int8, with one float scale per row.
 
 A singular term of U·V has a scale for its column of U and one for its row of V; of S's entries, in the order in which
-they are stored, every `GROUP` share one.
+they are stored, every `GROUP` share a scale.
 """
 
 import torch
@@ -13,12 +13,12 @@ _LARGEST = 127
 
 
 def groups(count: int) -> int:
-    """How many scales `count` entries of S take."""
+    """The number of scales that `count` entries of S take."""
     return -(-count // GROUP)
 
 
 def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (k×g) as int8 of their shape and scales (k, float32); a number is off by half a scale at the most."""
+    """Quantize rows (k×g) to int8 (k×g) with scales (k, float32); a number is off by half a scale at most."""
     rows = rows.float()
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
@@ -26,25 +26,25 @@ def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The rows (k×g) of `encode`, in the dtype of the scales."""
+    """The rows (k×g) that `encode` quantized, in the dtype of the scales."""
     return (numbers.float() * scales.float()[:, None]).to(scales.dtype)
 
 
 def encode_entries(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of S (nnz) as int8 and their scales, one a group; the last group may be short."""
+    """Quantize entries of S (nnz) to int8 with one scale per group; the last group may be short."""
     whole = F.pad(values, (0, groups(len(values)) * GROUP - len(values)))
     numbers, scales = encode(whole.view(-1, GROUP))
     return numbers.flatten()[: len(values)], scales
 
 
 def decode_entries(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The entries (nnz) of `encode_entries`, in the dtype of the scales."""
+    """The entries (nnz) that `encode_entries` quantized, in the dtype of the scales."""
     whole = F.pad(numbers, (0, len(scales) * GROUP - len(numbers)))
     return decode(whole.view(-1, GROUP), scales).flatten()[: len(numbers)]
 
 
 def outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
-    """The tensors by which a file holds U, V and the values of S (n×m) as int8, not filled."""
+    """Name → uninitialized tensor, for all tensors by which a file holds U, V and the values of S (n×m) as int8."""
     numbers = {"U": (rank, n), "V": (rank, m), "S": (nnz,)}
     scales = {"U": rank, "V": rank, "S": groups(nnz)}
     return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {

@@ -1,8 +1,8 @@
-"""Layers that compute with U·V + S as it is stored: a linear layer and an embedding.
+"""Layers that compute with U·V + S as it is stored: linear, linear with an activation between U and V, and embedding.
 
-Eagerly the compiled products that `operators` chooses are used, and torch's sparse ones where there are none.
-torch.compile sees each layer as one operation (`operators`); torch.export, and torch.compile where gradients are
-wanted, see products with a dense weight that is made of U, V and S in plain operations.
+In eager mode they use the compiled products that `operators` chooses, or torch's sparse products where there are none.
+torch.compile sees each layer as one operation (`operators`); torch.export, and torch.compile with gradients enabled,
+see products with a dense weight that is made of U, V and S in plain operations.
 """
 
 import warnings
@@ -28,11 +28,12 @@ ACTIVATIONS = ("silu",)
 
 
 class SlrWeight(nn.Module):
-    """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, S in compressed sparse rows.
+    """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, with S in compressed sparse rows.
 
     In a file the positions of S's entries are one packed buffer, and U, V and the values may be int8 with scales;
-    `unpack` replaces these by row starts and columns, int32 where that holds them (the smallest dtype that torch's
-    sparse products take; columns of 16 bits on a GPU, for ours), and by floats.
+    `unpack` replaces the positions by row starts and columns, and int8 by floats. Starts and columns are int32 if they
+    fit (the smallest dtype that torch's sparse products take), else int64; columns for our GPU kernels are int16 if
+    they fit.
 
     Args:
         n: rows.
@@ -67,7 +68,7 @@ class SlrWeight(nn.Module):
         self._set_positions(positions)
 
     def unpack(self) -> None:
-        """Turn what is packed, if anything is, into row starts, columns and floats.
+        """Replace packed positions, if any, by row starts and columns, and int8 numbers, if any, by floats.
 
         Raises:
             ValueError: the packed positions are broken.
@@ -84,7 +85,7 @@ class SlrWeight(nn.Module):
             self._set_positions(found.to(packed.device))
 
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
-        """The tensors of a file, as `unpack` reads them, without the bias."""
+        """Return the tensors to store in a file, in the form that `unpack` reads, without the bias."""
         n, m = self.shape
         found = positions(self.S_starts, self.columns, m).cpu().numpy()
         stored = {"S_packed": torch.from_numpy(packing.encode(found, n * m))}
@@ -115,7 +116,7 @@ class SlrWeight(nn.Module):
         return columns_in(self._buffers["S_columns"])
 
     def _fit_columns(self) -> None:
-        """Store the columns as is best where they lie."""
+        """Store the columns in the dtype that is used on their device."""
         stored = self._buffers.get("S_columns")
         if stored is not None and not stored.is_meta:
             self._buffers["S_columns"] = stored_columns(stored, column_dtype(stored.device, self.shape[1]))
@@ -129,7 +130,7 @@ class SlrWeight(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """As torch does, with columns that were stored on another kind of device."""
+        """Load as torch does, and convert columns that were stored on another kind of device."""
         key, own = f"{prefix}S_columns", self._buffers.get("S_columns")
         if own is not None and key in state_dict:
             assigned, given = local_metadata.get("assign_to_params_buffers", False), state_dict[key]
@@ -139,7 +140,7 @@ class SlrWeight(nn.Module):
 
     @property
     def _tensors(self) -> Parts:
-        """What products read, in few steps, since every forward does."""
+        """The tensors that products read, looked up in few steps, since every forward pass does so."""
         parameters, buffers = self._parameters, self._buffers
         return parameters["U"], parameters["V"], buffers["S_starts"], self.columns, parameters["S_values"]
 
@@ -148,9 +149,10 @@ class SlrWeight(nn.Module):
         return self._sparse.get(self._parameters["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
 
     def _native(self, x: Tensor) -> tuple[operators.Products, Parts] | None:
-        """The compiled products and what they read, where they can be used: float32 on a CPU, and on a GPU with Triton.
+        """Return the compiled products and the tensors that they read; None where the products cannot be used.
 
-        Called in every forward, which takes microseconds in a small layer; so what does not change is cached.
+        They can be used in float32 on a CPU, and on a GPU with Triton. Every forward pass calls this method, and takes
+        microseconds in a small layer; so the products are cached.
         """
         on_cpu = x.is_cpu
         if on_cpu and x.dtype not in operators.ON_CPU:
@@ -161,7 +163,7 @@ class SlrWeight(nn.Module):
         U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
-        # A U or V cut in place keeps its address; of other dtypes, other tensors may have got the same.
+        # A U or V that is cut in place keeps its address; new tensors of another dtype may get the old addresses.
         key = *addresses, U.numel(), V.numel(), U.dtype, V.dtype, values.dtype
         if self._cached_products is None or self._cached_products[0] != key:
             self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
@@ -171,11 +173,11 @@ class SlrWeight(nn.Module):
         return products, (U, V, starts, columns if products.on_cpu else columns_in(columns), values)
 
     def _is_trained(self) -> bool:
-        """Whether autograd records what is done with a parameter."""
+        """Whether autograd records operations on a parameter of this layer."""
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self._parameters.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the caches, which hold addresses of this object's memory."""
+        """Return the state to copy or pickle, without the caches, which hold addresses of this object's memory."""
         return self.__dict__ | {"_sparse": CachedSparse(), "_cached_products": None}
 
     @property
@@ -228,7 +230,7 @@ class SlrLinear(SlrWeight, nn.Linear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×n) of x (…×m), in the dtype of the weights; without autocast, which has no sparse product."""
+        """Return y (…×n) of x (…×m), in the dtype of the weights, without autocast, which has no sparse product."""
         found = self._native(x) if self.nnz else None
         if found is not None:
             products, parts = found
@@ -245,12 +247,12 @@ class SlrLinear(SlrWeight, nn.Linear):
             return F.linear(x, operators.dense(*self._tensors), self.bias)
         if torch.compiler.is_compiling():
             return operators.linear(x, *self._tensors, self.bias)
-        if torch._C._is_tracing() or isinstance(x, FakeTensor):  # both know no sparse tensors
+        if torch._C._is_tracing() or isinstance(x, FakeTensor):  # neither supports sparse tensors
             return F.linear(x, operators.dense(*self._tensors), self.bias)
         return operators.linear_in_torch(x, self.U, self.V, self._S(), self.bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: U, V and S are cut from a trained matrix."""
+        """Do nothing: U, V and S come from a trained matrix."""
 
 
 class SlrActivated(SlrWeight):
@@ -275,7 +277,7 @@ class SlrActivated(SlrWeight):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×n) of x (…×m), in the dtype of the weights."""
+        """Return y (…×n) of x (…×m), in the dtype of the weights."""
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -292,13 +294,13 @@ class SlrActivated(SlrWeight):
 
     @property
     def _tensors(self) -> Parts:
-        """Those of S alone, U (n×0) and V (0×m) without terms: an activation stands between the layer's own."""
+        """The tensors of S with empty U (n×0) and V (0×m), since an activation separates the layer's own U and V."""
         U, V, *S = super()._tensors
         return U.detach()[:, :0], V.detach()[:0], *S
 
     @property
     def weight(self) -> Tensor:
-        """There is none.
+        """Raise an AttributeError: there is no weight.
 
         Raises:
             AttributeError: always.
@@ -337,7 +339,7 @@ class SlrEmbedding(SlrWeight):
         if found is not None and ids.dtype == torch.int64:
             products, parts = found
             return products.rows(ids, parts)
-        # As many places as entries are known only where the host sees them.
+        # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU.
         rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):
             return rows(ids, *self._tensors)

@@ -1,7 +1,7 @@
-"""Products with U·V + S by functions of its tensors alone, and as operations that torch.compile takes as a whole.
+"""Products with U·V + S as functions of its tensors alone, and as custom operators, opaque to torch.compile.
 
 S is given as compressed sparse rows: starts (n+1), columns (nnz) and values (nnz). `compiled_products` chooses the
-kernels: those of the CPU, those of a GPU, or none, and then the products are torch's.
+kernels for the CPU, those for a GPU, or none, in which case torch's products are used.
 """
 
 import torch
@@ -16,26 +16,26 @@ from salaad.factored.parts import Parts, positions
 # a dense product (measured on a CPU, widths of 128 to 2736).
 _LOW_RANK_COST, _SPARSE_COST, _TURNING_COST = 1.2, 7, 60
 
-# What compiled products on the CPU take: rows of x, and row numbers of an embedding.
+# Dtypes that compiled products on the CPU take: of x, and of an embedding's row numbers.
 ON_CPU = (torch.float32, torch.int64, *(gpu_products.DTYPES if native.INTERPRETED else ()))
 Products = cpu_kernels.Products | gpu_products.Products
 
 
 def compiled_products(shape: tuple[int, int], parts: Parts) -> Products | None:
-    """The compiled products with U·V + S (n×m) where its tensors lie; None where there are none."""
+    """Return the compiled products with U·V + S (n×m) for its tensors' device; None if they cannot be used."""
     kernels = cpu_kernels if parts[0].is_cpu and not native.INTERPRETED else gpu_products
     return kernels.products(shape, parts)
 
 
 def sparse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies by S where everything else has `dtype`: it has few short ones on a CPU."""
+    """The dtype in which torch multiplies by S if all else has `dtype`: on a CPU float32 instead of shorter ones."""
     return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
 
 
 def sparse_rows(starts: Tensor, columns: Tensor, values: Tensor, m: int) -> Tensor:
-    """S (n×m) as a sparse tensor of torch, in the dtype it is multiplied in; it shares the memory of `values`, if any.
+    """S (n×m) as a sparse tensor of torch, in the dtype of `sparse_dtype`; `values` of that dtype share its memory.
 
-    The values are cast before, since a sparse tensor of inference tensors cannot be.
+    The values are cast first, since a sparse tensor of inference tensors cannot be cast.
     """
     values = values.to(sparse_dtype(values.device, values.dtype))
     columns = columns.to(starts.dtype)  # from 16 bits, on a GPU
@@ -50,7 +50,7 @@ def dense(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor)
 
 
 def linear_in_torch(x: Tensor, U: Tensor, V: Tensor, S: Tensor, bias: Tensor | None) -> Tensor:
-    """y (…×n) of x (…×m) with S of `sparse_rows`: by parts, or by U·V + S where making that first pays."""
+    """y (…×n) of x (…×m) with S from `sparse_rows`: by parts, or by a dense U·V + S where that is faster."""
     rows = x.reshape(-1, V.shape[1])
     if _is_cheaper_whole(len(rows), S.shape, V.shape[0], S._nnz()):
         y = F.linear(rows, (U @ V).to(S.dtype).add(S).to(U.dtype), bias)
@@ -68,14 +68,14 @@ def _in_parts(rows: Tensor, U: Tensor, V: Tensor, S: Tensor) -> Tensor:
 
 
 def _is_cheaper_whole(rows: int, shape: tuple[int, int], rank: int, nnz: int) -> bool:
-    """Whether computing U·V + S first pays for so many rows, as it does where S is dense enough."""
+    """Whether making U·V + S dense first is faster for so many `rows` of x, as it is where S is dense enough."""
     n, m = shape
     parts = (_LOW_RANK_COST * rank + _TURNING_COST) * (n + m) + _SPARSE_COST * nnz
     return rows * (parts - n * m) > _LOW_RANK_COST * rank * n * m
 
 
 def rows_in_torch(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Rows (…×m) of U·V + S at `ids` (…), of whose S only the entries of these rows are read."""
+    """Rows (…×m) of U·V + S at `ids` (…); of S only the entries of these rows are read."""
     flat = ids.reshape(-1)
     rows = F.embedding(flat, U) @ V
     first = starts[flat].long()
@@ -87,7 +87,7 @@ def rows_in_torch(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Te
 
 
 def plain_rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """As `rows_in_torch`, by operations whose sizes depend on no numbers: m places for the entries of each row."""
+    """Rows as from `rows_in_torch`, by tensors whose sizes depend on no values: m places for each row's entries."""
     rows = F.embedding(ids, U) @ V
     if not len(values):
         return rows

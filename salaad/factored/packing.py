@@ -1,4 +1,4 @@
-"""Increasing integers in a few bits each (Elias–Fano coding), the storage of the positions of S's entries.
+"""Increasing integers in a few bits each (Elias–Fano coding), as the positions of S's entries are stored.
 
 The low bits of every integer are stored as they are, and the high bits in unary, as the steps from one integer to the
 next. n integers below N take about 2 + log2(N/n) bits each: 5 bits at a density of 0.1, where a column index takes 16.

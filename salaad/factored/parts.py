@@ -1,7 +1,7 @@
-"""U·V + S (n×m) as a layer holds it in memory: five tensors, of which S is in compressed sparse rows.
+"""U·V + S (n×m) as a layer holds it in memory: five tensors, with S in compressed sparse rows.
 
-The columns of S's entries have 16 bits where the kernels for a GPU read them, else 32 or 64. 16 bits are stored as
-bytes (uint8, 2·nnz), since NCCL sends no integers of 16 bits.
+The columns of S's entries have 16 bits where the kernels for a GPU read them, else 32 or 64. Columns of 16 bits are
+stored as bytes (uint8, 2·nnz), since NCCL sends no integers of 16 bits.
 """
 
 import torch
@@ -25,12 +25,12 @@ def column_dtype(device: torch.device, m: int) -> torch.dtype:
 
 
 def columns_in(stored: Tensor) -> Tensor:
-    """The columns (nnz) that are stored, in the same memory."""
+    """The columns (nnz) as integers, in the memory of the stored tensor."""
     return stored.view(torch.int16) if stored.dtype == torch.uint8 else stored
 
 
 def stored_columns(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same columns stored in `dtype`, 16 bits as bytes; those of 64 bits, which are needed, stay as they are."""
+    """The stored columns converted to `dtype`, int16 as bytes; int64 columns, which S then needs, stay as they are."""
     if stored.dtype == torch.int64:
         return stored
     columns = columns_in(stored).to(dtype)

@@ -1,9 +1,9 @@
-"""What transformers has to know of both folder formats, told when it imports the module that it belongs in.
+"""The registration of both folder formats with transformers, made when transformers imports the modules to change.
 
 The formats are entered in the registry of quantizers. `from_pretrained` passes an argument that it does not know to the
 configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so every
 configuration gets the attribute `budget`, whose setter refuses a folder of another format. Importing transformers takes
-seconds, and so do our classes: neither is imported with this module.
+seconds, and so does importing our classes: neither is imported with this module.
 """
 
 import sys
@@ -19,7 +19,7 @@ from salaad.common.errors import UserError
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name, is_any_size
 
 ASKED = "_asked_budget"  # the attribute of a configuration that holds the size to open
-# The `quant_method` in config.json without the cure, as earlier versions wrote it → module, its entry, its quantizer.
+# `quant_method` in config.json without the instructions that are now appended → module, config class, quantizer class.
 _FORMATS = {
     "salaad": ("salaad.factored.fixed_size", "SlrConfig", "SlrQuantizer"),
     "salaad-elastic": ("salaad.factored.any_size", "ElasticConfig", "ElasticQuantizer"),
@@ -27,7 +27,7 @@ _FORMATS = {
 
 
 class _Later:
-    """A class that is imported when it is called, or something of it is asked for."""
+    """A stand-in for a class, which is imported when it is called or one of its attributes is read."""
 
     def __init__(self, module: str, name: str) -> None:
         self._place = module, name
@@ -44,7 +44,7 @@ class _Later:
 
 
 class _AfterImport(MetaPathFinder):
-    """Changes a module once it is imported, and is then taken out of the way."""
+    """An import hook that changes one module after its import, and removes itself when that import begins."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self._change = name, change
@@ -95,7 +95,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 
 
 def register() -> None:
-    """Let `from_pretrained` open both formats, now or as soon as transformers can."""
+    """Let `from_pretrained` open both formats: at once, or as soon as transformers imports the modules concerned."""
     waiting = {finder.name for finder in sys.meta_path if isinstance(finder, _AfterImport)}
     for name, change in _CHANGES.items():
         if name in sys.modules:

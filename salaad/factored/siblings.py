@@ -1,7 +1,7 @@
-"""Layers that are given the same x one after the other (q, k and v; gate and up): the first computes all of them.
+"""Layers that are given the same x one after the other (q, k and v; gate and up): the first computes all results.
 
 When x has few rows, launching the kernels of a layer takes longer than their work, so the results of a group's other
-layers are made by the same launches and wait until they are asked for. A model's own code need not change for that.
+layers are computed by the same launches and kept until these layers are called. The model's own code stays unchanged.
 """
 
 import weakref
@@ -16,14 +16,14 @@ from salaad.factored import gpu_products
 from salaad.factored.layers import SlrLinear, SlrWeight
 from salaad.model.roles import role_of
 
-# Role → what all layers of these roles in one module are given, where they have one width.
+# Role → name of the input that all layers with this name in one module share if their input widths are equal.
 _GIVEN = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward", "up": "feed-forward"}
-_MOST_WASTED = 8  # times that results were not asked for, after which a group is given up
+_MOST_WASTED = 8  # times that kept results were not used, after which a group is given up
 
 
 @dataclass
 class _Waiting:
-    """Results for one x that were not asked for yet, valid as long as neither x nor a weight changes."""
+    """Kept results for one x that their layers have not used yet, valid as long as neither x nor a weight changes."""
 
     x: weakref.ref
     versions: tuple[int, ...]
@@ -31,10 +31,10 @@ class _Waiting:
 
 
 class Siblings:
-    """A group of layers of one width that are given the same x.
+    """A group of layers of one input width that are given the same x.
 
     Args:
-        layers: the group; its layers refer to it.
+        layers: the layers of the group; each refers to the group.
     """
 
     def __init__(self, layers: tuple[SlrLinear, ...]) -> None:
@@ -67,18 +67,18 @@ class Siblings:
         return y
 
     def _versions(self, x: Tensor) -> tuple[int, ...] | None:
-        """How often x and the weights were written to; None where torch does not count, as of inference tensors."""
+        """The numbers of writes to x and to each weight; None for inference tensors, whose writes are not counted."""
         weights = (each._parameters[name] for each in self.layers for name in ("U", "V", "S_values"))
         tensors = (x, *weights, *(each.bias for each in self.layers if each.bias is not None))
         return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without results that wait."""
+        """Return the state to copy or pickle, without kept results."""
         return self.__dict__ | {"_waiting": None}
 
 
 def _fit(products: Sequence, x: Tensor) -> bool:
-    """Whether all layers have kernels, for the same dtypes, and x has few rows for each."""
+    """Whether all layers have GPU kernels for the same dtypes, and x counts as having few rows for each of them."""
     if not all(isinstance(each, gpu_products.Products) and each.has_few(x) for each in products):
         return False
     return len({each.kinds for each in products}) == 1
@@ -92,7 +92,7 @@ def join_siblings(layers: Mapping[str, SlrWeight]) -> None:
     groups = defaultdict(list)
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
-        given = None if own.isdigit() else _GIVEN.get(role_of(name))  # experts by number have each their own x
+        given = None if own.isdigit() else _GIVEN.get(role_of(name))  # numbered experts each have their own x
         if given and isinstance(layer, SlrLinear) and layer.nnz:
             groups[parent, given, layer.in_features].append(layer)
     for together in groups.values():

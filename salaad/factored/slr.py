@@ -1,6 +1,7 @@
 """One weight as sparse plus low-rank (SLR), as a deployed model stores it: X̂ = U·V + S.
 
-Singular terms and entries are in descending order, so that cutting to fewer parameters (section 4.3) keeps the first.
+Singular terms and entries are in descending order, so that cutting to fewer parameters (section 4.3) keeps the first
+ones.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from salaad.prox import low_rank_factors
 
 @dataclass(frozen=True)
 class Slr:
-    """An n×m matrix of rank r plus `nnz` entries.
+    """An n×m matrix U·V + S, with U·V of rank r and `nnz` entries in S.
 
     Args:
         shape: (n, m).
@@ -32,12 +33,12 @@ class Slr:
 
     @classmethod
     def from_parts(cls, L: Tensor, S: Tensor, rank: int) -> "Slr":
-        """L (n×m) truncated to `rank`, and the entries of S (n×m) that are not zero."""
+        """L (n×m) truncated to `rank`, plus the nonzero entries of S (n×m)."""
         return cls(tuple(L.shape), *low_rank_factors(L, rank), *_entries(S))
 
     @classmethod
     def from_factors(cls, Q: Tensor, V: Tensor, S: Tensor) -> "Slr":
-        """Q·V as singular terms, where Q (n×r) has orthonormal columns, and the nonzero entries of S (n×m)."""
+        """Q·V as singular terms, where Q (n×r) has orthonormal columns, plus the nonzero entries of S (n×m)."""
         W = torch.linalg.eigh(V @ V.mT)[1]
         V = W.mT @ V
         # Sorted by row lengths: the eigenvalues are squares, in which the order of small ones is lost.
@@ -46,7 +47,7 @@ class Slr:
 
     @classmethod
     def joined(cls, first: "Slr", second: "Slr") -> "Slr":
-        """The units of `first`, then those of `second`, whose entries have other positions."""
+        """The sum of both, the units of `first` before those of `second`; no position may be in both."""
         tensors = (
             torch.cat([getattr(first, key), getattr(second, key)], dim=1 if key == "U" else 0) for key in cls.TENSORS
         )
@@ -87,7 +88,7 @@ class Slr:
         return self.values.new_zeros(n * m).index_add_(0, self.positions, self.values).view(self.shape)
 
     def scaled(self, weight: Tensor) -> "Slr":
-        """Every unit scaled by `weight` (n×1 scales rows, 1×m columns), in the same order."""
+        """The matrix with its rows scaled by `weight` (n×1), or its columns (1×m); the order of the units stays."""
         rows = weight.shape[1] == 1
         values = self.values * weight.expand(self.shape).flatten()[self.positions]
         U, V = (self.U * weight, self.V) if rows else (self.U, self.V * weight)
@@ -126,17 +127,17 @@ class Slr:
     TENSORS: ClassVar = ("U", "V", "positions", "values")
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a file, by the names in `TENSORS`."""
+        """The tensors to store in a file, by the names in `TENSORS`."""
         return {key: getattr(self, key).contiguous() for key in self.TENSORS}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Slr":
-        """The inverse of `tensors`."""
+        """The matrix from tensors as the method `tensors` returns them."""
         return cls((tensors["U"].shape[0], tensors["V"].shape[1]), **tensors)
 
 
 def _entries(S: Tensor) -> tuple[Tensor, Tensor]:
-    """Row-major positions of the entries of S that are not zero, the largest first, and the entries."""
+    """Row-major positions of the nonzero entries of S, the largest entry first, and the entries."""
     flat = S.flatten()
     positions = flat.nonzero().squeeze(1)
     order = flat[positions].abs().sort(descending=True, stable=True).indices

@@ -1,8 +1,9 @@
 """Which form of a block is smaller, U·V + S or dense, and how many bytes it takes.
 
-A place of S takes a few bits in a file and 32 in memory. So a block may be smaller in parts in the one and dense in the
-other: it is stored in parts, and becomes dense when the folder is opened. A model that was opened is saved in the form
-that it has, so that its file may be larger; compress.py writes a folder anew in the form for files.
+The position of an entry of S takes a few bits in a file and 16 or 32 in memory. So a block may be smaller as U·V + S in
+a file and smaller dense in memory: it is stored as U·V + S, and becomes dense when the folder is opened. An opened
+model is saved in the form that it has in memory, so its file may be larger; compress.py writes a folder anew in the
+form that is smaller in a file.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _for_file: ContextVar[Numbers | None] = ContextVar("_for_file", default=None)
 
 @contextmanager
 def form_for_file(numbers: Numbers) -> Iterator[None]:
-    """Within this context blocks take the form that is smaller in a file with such numbers, not in memory."""
+    """Context manager in which blocks take the form that is smaller in a file with such numbers, not in memory."""
     token = _for_file.set(numbers)
     try:
         yield
@@ -33,10 +34,10 @@ def form_for_file(numbers: Numbers) -> Iterator[None]:
 
 
 def takes_dense_form(block: Slr | SlrWeight, element: int) -> bool:
-    """Whether a block with numbers of `element` bytes takes no less in parts than dense.
+    """Whether a block with numbers of `element` bytes takes no fewer bytes as U·V + S than dense.
 
-    That is in memory, on the device of a layer or else on the CPU; within `form_for_file` in a file. A layer with an
-    activation between its factors has no dense form.
+    Bytes are counted in memory, on a layer's own device or else on the CPU; within `form_for_file`, in a file. A layer
+    with an activation between its factors has no dense form.
     """
     if isinstance(block, SlrWeight) and block.activation is not None:
         return False
@@ -61,7 +62,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 
 def opened_bytes(model: nn.Module) -> int:
-    """Bytes that a model will take in memory once it was stored and is opened again where it is now."""
+    """Bytes that a model will take in memory after it is saved and opened again on its present device."""
     layers = (layer for layer in model.modules() if isinstance(layer, SlrWeight) and layer.activation is None)
     in_parts = {layer: _bytes_in_parts(layer, 0) for layer in layers}
     spared = (max(0, size - prod(layer.shape) * layer.U.element_size()) for layer, size in in_parts.items())
@@ -73,7 +74,7 @@ def _numbers(block: Slr | SlrWeight) -> int:
 
 
 def _bytes_in_parts(block: Slr | SlrWeight, element: int) -> int:
-    """Bytes of a block as U·V + S in memory, row starts and columns included: those of a layer as it is."""
+    """Bytes of a block as U·V + S in memory, with row starts and columns; for a layer as it is, without its bias."""
     if isinstance(block, SlrWeight):
         bias = getattr(block, "bias", None)
         return resident_bytes(block) - (0 if bias is None else bias.nbytes)

@@ -1,13 +1,14 @@
 """Which solver is the cheapest for a stack of matrices on a device, by counted operations over the device's rates.
 
-The rates of the CPU were measured (`scripts/bench_admm.py`, one thread of an AMD EPYC). Those of the GPUs are none of
-ours: peaks are from the data sheets, and the parts of them that are reached are assumptions, the same for all. An
-eigensolver goes column by column and waits for a few kernels at each, in a stack too; then the host waits for it, for
-whether it has converged, and has to start some calls before the device is busy again. An update beside the forward pass
-is given no discount: products fill the device alone, and while the host waits it cannot begin that pass.
+The rates of the CPU were measured (`scripts/bench_admm.py`, one thread of an AMD EPYC). The rates of the GPUs were not:
+peaks are from the data sheets, and the fractions of the peaks that are attained are assumptions, equal for all GPUs. An
+eigensolver goes column by column and runs a few kernels in sequence for each, in a stack too; then the host waits to
+learn whether it has converged, and has to launch some calls before the device is busy again. An update that runs
+concurrently with the forward pass is not counted as cheaper: products fill the device by themselves, and while the host
+waits it cannot begin the forward pass.
 
-A CPU is not one of the stacked: on it the host sees every value at once, so the solvers of `ladder`, which decide by
-what they find, are the cheapest there, and a stack was no faster than one matrix after the other.
+On a CPU matrices are not stacked: the host reads every value without waiting, so the solvers of `ladder`, which branch
+on computed values, are the cheapest there, and a stack was no faster than one matrix after the other.
 """
 
 from dataclasses import dataclass
@@ -20,20 +21,20 @@ from salaad.spectral import products, stacks
 from salaad.spectral.gpu_names import known_as
 
 Solver = Literal["ladder", "gram", "products"]
-COLUMN_KERNELS = 4  # that an eigensolver starts for each column, one after the other
-REFILL = 20  # calls of the host after a wait until the device does not wait for it any more; charged to every matrix
+COLUMN_KERNELS = 4  # kernels that an eigensolver runs for each column, one after the other
+REFILL = 20  # calls that the host launches after a wait until the device is busy again; charged to every matrix
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, in float32.
+    """The speed of a device in float32.
 
     Args:
-        peak: dense operations.
-        products: part of the peak that products reach.
-        eigenvectors: part of the peak that an eigensolver reaches.
-        launch: seconds of a call however small.
-        waits: whether the host has to wait before it sees a value.
+        peak: dense operations per second.
+        products: fraction of the peak that matrix products attain.
+        eigenvectors: fraction of the peak that an eigensolver attains.
+        launch: seconds that even the smallest call takes.
+        waits: whether the host has to wait for the device before it can read a value.
     """
 
     peak: float
@@ -69,7 +70,7 @@ def seconds(solver: Solver, n: int, m: int, rates: Rates) -> float:
 
 
 def cheapest(n: int, m: int, rates: Rates) -> Solver:
-    """The solver of the fewest predicted seconds."""
+    """Return the solver with the fewest predicted seconds; `ladder` where the host does not have to wait."""
     if not rates.waits:
         return "ladder"
     return "products" if seconds("products", n, m, rates) < seconds("gram", n, m, rates) else "gram"

@@ -1,4 +1,4 @@
-"""Which GPU's data sheet a device goes by."""
+"""The choice of the GPU data sheet that is used for a device."""
 
 import functools
 import warnings
@@ -9,13 +9,13 @@ KNOWN = ("h100", "h200", "a100", "4090")
 
 
 def known_as(device: torch.device) -> str:
-    """The one of `KNOWN` that a device goes by; a100 without a GPU, as for Triton's interpreter on the CPU."""
+    """Return the GPU in `KNOWN` whose data sheet is used for a device; a100 without CUDA (Triton's interpreter)."""
     return known_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else "a100"
 
 
 @functools.cache
 def known_name(name: str) -> str:
-    """The one of `KNOWN` that a GPU's own name holds; a100 for any other, which a warning says once."""
+    """Return the entry of `KNOWN` that a GPU's own name contains; a100 for any other name, with a warning once."""
     found = next((known for known in KNOWN if known in name.lower()), None)
     if found is None:
         choice = "kernels and solvers are chosen as for an A100, which may be slower"

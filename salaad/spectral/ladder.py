@@ -4,11 +4,11 @@
                  Chebyshev filter
     gram         all eigenvectors of A
     exact        a full SVD
-    regularised  a full SVD in float64 of Z plus a little noise, for a Z at which the others do not converge
+    regularised  a full SVD in float64 of Z plus a little noise, for a Z on which the others do not converge
 
-A is taken of the short side of Z. Apart from A and L, `subspace` computes with n×q matrices only, q a little above the
-kept rank. A filter of degree d multiplies the error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b the first
-eigenvalue left out. The error of the old subspace is measured first, and d is chosen from it.
+A is the Gram matrix of the short side of Z. Apart from A and L, `subspace` computes with n×q matrices only, q a little
+above the kept rank. A filter of degree d multiplies the error in the subspace by about 1/cosh(d·acosh(2τ²/b − 1)), b
+being the first eigenvalue left out. The error of the old subspace is measured first, and d is chosen from it.
 
 `subspace` computes a bound of its own error. Let Û (n×k) be Ritz vectors of A with σ² = diag(ÛᵀAÛ) > τ², V̂ = ZᵀÛ/σ, and
 
@@ -20,15 +20,15 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E). A proximal operato
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
 To first order the error is smaller. E maps out of the span of all Ritz vectors, kept or not. If Z has no singular value
-above s outside that span, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) of its length, so vectors
+above s outside that span, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) times its length, so vectors
 near the threshold, which a filter resolves worst, hardly count. The second-order part stays below ‖E‖_F‖E‖₂ over the
-gap σₖ − s. The bound is the smaller of ‖E‖_F and this sum, plus what ‖F‖₂ exceeds τ by.
+gap σₖ − s. The bound is the smaller of ‖E‖_F and the sum of both parts, plus what ‖F‖₂ exceeds τ by.
 
 E is computed, and s is estimated in a small Krylov space. A singular vector that is new since the last update may lie
 half inside and half outside the span, each half below τ. Therefore ‖F‖₂² is bounded by the largest eigenvalue of
-everything beside Û: the Ritz values that are not kept, the residuals that couple them to the outside, and s². If the
-bound exceeds the tolerance, a second filter is applied, then the next solver takes over and reuses A. The noise N of
-`regularised` moves L by at most ‖N‖_F, again because a proximal operator is non-expansive.
+everything outside the span of Û: the Ritz values that are not kept, the residuals that couple them to the rest, and
+s². If the bound exceeds the tolerance, a second filter is applied, then the next solver takes over and reuses A. The
+noise N of `regularised` moves L by at most ‖N‖_F, again because a proximal operator is non-expansive.
 """
 
 import math
@@ -43,18 +43,19 @@ from torch import Tensor
 
 from salaad.spectral.results import ROUNDING, TOLERANCE
 
-# Both measured on a CPU, the only place where these solvers decide by what they find: elsewhere the host would wait.
-SMALLEST_SIDE = 256  # of a short side for `subspace`: below, all eigenvectors cost less than its many small calls
-LARGEST_SHARE = 0.4  # of the short side that a subspace may span and still be cheaper than all eigenvectors
+# Both measured on a CPU, for which these solvers are meant: they branch on computed values, for which the host would
+# have to wait on another device.
+SMALLEST_SIDE = 256  # least short side for `subspace`: below, its many small calls cost more than all eigenvectors
+LARGEST_SHARE = 0.4  # largest dimension of a subspace, over the short side, that is cheaper than all eigenvectors
 MOST_FILTERS, HIGHEST_DEGREE = 2, 16
-_NOISE = 1e-6  # of `regularised`, relative to ‖Z‖_F
-_EASE = 0.25  # part of the error that a filter's degree is chosen for: the bound falls faster than its worst column
-_LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # limits of the interval that a filter damps, over τ²
-_STRIPES = 4  # of rows in which A is computed
-_WELL_CONDITIONED = 0.1  # least diagonal entry of R of unit columns for which one Cholesky-QR is enough
+_NOISE = 1e-6  # norm of the noise of `regularised`, relative to ‖Z‖_F
+_EASE = 0.25  # part of the needed reduction that sets a filter's degree: the bound falls faster than E's worst column
+_LOWEST_EDGE, _HIGHEST_EDGE = 1e-3, 0.8  # limits of `edge` over τ²; a filter damps [0, edge]
+_STRIPES = 4  # number of stripes of rows in which A is computed
+_WELL_CONDITIONED = 0.1  # least diagonal entry of R, for columns of length 1, for which one Cholesky-QR is enough
 _PROBES, _PROBE_STEPS, _PROBE_MARGIN = 4, 5, 1.05
-_SMALLEST_SQUARE = 1e-5  # over the largest: below, eigenvectors of a Gram matrix in float32 are noise
-_LEAST_SIGMA = 1e-2  # over the largest: below, squaring in A has lost too many digits of a singular value
+_SMALLEST_SQUARE = 1e-5  # eigenvalue over the largest: below, eigenvectors of a Gram matrix in float32 are noise
+_LEAST_SIGMA = 1e-2  # singular value over the largest: below, squaring in A loses too many of its digits
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class SvtResult:
 
     Args:
         L: SVT_τ(Z), n×m.
-        sigma: its min(n, m) singular values, descending, 0 for those that are not kept.
+        sigma: the min(n, m) singular values of L, descending, with 0 for those that are not kept.
         basis: leading singular vectors of the short side (min(n, m) × q) from which the next update may start; None
             where `subspace` would not be cheaper.
         solver: `exact`, `gram`, `subspace` or `regularised`.
-        bound: of the error in L relative to ‖Z‖_F: computed by `subspace`, the largest measured rounding of the others.
+        bound: upper bound of the error in L relative to ‖Z‖_F: computed by `subspace`, for the other solvers the
+            largest rounding error that was measured.
     """
 
     L: Tensor
@@ -85,8 +87,9 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, solver: str = 
         Z: the matrix.
         tau: the threshold; 0 returns Z itself, to the bit.
         basis: `SvtResult.basis` of the last update of the same block.
-        solver: `exact`, `gram`, `subspace`, or `auto`, the cheapest that keeps to `TOLERANCE`. `auto` uses `subspace`
-            from `SMALLEST_SIDE` on, `subspace` at any size. If a solver fails, the next more expensive one is tried.
+        solver: `exact`, `gram`, `subspace`, or `auto`, the cheapest that keeps to `TOLERANCE`. `auto` uses the
+            subspace solver from `SMALLEST_SIDE` on, `subspace` at any size. If a solver fails, the next more expensive
+            one is tried.
 
     Raises:
         ValueError: the solver is unknown.
@@ -110,7 +113,7 @@ def threshold(Z: Tensor, tau: float, basis: Tensor | None = None, solver: str = 
 
 
 def _attempts(Z: Tensor, tau: float, basis: Tensor | None, solver: str) -> Iterator[Callable[[], SvtResult | None]]:
-    """The solvers from the asked one on, the cheapest first; each returns None or raises LinAlgError where it fails."""
+    """Yield the requested solver, then the more expensive ones; a failing one returns None or raises LinAlgError."""
     if solver != "exact":
         squared = cache(lambda: _squared(Z))
         least = SMALLEST_SIDE if solver == "auto" else 0
@@ -122,7 +125,7 @@ def _attempts(Z: Tensor, tau: float, basis: Tensor | None, solver: str) -> Itera
 
 
 def _squared(Z: Tensor) -> Tensor:
-    """ZZᵀ, whose blocks beside the diagonal are computed once, by symmetry: five eighths of the work."""
+    """ZZᵀ with five eighths of the work: by symmetry, blocks above the diagonal are copied below it."""
     n = len(Z)
     if n < SMALLEST_SIDE:
         return Z @ Z.mT
@@ -185,7 +188,7 @@ def leading_left_vectors(Z: Tensor, rank: int) -> Tensor:
 
 
 def _first_sound(Z: Tensor, *finders: Callable[[], Tensor]) -> Tensor:
-    """The first result that is found and finite."""
+    """Return the first result that is finite; a finder that raises LinAlgError is skipped."""
     for find in finders:
         with suppress(torch.linalg.LinAlgError):
             vectors = find()
@@ -229,19 +232,19 @@ def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, Z: Tensor) -> Tensor:
-    """The product of left and right with the strides of Z: a tall matrix is a view here, and a copy costs a product."""
+    """left·right with the strides of Z: a tall Z is a transposed view here, and a copy costs as much as a product."""
     return torch.mm(left, right, out=torch.empty_like(Z))
 
 
 def _basis(U: Tensor, k: int, least: int) -> Tensor | None:
-    """The k kept vectors and half as many more, for a rank that grows and for the convergence of a filter."""
+    """The k kept vectors and half as many more, so that the rank may grow and a filter converges; None if too many."""
     n = len(U)
     q = k + max(8, k // 2)
     return U[:, :q].clone() if n >= least and q <= LARGEST_SHARE * n else None
 
 
 def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> SvtResult | None:
-    """None where the bound does not come below the tolerance, or the rank outgrows the basis."""
+    """Solve from the basis of the last update; None if the bound stays too large or the rank outgrows the basis."""
     size = float(torch.linalg.vector_norm(Z))
     # A few random vectors beside the basis let the filter find singular vectors that are new. Ritz vectors are used, as
     # the vectors of the basis itself are mixtures, in which a filter would let the largest term hide the others.
@@ -284,7 +287,7 @@ def _ritz(A: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _filtered(A: Tensor, V: Tensor, AV: Tensor, edge: float, top: float, degree: int) -> Tensor:
-    """The Chebyshev polynomial of A that is at most 1 on [0, edge] and grows fastest beyond, scaled to 1 at `top`."""
+    """Apply to V (n×q) the Chebyshev polynomial of A that is least on [0, edge] relative to its value 1 at `top`."""
     half = edge / 2
     scale = first = half / (top - half)
     before, now = V, (AV - half * V) * (scale / half)
@@ -330,7 +333,7 @@ def _beside(residuals: Tensor, squares: Tensor, outside: float) -> float:
 
 
 def _outside(A: Tensor, U: Tensor) -> float:
-    """S: the largest singular value of Z outside the span of U (n×q), estimated in a small Krylov space, plus 5 %."""
+    """The largest singular value s of Z outside the span of U (n×q), estimated in a small Krylov space, plus 5 %."""
     g = _random(len(A), _PROBES, A, seed=2).mT  # as rows: a product with few columns is several times slower
     space = []
     for _ in range(_PROBE_STEPS):

@@ -1,25 +1,27 @@
-"""SVT_τ(Z) of a stack of matrices by matrix products alone: what a GPU does best, and what never makes the host wait.
+"""SVT_τ(Z) of a stack of matrices by matrix products alone, which suit a GPU best and never make the host wait.
 
-With A = ZZᵀ, its part above the threshold, and the sign of H = A − τ²I, which takes every eigenvalue to ±1,
+Let A = ZZᵀ, H = A − τ²I, and let sign H be H with every eigenvalue replaced by its sign ±1. Then
 
     B = τ²I + (H + H·sign H)/2,        SVT_τ(Z) = (I − τB^(−1/2)) Z,
 
-since B has the eigenvalues max(σ², τ²): what lies below τ is multiplied by 0, the rest by 1 − τ/σ. Both the sign and
-the square roots come from the Newton–Schulz iteration x ← αx(3 − α²x²)/2, where α grows the smallest value fastest:
-on [ℓ, 1] it is α² = 3/(1 + ℓ + ℓ²), for which both ends of the interval meet.
+since B has the eigenvalues max(σ², τ²): singular values below τ are multiplied by 0, the others by 1 − τ/σ. The sign
+and the square roots come from the Newton–Schulz iteration x ← αx(3 − α²x²)/2, with the α that increases the smallest
+value most: for values in [ℓ, 1] it is α² = 3/(1 + ℓ + ℓ²), which maps both ends of the interval to the same value.
 
-Eigenvalues nearer to 0 than `_FINEST` stay between −1 and 1. Everything commutes with A, so the error is known: if s is
-what the sign of h became, B is wrong by |h|(1 − |s|)/2 ≤ |h|(1 − s²)/2, which L feels at most 1/2τ times, hence
+For eigenvalues of H nearer to 0 than `_FINEST` the computed sign stays between −1 and 1. Everything commutes with A, so
+the error is known: if s is the computed sign of h, B is wrong by |h|(1 − |s|)/2 ≤ |h|(1 − s²)/2, and L by at most 1/2τ
+times that. Hence
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖H(I − sign²)‖_F/4τ + τ‖I − B^(1/2)B^(−1/2)‖_F + rounding.
 
-The factor of the second term is twice what is needed to first order; that of the first is raised by `_SECOND_ORDER`.
-Relative to ‖Z‖_F all of them grow with σ₁/τ. From 84 on the bound is too large by rounding alone; for singular values
-that fall exponentially or as 1/i, and for noise beside a large one, it is so from 60 to 80 on. `MOST_SPREAD` leaves
-room for worse spectra; only one that lies within some percent of τ as a whole fails there too.
+The factor of the second term is twice what is needed to first order; the first term is multiplied by `_SECOND_ORDER`.
+Relative to ‖Z‖_F all terms grow with σ₁/τ. From σ₁/τ = 84 on, rounding alone makes the bound exceed `TOLERANCE`; for
+singular values that fall exponentially or as 1/i, and for noise plus one large value, the bound does so from 60 to 80
+on. `MOST_SPREAD` leaves room for worse spectra; below it only a spectrum that lies as a whole within some percent of τ
+fails.
 
-The projection P = (I + sign)/2 on what is kept, and M = B^(1/2) − τI, whose eigenvalues are the singular values of L,
-give the effective rank (`density`).
+The projection P = (I + sign H)/2 onto the kept singular vectors, and M = B^(1/2) − τI, whose eigenvalues are the
+singular values of L, give the effective rank (`density`).
 """
 
 import math
@@ -31,27 +33,27 @@ from torch import Tensor
 from salaad.spectral import density
 from salaad.spectral.results import ROUNDING, TOLERANCE, StackResult
 
-MOST_ENERGY = 0.9995  # γ up to which the rounding of M is small beside what the effective rank may leave out
-MOST_SPREAD = 25  # σ₁/τ up to which products are worth a try
-_FINEST = 1e-5  # eigenvalue of H, over the largest, whose sign is found
-_SMALLEST_ROOT = 0.02  # τ over the largest singular value for which the roots of B are found
+MOST_ENERGY = 0.9995  # largest γ for which the rounding of M is small relative to the share 1 − γ of the energy
+MOST_SPREAD = 25  # largest σ₁/τ for which products are tried
+_FINEST = 1e-5  # smallest eigenvalue of H, relative to the largest, whose sign is found
+_SMALLEST_ROOT = 0.02  # smallest τ, relative to the largest singular value, for which the roots of B are found
 _SECOND_ORDER = 1.2
 
 
 def operations(n: int, m: int) -> tuple[float, int]:
-    """Operations for one matrix (n×m, n ≤ m), and the number of calls of a stack."""
+    """The number of operations for one matrix (n×m, n ≤ m), and of calls of torch for a whole stack."""
     signs, roots = (len(_factors(low)) for low in (_FINEST, _SMALLEST_ROOT))
     square, (rank, calls) = 6 + 2 * signs + 3 * roots, density.operations(n)
     return 4 * n * n * m + 2 * square * n**3 + rank, square + calls
 
 
 def _factors(low: float) -> list[float]:
-    """The α of every step that takes the values in [low, 1] to 1."""
+    """The factors α of the iteration's steps, which together take all values in [low, 1] to 1."""
     return list(_steps(low))
 
 
 def _steps(low: float) -> Iterator[float]:
-    while low < 1 - 1e-4:  # the last step squares the distance
+    while low < 1 - 1e-4:  # the last step squares the distance from 1
         alpha = math.sqrt(3 / (1 + low + low**2))
         yield alpha
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
@@ -90,12 +92,12 @@ def _norm(X: Tensor) -> Tensor:
 
 
 def _step(identity: Tensor, X: Tensor, Y: Tensor, alpha: float) -> Tensor:
-    """What one step multiplies by: α(3 − α²XY)/2, in one call."""
+    """The factor α(3 − α²XY)/2 by which one step multiplies, computed in one call."""
     return torch.baddbmm(identity, X, Y, beta=1.5 * alpha, alpha=-0.5 * alpha**3)
 
 
 def _largest(A: Tensor) -> Tensor:
-    """A bound of the largest eigenvalue of A (b×n×n), above it by a tenth at most where there are others: ‖A⁴‖^¼."""
+    """An upper bound of the largest eigenvalue λ₁ of A (b×n×n): ‖A⁴‖_F^¼, at most about n^⅛·λ₁."""
     size = _norm(A).clamp_min(torch.finfo(A.dtype).tiny)
     squared = (A / size) @ (A / size)
     return 1.0001 * size * _norm(squared @ squared) ** 0.25

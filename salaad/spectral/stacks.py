@@ -1,8 +1,8 @@
-"""SVT_τ(Z) of a stack of matrices of one shape by the eigenvectors of their Gram matrices, without a look at a value.
+"""SVT_τ(Z) of a stack of matrices of one shape by the eigenvectors of their Gram matrices; the host reads no value.
 
     ZZᵀ = QΛQᵀ,      σᵢ = ‖(QᵀZ)ᵢ‖,      SVT_τ(Z) = Q diag(1 − τ/σ)₊ QᵀZ
 
-The row lengths of QᵀZ keep the digits of small singular values that squaring has lost. A matrix that is not finite, or
+The row lengths of QᵀZ keep the digits of small singular values that squaring loses. A matrix that is not finite, or
 whose eigenvectors are not, does not disturb the others: `holds` is False for it.
 """
 
@@ -14,20 +14,20 @@ from salaad.spectral.results import ROUNDING, StackResult
 
 
 def operations(n: int, m: int) -> tuple[float, float]:
-    """Operations for one matrix (n×m, n ≤ m): of the products, and of the eigensolver with vectors."""
+    """The numbers of operations for one matrix (n×m, n ≤ m): in products, and in the eigensolver with vectors."""
     return 6 * n * n * m, 9 * n**3
 
 
 @torch.no_grad()
 def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str = "nuclear") -> StackResult:
-    """Shrink the singular values of Z (b×n×m, n ≤ m) by `tau` (b); None is no threshold at all, and L is Z itself.
+    """Shrink the singular values of Z (b×n×m, n ≤ m) by `tau` (b); with None, no threshold, L is Z itself.
 
     Raises:
         torch.linalg.LinAlgError: no eigenvectors of a finite matrix were found.
     """
     A = Z @ Z.mT
     finite = A.sum((-2, -1)).isfinite()
-    # A solver would refuse the whole stack for one matrix.
+    # One matrix that is not finite would make eigh fail for the whole stack.
     Q = torch.linalg.eigh(torch.where(finite[:, None, None], A, 0))[1]
     projected = Q.mT @ Z
     sigma = torch.linalg.vector_norm(projected, dim=-1)
