@@ -1,17 +1,17 @@
-"""The interface of a way to train. The loop, the plan, the checkpoint and the report know no method by name.
+"""The interface of a training method. The loop, the plan, the checkpoint and the report know no method by name.
 
-A method object lives as long as one start of a run. `train.py` uses it in this order:
+A method object lives for one start of a run, the first or a resume. `train.py` uses it in this order:
 
-    Method.check(outline, config)           can this model be trained so? Before anything is made
-    Method.rebuild(model, config)           replace modules; on every start, a resume too
-    method = Method(model, config)          on the final device, before the wrapper for data parallelism
+    Method.check(outline, config)           refuse a model that cannot be trained so, before all else
+    Method.rebuild(model, config)           replace modules; on every start, also on a resume
+    method = Method(model, config)          on the final device, before the data-parallel wrapper
     method.build_optimizer()                parameter groups and learning-rate schedule
-    method.load_state_dict(), load(folder)  only on a resume; the optimizer's state follows
+    method.load_state_dict(), load(folder)  only on a resume; then the optimizer's state is loaded
 
-    every step:  a backward in each of method.passes(), method.after_backward(), clip, optimizer.step(),
+    every step:  a backward pass in each context of method.passes(), method.after_backward(), clip, optimizer.step(),
                  method.after_step(…)
     at the end:  method.finish()
-    now and then:  columns() and drain_records() into the records, variants() to evaluate, writer() and state_dict()
+    at intervals:  columns() and drain_records() to log, variants() to evaluate, writer() and state_dict() to save
 
 A new method is a subclass in a file of its own, with a dataclass of its settings, and one call of `registry.register`.
 """
@@ -45,7 +45,7 @@ _TENSORS = Path("state") / "method.safetensors"
 
 
 class BlockRecord(NamedTuple):
-    """One line of blocks.jsonl, and a sentence for the person who watches, if there is something to say."""
+    """One line of blocks.jsonl, with an optional remark that is printed to the user."""
 
     step: int
     block: str
@@ -54,21 +54,22 @@ class BlockRecord(NamedTuple):
 
 
 class Method:
-    """What every method can do, and what it does unless it says otherwise: plain pretraining.
+    """The interface of all methods; hooks that a subclass does not override do what plain pretraining does.
 
     Args:
         model: the rebuilt model on its final device, before it is wrapped for data parallelism.
         config: the run's configuration; `config.settings` are the method's own.
 
     Attributes of the class:
-        Settings: the dataclass of its settings.
-        replaces_modules: `rebuild` changes the model, so `model/` of a checkpoint cannot restore it. The checkpoint
-            then holds all weights once more, as they are trained.
-        reads_moments: `after_step` reads the optimizer's state of weights that another rank may keep, so `train.shard`
-            is refused. A hook of the optimizer's step may set gradients; it runs before others are dropped.
-        own_projection_rate: the projections learn at a rate that follows from the method, so that they take no other.
-        progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
-        remedy: what to change in the configuration after the numbers have diverged.
+        Settings: the dataclass of the method's settings.
+        replaces_modules: whether `rebuild` replaces modules, so that `model/` of a checkpoint cannot restore the model.
+            The checkpoint then holds all weights a second time, as they are trained.
+        reads_moments: whether `after_step` reads optimizer state that another rank may keep, so that `train.shard` is
+            refused. A pre-step hook of the optimizer may set gradients: it runs before a sharded optimizer drops any.
+        own_projection_rate: whether the method sets the projections' learning rate, so that `optimizer.projection_lr`
+            is refused.
+        progress: column of blocks.jsonl → name of its mean over the blocks in the progress bar.
+        remedy: what the error message advises to change in the configuration after training has diverged.
     """
 
     Settings: ClassVar[type[MethodConfig]] = FullRankConfig
@@ -95,14 +96,14 @@ class Method:
 
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:
-        """Replace modules of `model` in place, on whatever device it is; also of a model without numbers ("meta").
+        """Replace modules of `model` in place, on any device, including "meta", which holds shapes but no values.
 
-        With `replaces_modules` a resume loads the weights afterwards; without, they are there already and stay.
+        With `replaces_modules` a resume loads the weights afterwards; otherwise they are loaded already and must stay.
         """
 
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
-        """Bytes on one rank by kind, for --dry-run; `model` is the rebuilt one without numbers."""
+        """Return kind → bytes on one rank, for --dry-run; `model` is the rebuilt model on "meta"."""
         weights, gradients, moments = BYTES[config.train.precision]
         trained = trained_parameters(model)
         return {
@@ -113,91 +114,91 @@ class Method:
 
     @classmethod
     def memory_for_a_moment(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> tuple[float, bool]:
-        """Bytes on a GPU that periodic work after a step takes, and whether the next activations are beside them."""
+        """Return the bytes of periodic work on a GPU, and whether the next step's activations exist at that time."""
         return 0.0, False
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
-        """Rows that the method adds to --dry-run; `model` is the rebuilt one without numbers."""
+        """Return the rows that the method adds to --dry-run; `model` is the rebuilt model on "meta"."""
         return []
 
     @classmethod
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
-        """What a step computes on devices of these rates, for predictions; `model` is the rebuilt one without numbers.
+        """Return the work of a step on devices of these rates, for predictions; `model` is the rebuilt one on "meta".
 
-        One pass of the whole model, one model to evaluate and nothing periodic, unless a method says otherwise.
+        The default is one pass of the whole model, one model to evaluate and no periodic work.
         """
         whole = (count_parameters(model),)
         return Work(passes=whole, variants=whole)
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:
-        """Parameters by the paper's count, and bytes, of the rebuilt `model` as it is stored after training."""
+        """Return parameters, by the paper's count, and bytes of the rebuilt `model` as it is stored after training."""
         return {"parameters": count_parameters(model), "bytes": sum(p.nbytes for p in model.parameters())}
 
     @classmethod
     def slr_parts(cls, model: nn.Module) -> dict[str, Slr]:
-        """Block → U·V + S of what the rebuilt `model` trains in its place, detached; nothing where it trains none.
+        """Return block → U·V + S, detached, for the blocks that the rebuilt `model` trains in this form.
 
-        U·V need not be in order of its singular values. Of a model without numbers the shapes are right.
+        The terms of U·V need not be in order of their singular values. On "meta" only the shapes have a meaning.
         """
         return {}
 
     @classmethod
     def widths_of(cls, model: PreTrainedModel, settings: MethodConfig) -> Widths | None:
-        """The narrower models inside a model of this method, if there are any."""
+        """Return the narrower models inside a model of this method, or None if there are none."""
         return None
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
-        """The optimizer with its parameter groups, and the learning rate as a function of the step alone."""
+        """Build the optimizer with its parameter groups, and its learning-rate schedule, which reads the step alone."""
         return build_optimizer(
             self.model.parameters(), self.config.optimizer, self.config.train.steps, projection_weights(self.model)
         )
 
     def float32_gradients(self) -> list[nn.Parameter]:
-        """Weights in bfloat16 whose gradients are kept in float32, and averaged over the ranks by `after_backward`."""
+        """Return the bfloat16 weights whose gradients are float32, which `after_backward` averages over the ranks."""
         return []
 
     # During training.
 
     def passes(self) -> Sequence[AbstractContextManager]:
-        """What the gradient of a step is the mean of: one forward and backward pass in each of these contexts."""
+        """Return the contexts of a step: its gradient is the mean over one forward and backward pass in each."""
         return [nullcontext()]
 
     def after_backward(self) -> None:
-        """Called once per optimizer step, when the gradients of all micro-batches are there; collective."""
+        """Average `float32_gradients` over the ranks; called once per step, after the last backward; collective."""
         distributed.average_gradients(self.float32_gradients())
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:
-        """Called after every step.
+        """Do what the method needs after every optimizer step; the default does nothing.
 
         Args:
-            optimizer: that of `build_optimizer`, whose state may be changed.
-            step: counted from 1.
+            optimizer: the one from `build_optimizer`, whose state may be changed.
+            step: number of the step, counted from 1.
             discarded: 1 if the gradient was not finite and no weight was changed, else 0 (float32, on the device).
         """
 
     def discard(self) -> None:
-        """Called when gradients of a backward were thrown away."""
+        """Prepare for a new backward pass after gradients were thrown away; the default does nothing."""
 
     def finish(self) -> None:
-        """Called after the last step, before the last evaluation."""
+        """Do what the method needs after the last step, before the last evaluation; the default does nothing."""
 
     # Records and evaluation.
 
     def columns(self) -> dict[str, float]:
-        """Columns of metrics.jsonl at the weights as they are now; collective, waits for the device."""
+        """Return columns of metrics.jsonl for the current weights; collective, and the host waits for the device."""
         return {"penalty": 0.0}
 
     def drain_records(self) -> list[BlockRecord]:
-        """Lines of blocks.jsonl since the last call; the same on every rank."""
+        """Return the lines of blocks.jsonl since the last call; the same on every rank."""
         return []
 
     def variants(self) -> Iterator[tuple[str, AbstractContextManager, dict[str, float]]]:
-        """What to evaluate: a name, a context in which the model is that variant, its parameters and other figures.
+        """Yield each variant to evaluate: its name, a context in which the model computes as this variant, its figures.
 
-        `parameters` is the paper's count, `trained` the number that the optimizer moves; `bytes` are those of a variant
-        that is stored as it is.
+        `parameters` is the paper's count, `trained` the number of parameters that the optimizer moves; `bytes` is given
+        for a variant that is stored as it is evaluated.
         """
         yield "X", nullcontext(), {**self.stored(self.model), "trained": trained_parameters(self.model)}
 
@@ -207,30 +208,30 @@ class Method:
         """Write the model as a Hugging Face folder that plain transformers opens; called on one rank alone.
 
         Raises:
-            UserError: the method has no such form; it then has to set `replaces_modules`.
+            UserError: the model has no such form; the method then has to set `replaces_modules`.
         """
         self.model.save_pretrained(folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that a resume needs beside the weights and the optimizer, the same on every rank."""
+        """Return the tensors that a resume needs besides the weights and the optimizer, the same on every rank."""
         return {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave, from the CPU."""
+        """Load what `tensors` returned, from tensors on the CPU."""
 
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps beside weights, gradients and the optimizer."""
+        """Return the bytes that this rank keeps besides weights, gradients and the optimizer's state."""
         return sum(value.nbytes for value in self.tensors().values())
 
     def writer(self) -> Callable[[Path], Mapping[str, str]]:
-        """What writes this rank's tensors into the folder of a checkpoint; collective, so that writing need not be.
+        """Return a function that writes this rank's tensors into a checkpoint's folder; `writer` alone is collective.
 
         Returns:
-            A function of the folder that exchanges nothing with other ranks, which may have failed. It returns name in
-            the folder → SHA-256, of files that are on the disk and were hashed while they were written.
+            A function of the folder without collective calls, as other ranks may have failed. It returns name in the
+            folder → SHA-256 of the files that it has written to the disk, hashed while they were written.
 
         Raises:
-            NotSavedError: on every rank, if any cannot prepare it.
+            NotSavedError: on every rank, if any rank cannot prepare the function.
         """
 
         def write(folder: Path) -> dict[str, str]:
@@ -242,13 +243,13 @@ class Method:
         return write
 
     def load(self, folder: Path) -> None:
-        """Read what `writer` wrote, at any number of ranks."""
+        """Load what the function from `writer` wrote, at any number of ranks."""
         if (folder / _TENSORS).exists():
             self.load_tensors(load_file(folder / _TENSORS))
 
     def state_dict(self) -> dict[str, Any]:
-        """What else a resume needs, as JSON can say it; the same on every rank, collective."""
+        """Return what else a resume needs, as JSON values; the same on every rank, collective."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""

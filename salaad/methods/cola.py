@@ -2,10 +2,10 @@
 
     y = B·SiLU(A·x),   A (r×in), B (out×r), entries normal with variance (r·(in + out))^(−1/2)
 
-The layer is no matrix, so it cannot be merged into one: a checkpoint keeps the factors and opens as a folder of this
-package's own format. At 60m and 130m the feed-forward layer keeps the SiLU it has, at 350m and 1b it does not
-(`keep_swiglu`; the folder's config.json says so as hidden_act). Different from the released code: the pad token is that
-of the tokenizer, whose row of the embedding gets no gradient.
+The layer is not linear, so it cannot be merged into a dense weight: a checkpoint keeps the factors, in a folder of this
+package's own format. At 60m and 130m the feed-forward layer keeps its own SiLU, at 350m and 1b it does not
+(`keep_swiglu`, stored in the folder's config.json as hidden_act). Different from the released code: the pad token is
+the tokenizer's, and its row of the embedding gets no gradient.
 """
 
 import torch
@@ -25,10 +25,10 @@ from salaad.methods.low_rank_layers import (
 
 
 class ColaLinear(SlrFactored):
-    """y = B·SiLU(A·x).
+    """The layer y = B·SiLU(A·x).
 
     Args:
-        linear: whose place it takes; its weight (out×in) is not kept.
+        linear: the layer to replace; its weight (out×in) is not kept.
         settings: rank.
     """
 
@@ -43,17 +43,17 @@ class ColaLinear(SlrFactored):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×out) of x (…×in)."""
+        """Return y (…×out) for the input x (…×in)."""
         return F.linear(F.silu(F.linear(x, self.A)), self.B, self.bias)
 
     def slr(self) -> Slr:
-        """B and A."""
+        """Return U = B and V = A, without entries of S."""
         A, B = at_least_float32(self.A, self.B)
         return Slr((len(B), A.shape[1]), B, A, *no_entries(B))
 
 
 class Cola(LowRankMethod):
-    """Bottlenecks with an activation in place of projections."""
+    """Pretraining of two factors with an activation between them in place of every projection (CoLA)."""
 
     Settings = ColaConfig
     Layer = ColaLinear

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @contextmanager
 def true_float32(device: torch.device) -> Iterator[None]:
-    """Within this context float32 products keep all their digits: for the ADMM, decompositions and merges."""
+    """Context manager under which float32 products keep all their digits: for ADMM, decompositions and merges."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -23,5 +23,5 @@ def true_float32(device: torch.device) -> Iterator[None]:
 
 
 def at_least_float32(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, detached, in float32 unless they have more digits."""
+    """Return the tensors detached and in float32, or in their own dtype where that has more digits."""
     return [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

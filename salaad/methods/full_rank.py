@@ -4,4 +4,4 @@ from salaad.methods.base import Method
 
 
 class FullRank(Method):
-    """The run that every other method is compared with; nothing of the interface is changed."""
+    """Plain pretraining, with which every other method is compared; it overrides nothing of the interface."""

@@ -1,16 +1,16 @@
-"""GaLore: dense weights, whose gradients the optimizer sees in a subspace that is chosen anew at times (2403.03507).
+"""GaLore: dense weights, whose gradients the optimizer sees projected to a subspace that changes (2403.03507).
 
     every T steps:  P (short×r) = the leading singular vectors of the gradient on its shorter side
     every step:     R = Pᵀ·G,   N = Adam's direction for R,   W −= lr·scale·P·N
 
-for every projection; the moments have the size of R and stay when P changes. All other weights are trained by the same
-optimizer as they are, at the full learning rate.
+for every projection; the moments have the size of R and are kept when P changes. The same optimizer trains all other
+weights without a projection, at the full learning rate.
 
-The optimizer is any of torch's with moments: for every W it is given a small weight of its own (r×long) that is zero
-before a step, with the gradient R; what it then is, times P, is the change of W. Different from the released code: ε is
-added to Adam's corrected second moment, as torch does it; the arbitrary sign of a singular vector is chosen so that its
-product with the vector it replaces is not negative; weight decay is decoupled for the projected weights, whatever the
-optimizer; each of several processes computes some of the subspaces.
+The optimizer is any of torch's with moments. In place of every W it trains a small parameter (r×long) that is zero
+before a step and has the gradient R; after the step, scale·P times this parameter is the change of W. Different from
+the released code: ε is added to Adam's corrected second moment, as torch does it; the arbitrary sign of a singular
+vector is chosen so that its product with the vector it replaces is not negative; weight decay is decoupled for the
+projected weights, whatever the optimizer; with several ranks, each computes some of the subspaces.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def lying(X: Tensor) -> Tensor:
 
 
 class Galore(Method):
-    """Moments in a subspace of the gradient."""
+    """Pretraining with the optimizer's moments in a subspace of the gradient (GaLore)."""
 
     Settings = GaloreConfig
     own_projection_rate = True
@@ -57,8 +57,8 @@ class Galore(Method):
         self.P = {name: lying(W).new_zeros(min(W.shape), rank) for name, W in self.weights.items()}
         # What the optimizer trains in place of W: its change in the subspace, zero between two steps.
         self.changes = {name: nn.Parameter(W.new_zeros(rank, max(W.shape))) for name, W in self.weights.items()}
-        self.is_due = True  # a new subspace
-        self.decay = 0.0  # of the weights in this step
+        self.is_due = True  # whether the next step chooses new subspaces
+        self.decay = 0.0  # learning rate times weight decay of this step
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
@@ -97,8 +97,8 @@ class Galore(Method):
 
     @torch.no_grad()
     def project(self, optimizer: Optimizer) -> None:
-        """Give the optimizer R = Pᵀ·G of every weight, after clipping; in a new subspace if one is due."""
-        # A gradient that is not finite has no singular vectors; then no step follows, and the subspace is due still.
+        """Give the optimizer R = Pᵀ·G of every projected weight, after clipping; choose new subspaces first if due."""
+        # A gradient that is not finite has no singular vectors; then no step follows, and new subspaces are still due.
         if self.is_due and not bool(getattr(optimizer, "found_inf", 0)):
             self.choose_subspaces()
         group = optimizer.param_groups[0]
@@ -107,7 +107,7 @@ class Galore(Method):
             self.changes[name].grad = self.P[name].mT @ lying(W.grad).to(W.dtype)
 
     def choose_subspaces(self) -> None:
-        """P of every weight from its gradient of this step; collective."""
+        """Compute P of every projected weight from its gradient in this step; collective."""
         owners = owners_of(self.weights, distributed.world_size())
         for name, owner in owners.items():
             if owner == distributed.rank():
@@ -127,7 +127,7 @@ class Galore(Method):
                 W.mul_(1 - self.decay * (1 - discarded))
             lying(W).addmm_(self.P[name], self.changes[name], alpha=self.config.settings.scale)
             self.changes[name].zero_()
-            W.grad = None  # the optimizer does not know W
+            W.grad = None  # the optimizer does not hold W, so its zero_grad leaves this gradient
         self.is_due = self.is_due or step % self.config.settings.every == 0
 
     def tensors(self) -> dict[str, Tensor]:  # noqa: D102

@@ -2,9 +2,9 @@
 
     y = W₀·x + (α/r)·B·A·dropout(x),   A (r×in) Kaiming-uniform, B (out×r) = 0
 
-W₀ stays as it was drawn; embedding, head and norms are trained as usual. This is the row "LoRA" of GaLore's table and
-of those who copy it. Different from its released code: W₀ is kept where no merge follows (the code drops it there and
-trips over its own assertion). With dropout, several processes draw other masks than one.
+W₀ keeps its random initial values; embedding, head and norms are trained as usual. This is the row "LoRA" of GaLore's
+table and of papers that copy that table. Different from the released code: W₀ is kept where no merge follows (that code
+drops it there and then fails an assertion of its own). With dropout, several ranks draw other masks than one.
 """
 
 import math
@@ -20,10 +20,10 @@ from salaad.model.parameters import count_parameters
 
 
 class LoraLinear(Factored):
-    """y = W₀·x + (α/r)·B·A·dropout(x), where only A and B are trained.
+    """The linear layer y = W₀·x + (α/r)·B·A·dropout(x), of which only A and B are trained.
 
     Args:
-        linear: whose weight becomes W₀ (out×in).
+        linear: the layer to replace; its weight becomes W₀ (out×in).
         settings: rank, α and dropout.
     """
 
@@ -38,12 +38,12 @@ class LoraLinear(Factored):
         draw(self.A)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×out) of x (…×in)."""
+        """Return y (…×out) for the input x (…×in)."""
         inside = F.linear(F.dropout(x, self.dropout, self.training), self.A)
         return added(F.linear(x, self.weight, self.bias), inside, self.B, self.scale)
 
     def dense_weight(self) -> Tensor:
-        """W₀ + (α/r)·B·A, summed in float32 at least."""
+        """Return W₀ + (α/r)·B·A in the dtype of W₀, summed in float32 at least."""
         W, A, B = at_least_float32(self.weight, self.A, self.B)
         with true_float32(W.device):
             return (W + self.scale * (B @ A)).to(self.weight.dtype)
@@ -55,14 +55,14 @@ def draw(A: Tensor, generator: torch.Generator | None = None) -> None:
 
 
 class Lora(LowRankMethod):
-    """Adapters on frozen weights, merged for export; counted as merged."""
+    """Pretraining of adapters on frozen random weights (LoRA), merged for export and counted as merged."""
 
     Settings = LoraConfig
     Layer = LoraLinear
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:
-        """Those of the merged model."""
+        """Return the parameters and bytes of the merged model."""
         adapters = [p for layer in factored_layers(model).values() for p in (layer.A, layer.B)]
         found = super().stored(model)
         return {

@@ -2,17 +2,18 @@
 
     W = M·Nᵀ,   M (out×r) and N (in×r) Xavier-normal
 
-In most steps only the factors' own gradients are followed, M −= lr·(r/d)·dM with d the width of the model, N alike; dM
-and dN are Adam's directions. Every K-th step is exact, in the tangent space of the manifold at W, and at the full rate:
+Most steps follow the gradients of the factors alone: M −= lr·(r/d)·dM and N −= lr·(r/d)·dN, where d is the width of the
+model and dM, dN are Adam's directions. Every K-th step is exact: in the tangent space of the manifold at W, at the full
+learning rate:
 
     M = Q_M·R_M,  N = Q_N·R_N (QR);     G·Q_N ≈ dM·R_N⁻¹,   Q_Mᵀ·G ≈ R_M⁻ᵀ·dNᵀ
-    W − lr·(Q_M·Q_Mᵀ·G + (1 − Q_M·Q_Mᵀ)·G·Q_N·Q_Nᵀ), back to rank r by the SVD of a 2r×2r core;  M, N share √σ
+    W − lr·(Q_M·Q_Mᵀ·G + (1 − Q_M·Q_Mᵀ)·G·Q_N·Q_Nᵀ), reduced to rank r by the SVD of a 2r×2r core;  √σ in each
 
-After it the moments of *all* weights are zero and the learning rate rises again over a few steps. The settings by size
-are those of the released code. Different from it: ε is added after the bias correction; the learning rate begins at
-zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cosine, begins at a tenth and ends at 12 to
-13 %), and a rise begins at a fifth of it (theirs at 1e-6); each of several processes takes the exact steps of some
-layers; one that is not finite is left out.
+After an exact step the moments of *all* weights are set to zero and the learning rate rises again over a few steps. The
+settings for each size are those of the released code. Different from that code: ε is added after the bias correction;
+the learning rate begins near zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cosine,
+begins at a tenth and ends at 12 to 13 %), and its rise after an exact step begins at a fifth (theirs at 1e-6); with
+several ranks, each takes the exact steps of some of the layers; an exact step that is not finite is skipped.
 """
 
 from dataclasses import replace
@@ -42,10 +43,10 @@ from salaad.spectral.cost import Rates
 
 
 class LoroLinear(SlrFactored):
-    """y = M·Nᵀ·x.
+    """The linear layer y = M·Nᵀ·x.
 
     Args:
-        linear: whose place it takes; its weight (out×in) is not kept.
+        linear: the layer to replace; its weight (out×in) is not kept.
         settings: rank.
     """
 
@@ -59,17 +60,17 @@ class LoroLinear(SlrFactored):
         nn.init.xavier_normal_(self.N)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×out) of x (…×in)."""
+        """Return y (…×out) for the input x (…×in)."""
         return nn.functional.linear(x @ self.N, self.M, self.bias)
 
     def slr(self) -> Slr:
-        """M·Nᵀ."""
+        """Return U = M and V = Nᵀ, without entries of S."""
         M, N = at_least_float32(self.M, self.N)
         return Slr((len(M), len(N)), M, N.mT, *no_entries(M))
 
 
 def exact_step(M: Tensor, N: Tensor, dM: Tensor, dN: Tensor, lr: Tensor | float) -> tuple[Tensor, Tensor]:
-    """New factors after the exact step from W = M·Nᵀ (M out×r, N in×r) along dM and dN, those of W's gradient there."""
+    """Return new M, N after the exact step from W = M·Nᵀ (M out×r, N in×r) along dM ≈ G·N and dN ≈ Gᵀ·M."""
     (Q_M, R_M), (Q_N, R_N), r = torch.linalg.qr(M), torch.linalg.qr(N), M.shape[1]
     GQ = torch.linalg.solve_triangular(R_N, dM, upper=True, left=False)  # out×r: G·Q_N
     QG = torch.linalg.solve_triangular(R_M, dN, upper=True, left=False)  # in×r: Gᵀ·Q_M
@@ -89,7 +90,7 @@ def exact_step(M: Tensor, N: Tensor, dM: Tensor, dN: Tensor, lr: Tensor | float)
 
 
 class Loro(LowRankMethod):
-    """Low-rank Riemannian training."""
+    """Pretraining of two factors M·Nᵀ with exact steps on the manifold of rank r (LORO)."""
 
     Settings = LoroConfig
     Layer = LoroLinear
@@ -107,7 +108,7 @@ class Loro(LowRankMethod):
     @classmethod
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
         layers, r, exact = factored_layers(model), config.settings.rank, {}
-        for name, layer in layers.items():  # each factor is decomposed, and what lies outside of both
+        for name, layer in layers.items():  # QR of each factor and of the gradient outside its span
             decompositions = sum(2 * qr_seconds(len(factor), r, rates) for factor in (layer.M, layer.N))
             exact[name] = decompositions + svd_seconds(2 * r, 2 * r, rates)
         periodic = most_loaded(exact, owners_of({name: layer.M for name, layer in layers.items()}, ranks), ranks)
@@ -124,7 +125,7 @@ class Loro(LowRankMethod):
         self.rate = restarted(*schedule.lr_lambdas, settings.every, settings.rewarmup)
 
         def ordinary(step: int) -> float:
-            """Nothing where the exact step follows; the moments move on all the same."""
+            """Return the factors' rate: 0 before an exact step, when the optimizer is to update moments alone."""
             return 0.0 if self.is_exact(step + 1) else self.rate(step)
 
         return optimizer, LambdaLR(optimizer, [self.rate, ordinary])
@@ -157,7 +158,7 @@ class Loro(LowRankMethod):
 
 
 def adam_direction(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
-    """m̂/(√v̂ + ε) of a parameter at the last step, in float32 at least."""
+    """Adam's direction m̂/(√v̂ + ε) for a parameter in the last step, in float32 at least."""
     [group] = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
     state, (beta1, beta2) = optimizer.state[parameter], group["betas"]
     mean, square = at_least_float32(state["exp_avg"], state["exp_avg_sq"])

@@ -1,12 +1,12 @@
-"""LOST: two factors plus some whole columns, both taken from the first, random weights (our reading).
+"""LOST: two factors plus some whole columns, both taken from the initial random weights (our reading).
 
     y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I
     W₀ = Σ σᵢ·uᵢ·vᵢᵀ;   B (out×r) and A (r×in): the leading r terms, √σ each;
     I: the ⌊δ·in⌋ columns with the largest norm in what these terms leave of W₀;   W_S (out×|I|): these columns of W₀
 
 No code was released. This is our reading of the paper and of its public reviews: W_S holds columns of W₀ itself, not of
-the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and where φ
-stands are not known: γ and the place of φ are ours, the rate is SLTrain's.
+the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and the place
+of φ are not published: γ and the place of φ are our choice, the learning rate is SLTrain's.
 """
 
 import torch
@@ -26,10 +26,10 @@ from salaad.spectral import leading_left_vectors
 
 
 class LostLinear(SlrFactored):
-    """y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I.
+    """The layer y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I.
 
     Args:
-        linear: whose weight W₀ (out×in) its parts are taken from; of one without numbers nothing is.
+        linear: the layer to replace; B, A and W_S are taken from its weight W₀ (out×in), on "meta" their shapes alone.
         settings: rank, δ, γ and φ.
     """
 
@@ -43,7 +43,7 @@ class LostLinear(SlrFactored):
             B, A = leading_terms(W, r)
             left = torch.linalg.vector_norm(W - B @ A, dim=0)
             chosen = left.topk(count).indices.sort().values
-        # The same layout as after a resume, so that products round alike.
+        # Contiguous, as they are after a resume, so that products round alike.
         parts = (part.clone(memory_format=torch.contiguous_format) for part in (B, A, W[:, chosen]))
         self.B, self.A, self.W_S = map(nn.Parameter, parts)
         self.register_buffer("columns", chosen)
@@ -51,14 +51,14 @@ class LostLinear(SlrFactored):
         self.gamma, self.activation = settings.gamma, settings.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×out) of x (…×in)."""
+        """Return y (…×out) for the input x (…×in)."""
         inside = F.linear(x, self.A)
         inside = F.silu(inside) if self.activation == "silu" else inside
         low_rank = F.linear(inside, self.gamma * self.B, self.bias)
         return added(low_rank, x.index_select(-1, self.columns), self.W_S, 1 - self.gamma)
 
     def slr(self) -> Slr:
-        """γ·B, A and (1 − γ)·W_S at its columns."""
+        """Return U = γ·B, V = A and S, which is (1 − γ)·W_S at the columns I."""
         A, B, W_S = at_least_float32(self.A, self.B, self.W_S)
         out, width = len(B), A.shape[1]
         places = torch.arange(out, device=B.device)[:, None] * width + self.columns
@@ -66,7 +66,7 @@ class LostLinear(SlrFactored):
 
 
 def leading_terms(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B (out×rank) and A (rank×in) of the `rank` leading singular terms of W, √σ in each."""
+    """B (out×rank) and A (rank×in) whose product is the `rank` leading singular terms of W, with √σ in each."""
     if W.shape[0] > W.shape[1]:
         A, B = leading_terms(W.mT, rank)
         return B.mT, A.mT
@@ -77,14 +77,14 @@ def leading_terms(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Lost(LowRankMethod):
-    """Low rank with an activation, plus dense columns."""
+    """Pretraining of two factors with an activation, plus dense columns (LOST)."""
 
     Settings = LostConfig
     Layer = LostLinear
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:
-        """With the columns, which the paper leaves out of the counts that it prints."""
+        """Return the counts with the columns W_S, and `parameters_printed` without them, as the paper prints it."""
         found = super().stored(model)
         columns = sum(layer.W_S.numel() for layer in factored_layers(model).values())
         return {**found, "parameters_printed": found["parameters"] - columns}

@@ -1,4 +1,4 @@
-"""What the methods that train factors in place of a projection share: replacing, counting, merging."""
+"""The common part of methods that train factors in place of projections: replacing, counting, merging."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,20 +22,20 @@ from salaad.model.weights import tied_modules
 
 
 class Factored(nn.Module):
-    """A layer in place of a linear one, which can say what dense weight it stands for."""
+    """A layer that replaces a linear layer and can return the dense weight to which it is equivalent."""
 
     def dense_weight(self) -> Tensor:
-        """W (out×in), dense, in the dtype of the factors."""
+        """Return the dense W (out×in) in the dtype of the factors."""
         raise NotImplementedError
 
 
 class SlrFactored(Factored):
-    """A layer y = U·φ(V·x) + S·x whose parts can be told: with an activation φ, or without one, then W = U·V + S."""
+    """A layer y = U·φ(V·x) + S·x that can return U, V and S; without an activation φ its weight is W = U·V + S."""
 
     activation: str = "linear"
 
     def slr(self) -> Slr:
-        """U (out×r), V (r×in) and S, detached and in float32 at least; U·V not in order of its singular values."""
+        """Return U (out×r), V (r×in) and S, detached, in float32 at least; U·V is not sorted by singular values."""
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:  # noqa: D102
@@ -45,15 +45,15 @@ class SlrFactored(Factored):
 
 
 def added(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Y + scale·x·weightᵀ (…×out) of y (…×out) and x (…×r), in one product instead of three passes over y."""
-    if torch.is_autocast_enabled(x.device.type):  # which leaves the dtype of y to the product before
+    """Return y + scale·x·weightᵀ (…×out) of y (…×out) and x (…×r), in one call instead of three passes over y."""
+    if torch.is_autocast_enabled(x.device.type):  # autocast chose the dtype of y in the product before
         x, weight = x.to(y.dtype), weight.to(y.dtype)
     rows = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight.mT, alpha=scale)
     return rows.view(y.shape)
 
 
 def no_entries(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions and values of an S without entries."""
+    """Return the positions and values of an S without entries."""
     return like.new_empty(0, dtype=torch.int64), like.new_empty(0)
 
 
@@ -64,7 +64,7 @@ def projections(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
-    """Raise a UserError unless there are projections, each with a weight of its own, that have the method's rank."""
+    """Raise a UserError unless the model has projections, none tied, and none too small for the method's rank."""
     layers, rank = projections(model), config.settings.rank
     if not layers:
         raise UserError(
@@ -86,16 +86,16 @@ def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def factored_layers(model: nn.Module) -> dict[str, Factored]:
-    """Name → layer of everything that `LowRankMethod.rebuild` put in."""
+    """Return name → layer of all layers that `LowRankMethod.rebuild` has put into the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Factored)}
 
 
 def merged(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the dense model that computes the same, by the names they have in one."""
+    """Return the state dict of the dense model that computes what `model` computes."""
     layers = factored_layers(model)
     state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in layers}
     for name, layer in layers.items():
-        # One after the other to the CPU: all of them at once have the size of the dense model.
+        # One after the other to the CPU: all at once would take the memory of the dense model on the device.
         state[f"{name}.weight"] = layer.dense_weight().detach().cpu()
         if layer.bias is not None:
             state[f"{name}.bias"] = layer.bias.detach()
@@ -103,10 +103,10 @@ def merged(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class LowRankMethod(Method):
-    """A method whose layers stand for a dense weight each, into which they are merged for export.
+    """A method that replaces projections by `Layer`, which is merged into a dense weight for export if it is linear.
 
     Attributes of the class:
-        Layer: what takes the place of a projection, made of that and of the method's settings.
+        Layer: makes the layer that replaces a projection, from this projection and the method's settings.
     """
 
     replaces_modules = True
@@ -115,7 +115,7 @@ class LowRankMethod(Method):
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
         for layer in factored_layers(model).values():
-            for places in layer.buffers():  # of S's entries: the wrapper for data parallelism aligns weights alone
+            for places in layer.buffers():  # positions in S: the data-parallel wrapper synchronizes weights alone
                 distributed.broadcast(places, 0)
 
     @classmethod
@@ -146,7 +146,7 @@ class LowRankMethod(Method):
         return {name: layer.slr() for name, layer in layers.items() if layer.activation == "linear"}
 
     def export(self, folder: Path) -> None:
-        """The merged model, an ordinary folder of the dense architecture; with an activation the factors themselves."""
+        """Write the merged model as a folder of the dense architecture; with an activation, write the factors."""
         layers = factored_layers(self.model)
         [activation] = {getattr(layer, "activation", "linear") for layer in layers.values()}
         if activation == "linear":

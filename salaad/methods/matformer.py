@@ -1,14 +1,14 @@
-"""MatFormer: one model with smaller ones in it, whose feed-forward layers are the first part of the whole (2310.07707).
+"""MatFormer: one model that contains smaller ones, with the first features of its feed-forward layers (2310.07707).
 
     FFN_k(x) = W_down[:, :k]·(SiLU(W_gate[:k]·x) ⊙ W_up[:k]·x),   k = m, m/2, m/4, m/8
 
-Attention, embedding and norms are shared by all. `sampled` trains one width a step, drawn by the step and the seed, as
-the paper says; `summed` trains all of them in every step, as the released MatFormer-OLMo does, at several times the
-cost. So with `sampled` each width is trained in a quarter of the steps. Different from the release: the gradients of
-`summed` are averaged, not added, so that clipping means the same.
+All widths share attention, embedding and norms. `sampled` trains one width per step, drawn from the seed and the step,
+as in the paper: each of four widths is trained in about a quarter of the steps. `summed` trains all widths in every
+step, as the released MatFormer-OLMo does, at several times the cost. Different from the release: `summed` averages the
+gradients of the widths instead of adding them, so that gradient clipping has the same meaning.
 
-The weights have the names and shapes of the plain model, so `model/` of a checkpoint is a plain folder of the whole
-width. In a mixed model the later layers are the wider ones.
+The weights have the names and shapes of the plain model, so `model/` of a checkpoint is a plain folder of the full
+width. A mixed model has two neighbouring widths, the larger one in its later layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,14 @@ from salaad.spectral.cost import Rates
 
 
 class Matformer(Method):
-    """Nested feed-forward widths."""
+    """Pretraining of one model with nested feed-forward widths (MatFormer)."""
 
     Settings = MatformerConfig
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
         self.widths, self.step = self.widths_of(model, config.settings), 0
-        if config.train.compile:  # a graph per width and mixture, in training and in evaluation
+        if config.train.compile:  # compiles a graph per width and mixture, in training and in evaluation
             torch._dynamo.config.recompile_limit = max(
                 torch._dynamo.config.recompile_limit, 8 * len(self.widths.uniform)
             )
@@ -88,7 +88,7 @@ class Matformer(Method):
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
         widths = cls.widths_of(model, config.settings)
         sizes = [widths.parameters(widths.everywhere(width)) for width in widths.uniform]
-        mixtures = [mean(pair) for pair in pairwise(sizes)]  # half of the layers each
+        mixtures = [mean(pair) for pair in pairwise(sizes)]  # half of the layers at each width
         passes = sizes if config.settings.train == "summed" else [mean(sizes)]
         work = super().work(model, config, ranks, rates)
         return replace(work, passes=tuple(passes), variants=(*sizes, *mixtures))
@@ -103,7 +103,7 @@ class Matformer(Method):
         self._draw()
 
     def _draw(self) -> None:
-        """The width of the next step, the same on every rank and after a resume."""
+        """Draw and set the width of the next step, the same on every rank and after a resume."""
         if self.config.settings.train == "sampled":
             drawn = Random(f"{self.config.seed} {self.step}").choice(self.widths.uniform)
             self.widths.set(self.widths.everywhere(drawn))

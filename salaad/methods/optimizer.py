@@ -17,7 +17,7 @@ _UNFIT = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of torch.optim called `name`; a UserError names those that exist."""
+    """Return the class of torch.optim called `name`; raise a UserError that lists the known ones if there is none."""
     known = {
         key: value
         for key, value in vars(torch.optim).items()
@@ -29,7 +29,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The matrices of a model between its embedding and its LM head."""
+    """Return the matrices of a model that belong neither to its embedding nor to its LM head."""
     outer = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     kept = {id(p) for layer in outer for p in layer.parameters()}
     return [p for p in model.parameters() if p.ndim > 1 and id(p) not in kept]
@@ -38,11 +38,10 @@ def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, projections: Iterable[nn.Parameter] = ()
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimizer, fused where it can be, and its schedule over `steps` steps.
+    """Build the optimizer, fused where possible, and its learning-rate schedule over `steps` steps.
 
-    Those of the parameters that are `projections` are a second group where their learning rate is another. A bfloat16
-    weight whose gradient is kept in float32 (`grad_dtype`) gets float32 moments beside it; that is known for Adam and
-    AdamW.
+    The parameters in `projections` become a second group if `config.projection_lr` is not 1. A bfloat16 weight whose
+    gradient is kept in float32 (`grad_dtype`) gets float32 moments, under the names that Adam and AdamW use.
     """
     parameters = [p for p in parameters if p.requires_grad]
     cls = optimizer_class(config.name)
@@ -68,7 +67,7 @@ def build_optimizer(
 
 
 def warmup_and_cosine(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """Step → the learning rate as a share of its peak: it rises linearly, then falls as a cosine."""
+    """Return step → learning rate as a share of its peak: a linear rise, then a cosine down to `config.final_lr`."""
     warmup = round(config.warmup * steps)
 
     def factor(step: int) -> float:
@@ -81,7 +80,7 @@ def warmup_and_cosine(config: OptimizerConfig, steps: int) -> Callable[[int], fl
 
 
 def restarted(factor: Callable[[int], float], every: int, rewarmup: int) -> Callable[[int], float]:
-    """The learning rate of `factor`, which after every `every` steps rises from zero again over `rewarmup` steps."""
+    """Return `factor` with a new rise after every `every` steps, linear from 1/`rewarmup` over `rewarmup` steps."""
 
     def rising(step: int) -> float:
         after = step % every
@@ -91,16 +90,16 @@ def restarted(factor: Callable[[int], float], every: int, rewarmup: int) -> Call
 
 
 def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer, unless `broken` (float32, no dimensions, on the device) is 1.
+    """Take one step of the optimizer, unless `broken` (float32, 0-d, on the device) is 1.
 
-    A fused optimizer decides that on the device. For any other the host waits, once a step: for those that torch has no
-    fused form of, and for the bfloat16 weights with float32 gradients that `build_optimizer` gives float32 moments, as
-    torch's fused Adam wants one dtype. Without the wait such a step would have to be taken back on the device, with a
-    copy of weights and moments made and read again in every step. That is several passes over the most memory of all;
-    the wait costs the device the time until the first kernel of the optimizer arrives.
+    A fused optimizer reads `broken` on the device. With any other the host waits for `broken` once a step: where torch
+    has no fused form, and for bfloat16 weights with float32 gradients and moments (`build_optimizer`), as torch's fused
+    Adam requires one dtype. Without the wait a broken step would have to be undone on the device, from a copy of
+    weights and moments made and read in every step: several passes over the largest part of the memory. The wait costs
+    the device the time until the optimizer's first kernel arrives.
     """
     if all(group.get("fused") for group in optimizer.param_groups):
-        # As torch's own scaler of mixed precision tells it of an overflow.
+        # As torch's GradScaler tells a fused optimizer of an overflow.
         optimizer.found_inf, optimizer.grad_scale = broken, None
         optimizer.step()
     elif not broken:
@@ -108,7 +107,7 @@ def step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def place_schedule(schedule: LambdaLR, step: int) -> None:
-    """Set the learning rate of every group to that after `step` steps."""
+    """Set the schedule, and the learning rate of every group, to their state after `step` steps."""
     schedule.last_epoch = step
     rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -117,7 +116,7 @@ def place_schedule(schedule: LambdaLR, step: int) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load `state`, keeping the dtype of every saved moment, which torch would cast to that of its weight."""
+    """Load `state`, keeping the dtype of every saved moment, which torch would cast to the dtype of its weight."""
     optimizer.load_state_dict(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, saved in state["state"].items():

@@ -1,4 +1,4 @@
-"""Method by name. What is registered here can be named by `--method`, with its settings in a section of that name."""
+"""The methods by name: `--method` takes every registered name, and a section of that name has the method's settings."""
 
 from dataclasses import fields
 
@@ -35,7 +35,7 @@ def register(name: str, method: type[Method]) -> None:
     """Let `--method name` train with `method`.
 
     Raises:
-        ValueError: the name is taken, or is that of a section every configuration has.
+        ValueError: the name belongs to a method, an option or a section of every configuration, or is no identifier.
     """
     taken = {*_METHODS, *dir(RunConfig()), *(field.name for field in fields(TrainOptions)), "config"}
     if name in taken or not name.isidentifier():
@@ -44,5 +44,5 @@ def register(name: str, method: type[Method]) -> None:
 
 
 def method_of(config: RunConfig) -> type[Method]:
-    """The class that trains a run."""
+    """Return the class of the method that `config` names."""
     return _METHODS[config.method]

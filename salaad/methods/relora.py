@@ -1,15 +1,15 @@
-"""ReLoRA: adapters that are merged into the weights every q steps and begun anew (2307.05695).
+"""ReLoRA: adapters that are merged into the weights and reset every q steps (2307.05695).
 
     every q steps:  W₀ += (α/r)·B·A,  A drawn again,  B = 0,  a random part of the adapters' moments = 0
 
-so that the sum of many low-rank changes may have any rank. After a merge the learning rate rises linearly from zero
-over `rewarmup` steps, back to the cosine it was on. Settings as repeated by ReLoRA's own group (2605.13652), without
+so that the sum of many low-rank changes may have any rank. After a merge the learning rate rises linearly over
+`rewarmup` steps, back to the cosine. The settings are those that ReLoRA's own group restates (2605.13652), without
 the warm start at full rank, as in GaLore's table.
 
-Different from the released code: there both gradients vanish in the first cycle, since A and B begin as zero, so that
-no projection is trained; and the merge comes a step after the learning rate has restarted. Here A is drawn at once, and
-the merge comes before the first step of the new rate. Both moments of an entry are pruned or neither, and the new rate
-begins at 1/`rewarmup` of the cosine.
+Different from the released code: there both A and B begin as zero, so that both gradients vanish and no projection is
+trained in the first cycle; and the merge comes a step after the learning rate has restarted. Here A is drawn at the
+start, and the merge comes before the first step of the restarted rate. Both moments of an entry are set to zero or
+neither is, and the restarted rate begins at 1/`rewarmup` of the cosine.
 """
 
 import torch
@@ -26,7 +26,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class Relora(Lora):
-    """Adapters, merged now and then."""
+    """Pretraining of adapters that are merged into the weights every q steps (ReLoRA)."""
 
     Settings = ReloraConfig
 
@@ -41,7 +41,7 @@ class Relora(Lora):
 
     @torch.no_grad()
     def merge(self, optimizer: Optimizer, step: int) -> None:
-        """Merge every adapter and begin it anew; the same on every rank, whatever its own random numbers are."""
+        """Merge and reset every adapter, with random numbers that seed and step fix, the same on every rank."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
         for layer in factored_layers(self.model).values():
             layer.weight.copy_(layer.dense_weight())

@@ -31,10 +31,10 @@ from salaad.methods.optimizer import build_optimizer, projection_weights
 
 
 class SltrainLinear(SlrFactored):
-    """y = ((α/r)·B·A + S)·x.
+    """The linear layer y = ((α/r)·B·A + S)·x.
 
     Args:
-        linear: whose place it takes; its weight (out×in) is not kept.
+        linear: the layer to replace; its weight (out×in) is not kept.
         settings: rank, α and density.
     """
 
@@ -52,25 +52,25 @@ class SltrainLinear(SlrFactored):
         self.register_buffer("S_positions", positions.int() if out * width < 2**31 else positions)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×out) of x (…×in)."""
+        """Return y (…×out) for the input x (…×in)."""
         product = (self.B * self.scale) @ self.A
         W = product.view(-1).index_add_(0, self.S_positions, self.S_values.to(product.dtype)).view(self.shape)
         return F.linear(x, W, self.bias)
 
     def slr(self) -> Slr:
-        """(α/r)·B·A + S."""
+        """Return U = (α/r)·B, V = A and the entries of S."""
         A, B, values = at_least_float32(self.A, self.B, self.S_values)
         return Slr(self.shape, self.scale * B, A, self.S_positions, values)
 
 
 class Sltrain(LowRankMethod):
-    """Low rank plus a sparse matrix of fixed support."""
+    """Pretraining of a low-rank product plus a sparse matrix of fixed support (SLTrain)."""
 
     Settings = SltrainConfig
     Layer = SltrainLinear
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
-        """All of a projection at the projections' rate, the entries of S too, which lie in a vector."""
+        """Build the optimizer, in which the entries of S, a vector, learn at the projections' rate as A and B do."""
         entries = [layer.S_values for layer in factored_layers(self.model).values()]
         optimizer = self.config.optimizer
         projections = [*projection_weights(self.model), *entries]
@@ -86,7 +86,7 @@ class Sltrain(LowRankMethod):
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:
-        """Factors and entries as they are trained; the positions take bytes of their own."""
+        """Return the parameters as they are trained, and their bytes plus those of the positions of S's entries."""
         found = super().stored(model)
         positions = sum(layer.S_positions.nbytes for layer in factored_layers(model).values())
         return {"parameters": found["parameters"], "bytes": found["bytes"] + positions}

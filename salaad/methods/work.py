@@ -1,4 +1,4 @@
-"""What a method computes, counted from shapes for predictions: passes, evaluations, and what comes every K steps."""
+"""The work of a method, counted from shapes to predict times: passes, evaluations, and what comes every K steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from salaad.spectral.cost import COLUMN_KERNELS, Rates
 
 @dataclass(frozen=True)
 class Work:
-    """What a method computes on a rank.
+    """The work of a method on one rank, from which times are predicted.
 
     Args:
-        passes: parameters that take part in each forward and backward pass of a micro-batch.
-        variants: parameters of each model that an evaluation runs.
-        periodic: seconds of what comes every so many steps, of the rank that has most of it.
-        every: those steps.
-        beside: the device computes it beside the next step's first forward pass.
+        passes: number of parameters in each forward and backward pass of a micro-batch.
+        variants: number of parameters of each model that an evaluation runs.
+        periodic: seconds of the work that is done every `every` steps, on the rank that has most of it.
+        every: optimizer steps between two times of the periodic work.
+        beside: whether the device does the periodic work during the next step's first forward pass.
         notes: sentences on what is not counted.
     """
 
@@ -28,7 +28,7 @@ class Work:
 
 
 def most_loaded(seconds: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:
-    """The largest sum of the seconds of what one rank owns."""
+    """Return the seconds of the rank with the most work: the largest sum over the items that one rank owns."""
     loads = [0.0] * ranks
     for name, own in seconds.items():
         loads[owners[name]] += own
@@ -38,7 +38,7 @@ def most_loaded(seconds: Mapping[str, float], owners: Mapping[str, int], ranks: 
 def svd_seconds(n: int, m: int, rates: Rates) -> float:
     """Predicted seconds of a full SVD with vectors (n×m, n ≤ m): 6·n²·m + 20·n³ operations, and n columns twice.
 
-    It is made column by column as eigenvectors are, so that it reaches as much of the peak and waits at each column.
+    An SVD goes column by column like an eigensolver, so it reaches the same part of the peak and waits at each column.
     """
     return (6 * n * n * m + 20 * n**3) / (rates.peak * rates.eigenvectors) + _columns(2 * n, rates)
 

@@ -1,7 +1,7 @@
-"""A pull beside the optimizer: after its step X −= lr·λ(X − T), as AdamW decouples weight decay from Adam's moments.
+"""The decoupled pull: after the optimizer's step X −= lr·λ(X − T), as AdamW decouples weight decay from the moments.
 
 Where the penalty is a part of the gradient, Adam divides it by the size of the gradient: it is strong where gradients
-are small. Here every entry is drawn by the same share of its distance. Every rank moves its own copy of X, so it needs
+are small. Here every entry is pulled by the same share of its distance. Every rank moves its own copy of X, so it needs
 the T of every block, which the owner sends after each update.
 """
 
@@ -21,17 +21,17 @@ from salaad.model.weights import Weights
 
 
 class DecoupledPull:
-    """Draws the weights of all blocks towards T after every step of whatever optimizer they are trained by.
+    """The pull of the weights of all blocks towards T, after every step of any optimizer that trains them.
 
     Args:
-        weights: those of the blocks.
-        surrogates: block → its state, of the blocks that this rank owns.
+        weights: the weights of the blocks.
+        surrogates: block → surrogate, for the blocks that this rank owns.
         owners: block → rank that owns it.
         rates: block → λ.
 
     Attributes:
-        steps: counted from outside; with the block it fixes how bfloat16 is rounded.
-        active: whether anything is drawn.
+        steps: optimizer steps, set from outside; step and block give the seed with which bfloat16 is rounded.
+        active: whether the weights are pulled.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class DecoupledPull:
     ) -> None:
         self._weights, self._surrogates, self._owners, self._rates = weights, surrogates, owners, dict(rates)
         self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
-        self._is_stale = True  # nothing was sent yet, or the surrogates have other numbers since
+        self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
         self.steps, self.active = 0, True
-        pulling = weakref.WeakMethod(self._pull)  # the hook is one of the process and must not keep the model
+        pulling = weakref.WeakMethod(self._pull)  # the hook is global to the process and must not keep the model alive
         self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (pulling() or id)(optimizer) and None)
 
     def end(self) -> None:
-        """Draw no more."""
+        """Stop pulling."""
         self._hook.remove()
 
     def forget(self) -> None:
-        """The surrogates have other numbers than were sent; collective at the next step of the optimizer."""
+        """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""
         self._is_stale = True
 
     def send(self, names: Iterable[str]) -> None:
-        """Give every rank the T of these blocks as it is now; collective."""
+        """Send the current T of these blocks to every rank; collective."""
         if distributed.world_size() == 1:
             return
         for name in names:
@@ -68,7 +68,7 @@ class DecoupledPull:
 
     @property
     def bytes(self) -> int:
-        """Of what this rank keeps of other ranks' blocks."""
+        """Bytes of the T of other ranks' blocks that this rank keeps."""
         return sum(T.nbytes for T in self._others.values())
 
     def _T(self, name: str) -> Tensor | None:
@@ -84,7 +84,7 @@ class DecoupledPull:
         if self._is_stale:
             self.send(self._weights)
             self._is_stale = False
-        # 1 where a fused optimizer has left a broken step out.
+        # 1 if a fused optimizer has skipped a step whose gradient was not finite.
         left_out: Any = getattr(optimizer, "found_inf", None)
         for i, name in enumerate(self._weights):
             if id(parameters[name]) not in rates:

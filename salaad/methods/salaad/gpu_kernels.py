@@ -1,6 +1,6 @@
-"""The elementwise part of an ADMM update, and the penalty, in Triton: every matrix is read once and written once.
+"""The elementwise part of an ADMM update, and the penalty, in Triton: inputs are read once, outputs written once.
 
-`passes` says what is computed, and computes the same in torch.
+`passes` says what is computed, and does the same computation in torch.
 """
 
 import torch
@@ -15,21 +15,21 @@ _BLOCK = 2048  # entries of a program
 
 @triton.jit
 def divide_kernel(X, L, old_R, R, T, thresholds, partial, size, tiles, BLOCK: tl.constexpr):
-    """Program (t, b) has the t-th BLOCK entries of block b; R and T are written.
+    """Write R and T; program (t, b) computes the t-th BLOCK entries of block b.
 
     Args:
         X: blocks×size.
         L: blocks×size, float32.
         old_R: blocks×size, float32.
-        R: the same.
-        T: the same.
+        R: blocks×size, float32, written.
+        T: blocks×size, float32, written.
         thresholds: blocks×3, float32: τ_L, τ_S, and the τ_S that divides the old R.
-        partial: blocks×tiles×4, float32: this program's parts of the four statistics.
-        size: entries of a block.
-        tiles: programs of a block.
-        BLOCK: entries of a program, a power of 2.
+        partial: blocks×tiles×4, float32, written: each program's parts of the four sums.
+        size: number of entries of a block.
+        tiles: number of programs for a block.
+        BLOCK: number of entries for a program, a power of 2.
     """
-    # A block may have 2³¹ entries, so a program's first is found in 64 bits; the others, to save registers, in 32.
+    # A block may have 2³¹ entries, so the first index of a program has 64 bits; offsets, to save registers, have 32.
     tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     first, i = block * size + tile * BLOCK, tl.arange(0, BLOCK)
     inside = i < tl.maximum(tl.minimum(size - tile * BLOCK, BLOCK), 0).to(tl.int32)
@@ -62,7 +62,7 @@ def _clip(z, tau):
 
 @triton.jit(do_not_specialize=["seed"])
 def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
-    """gradient (size entries) += factor·(X − T); with ROUNDED up or down at random to bfloat16, by `seed`."""
+    """Add factor·(X − T) to gradient (size entries); with ROUNDED, round to bfloat16 up or down at random by `seed`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     x, target = tl.load(X + i, mask=inside, other=0.0).to(tl.float32), tl.load(T + i, mask=inside, other=0.0)
@@ -74,7 +74,7 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
 
 
 def divide(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The parts of `passes.Divided` in order, of what `passes.divide` takes."""
+    """Return the fields of `passes.Divided` in order, from the arguments of `passes.divide`."""
     blocks, size = tau[0].numel(), X.shape[-2] * X.shape[-1]
     tiles = triton.cdiv(size, _BLOCK)
     after, T, partial = torch.empty_like(R), torch.empty_like(R), R.new_empty(blocks, tiles, 4)
@@ -86,7 +86,7 @@ def divide(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) 
 
 
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
-    """As `passes.add_penalty`."""
+    """Do what `passes.add_penalty` does, by a kernel."""
     size = gradient.numel()
     rounded = gradient.dtype == torch.bfloat16
     with native.device_context(gradient.device):

@@ -31,7 +31,7 @@ _ADMM_BYTES = 10  # per parameter: R and T of `Surrogate` in float32, and singul
 
 
 class SalaadMethod(Method):
-    """Algorithm 1 of the paper."""
+    """Pretraining with SALAAD, Algorithm 1 of the paper."""
 
     Settings = SalaadConfig
     progress = {"rank_ratio": "rank", "density": "density"}  # noqa: RUF012
@@ -98,7 +98,7 @@ class SalaadMethod(Method):
                 shapes = {shape: math.ceil(count / settings.every) for shape, count in shapes.items()}
             alone = settings.method in ("exact", "subspace")
             sizes = [bytes_for_a_moment(n, m, 1 if alone else count) for (n, m), count in shapes.items()]
-            if settings.overlap:  # the states before it are there until all of it is done
+            if settings.overlap:  # the old states are kept until the whole round is done
                 sizes = [size + sum(8 * n * m * count for (n, m), count in shapes.items()) for size in sizes]
             found += sizes
         return max(found), settings.overlap

@@ -1,8 +1,8 @@
 """Which rank owns which block, by the modelled cost of its update.
 
-`round_robin` deals the blocks in order of cost, the dearest first, and turns around at the last rank, so that no rank
-is first in every turn. `balanced` gives each block to the rank that has least so far, which also makes up for a block
-that costs more than many others together, as an embedding does.
+`round_robin` assigns the blocks in order of cost, the most expensive first, and reverses the order of ranks after each
+turn, so that no rank is first in every turn. `balanced` assigns each block to the rank with the least cost so far; this
+also makes up for a block that costs more than many others together, such as an embedding.
 """
 
 import heapq
@@ -25,7 +25,7 @@ def update_cost(n: int, m: int) -> float:
 
 
 def update_operations(n: int, m: int) -> tuple[float, float]:
-    """Operations of the update of an n×m block by way of ZZᵀ: of two products, and of an eigensolver with vectors."""
+    """Operations of an n×m block's update through ZZᵀ: those of two products, those of an eigensolver with vectors."""
     short, long = sorted((n, m))
     return 4 * long * short**2, 9 * short**3
 
@@ -41,7 +41,7 @@ def dearest_first(costs: Mapping[str, float]) -> list[str]:
 
 
 def assign_owners(costs: Mapping[str, float], ranks: int, how: Dealing = "round_robin") -> dict[str, int]:
-    """Block → owner, the dearest first; the same on every rank and in every start of a run."""
+    """Return block → owner, in the order of `costs`; the same on every rank and in every start of a run."""
     owners, loads = {}, [(0.0, rank) for rank in range(ranks)]
     for i, name in enumerate(dearest_first(costs)):
         if how == "round_robin":
@@ -55,7 +55,7 @@ def assign_owners(costs: Mapping[str, float], ranks: int, how: Dealing = "round_
 
 
 def owners_of(blocks: Mapping[str, Tensor], ranks: int, how: Dealing = "round_robin") -> dict[str, int]:
-    """Block → owner, of the weights (n×m) of a model's blocks."""
+    """Return block → owner for the weights (n×m) of a model's blocks."""
     return assign_owners(costs_of(blocks), ranks, how)
 
 

@@ -6,7 +6,7 @@ With the letters of `update`, and L found by the singular-value threshold, the r
     dual ← clip(R, τ_S)    T ← L + R − 2·dual
 
 and four sums over the entries. In torch these are some twenty reads of matrices of the block's size; in `gpu_kernels`
-three reads and two writes. Where torch and the kernels round alike, R and T agree to the bit.
+three reads and two writes. Where torch and the kernels round alike, R and T agree bit for bit.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from salaad.prox import clip
 
 
 class Thresholds(NamedTuple):
-    """Of one block (without a dimension) or of each of b.
+    """The thresholds in an update of one block (each 0-d) or of a stack of b blocks (each b).
 
     Args:
-        tau_L: that L was found with.
-        tau_S: of the next S.
-        tau_R: that divides the R before into S and dual.
+        tau_L: the threshold with which L was found.
+        tau_S: the threshold for the new S.
+        tau_R: the threshold that divides the old R into S and dual.
     """
 
     tau_L: Tensor
@@ -34,12 +34,12 @@ class Thresholds(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """The second half of an update.
+    """The result of the second half of an update (`divide`); the numbers are 0-d or b.
 
     Args:
         R: S + dual, n×m or b×n×m.
-        T: L + S − dual, the same.
-        nnz: entries of S, like τ.
+        T: L + S − dual, n×m or b×n×m.
+        nnz: number of nonzero entries of S.
         delta: ‖X − L − S‖_F, by which the dual has changed.
         norm: ‖X‖_F.
         total: the sum of T, which is finite only if T is.
@@ -54,12 +54,12 @@ class Divided(NamedTuple):
 
 
 def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> Divided:
-    """The second half of an ADMM update (eqs. 4 and 5) of a block or a stack.
+    """Compute the second half of an ADMM update (eqs. 4 and 5) of a block or a stack.
 
     Args:
         X: weight, n×m or b×n×m (float32 or bfloat16).
         L: what the singular-value threshold found (float32).
-        R: of the last update (float32).
+        R: the R of the last update (float32).
         tau: the thresholds (float32).
         thresholded: whether τ_L > 0, for all of a stack.
     """
@@ -71,7 +71,7 @@ def divide(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) 
 
 
 def divide_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> Divided:
-    """As `divide`, in torch."""
+    """Do what `divide` does, in torch."""
     X, before = X.to(L.dtype), clip_each(R, tau.tau_R)
     # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
     R = (X - L).add_(before) if thresholded else R - before
@@ -83,7 +83,7 @@ def divide_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholde
 
 
 def entries(R: Tensor, dual: Tensor) -> Tensor:
-    """Entries of S: R and the dual differ where S is not zero."""
+    """The number of nonzero entries of S, of a block or of each in a stack: R and the dual differ where S is not 0."""
     differ = dual != R
     return torch.count_nonzero(differ) if R.ndim == 2 else torch.count_nonzero(differ, dim=(-2, -1))
 
@@ -96,14 +96,14 @@ def clip_each(R: Tensor, tau: Tensor) -> Tensor:
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
     """Add factor·(X − T), which with factor ρ is the gradient of ℓ_ρ (eq. 6), to `gradient` (n×m) in place.
 
-    To one in bfloat16 it is added by a rounding up or down at random, which `seed` fixes on each kind of device.
+    In a bfloat16 gradient the sum is rounded up or down at random; `seed` fixes the numbers on each kind of device.
 
     Args:
         gradient: n×m, float32 or bfloat16.
         X: n×m, float32 or bfloat16.
         T: n×m, float32.
         factor: ρ times the scale of the loss.
-        seed: of the rounding.
+        seed: seed of the random rounding.
     """
     if _takes(gradient, X, T):
         from salaad.methods.salaad import gpu_kernels
@@ -114,7 +114,7 @@ def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int
 
 
 def add_penalty_in_torch(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
-    """As `add_penalty`, in torch."""
+    """Do what `add_penalty` does, in torch."""
     if gradient.dtype == torch.bfloat16:
         add_rounded(gradient, (X.float() - T).mul_(factor), seed)
     else:
@@ -122,7 +122,7 @@ def add_penalty_in_torch(gradient: Tensor, X: Tensor, T: Tensor, factor: float, 
 
 
 def _takes(first: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels can be used: they read tensors one entry after the other."""
+    """Whether the Triton kernels can be used: they need contiguous tensors in float32 or bfloat16."""
     known = {torch.float32, torch.bfloat16}
     plain = all(tensor.is_contiguous() and tensor.dtype in known for tensor in (first, *others))
     return plain and native.uses_triton(first.device)

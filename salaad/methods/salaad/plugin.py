@@ -34,16 +34,16 @@ from salaad.model.second_moments import Moments, moments_in, save_second_moments
 
 
 class Salaad:
-    """The surrogates of a model's blocks.
+    """SALAAD on one model: the surrogates of its blocks, the penalty and the ADMM updates.
 
-    It is a context, at whose end it lets go of the model: the penalty no longer joins.
+    As a context manager it calls `close` at the end.
 
     Args:
         model: any torch module with 2-D weights, or experts in 3-D ones, on its final device and in its final dtype.
         config: targets, ρ, roles and schedule.
         scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
-        most_records: updates of a block that are kept for `drain_records`, the newest; all of them for None.
-        total_steps: of the whole training, which `config.release` is a part of.
+        most_records: how many of the newest updates of each block are kept for `drain_records`; None keeps all.
+        total_steps: optimizer steps of the whole training, of which `config.release` is a part.
 
     Attributes:
         blocks: names of all blocks, the same on every rank.
@@ -51,8 +51,9 @@ class Salaad:
         steps: optimizer steps counted so far.
 
     Raises:
-        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.release` is a part of an
-            unknown number of steps.
+        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.release` is given without
+            `total_steps`.
+        NotFiniteError: a weight holds NaN or infinity.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Salaad:
             rates = {name: self.config.pull_rate * value / mean for name, value in rho.items()}
             self._pull = DecoupledPull(self.weights, self.surrogates, self.owners, rates)
         self.skip()
-        # The hooks do not keep this object: the cycle with the weights would be one that Python cannot free.
+        # The hooks hold no strong reference to this object: Python could not free the cycle through the weights.
         join = weakref.WeakMethod(self._join_gradient)
         self._hooks = [
             self.weights.places[name].parameter.register_post_accumulate_grad_hook(partial(_call, join, name))
@@ -104,23 +105,23 @@ class Salaad:
         self._moments_found: Moments = {}
 
     def __repr__(self) -> str:
-        """What part of the model is drawn towards L + S, and what is left out for which reason."""
+        """Describe what part of the model is in blocks, and what is left out for which reason."""
         lines = [f"{what}: {how_much}" for what, how_much in coverage.said(self.model, self.weights)]
         return "\n  ".join([f"Salaad after {self.steps:,} steps", *lines])
 
     def __enter__(self) -> Self:
-        """This object."""
+        """Return this object."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """`close`."""
+        """Call `close`."""
         self.close()
 
     def close(self) -> None:
-        """Let go of the model: the penalty joins no more gradients. L, S and what is made of them stay.
+        """Remove the hooks from the model, so that no penalty is added any more; L and S can still be used.
 
         Raises:
-            NotFiniteError: a weight of the last update holds NaN or infinity; the model is let go all the same.
+            NotFiniteError: a weight of the last update holds NaN or infinity; the hooks are removed all the same.
         """
         try:
             self._updates.end()
@@ -134,14 +135,14 @@ class Salaad:
             self.closed = True
 
     def _rho(self, name: str) -> float:
-        """Eq. 5: ρ = c / (N·sqrt(n·m)), unless an absolute ρ was given."""
+        """Eq. 7: ρ = c / (N·sqrt(n·m)), unless an absolute ρ was given."""
         if self.config.rho is not None:
             return self.config.rho
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
     def _join_gradient(self, name: str, *_: Tensor) -> None:
-        # Only the first backward after a step: with gradient accumulation ℓ_ρ still counts once. The mean over the
-        # ranks, of whom this one alone adds it, then is the coupled gradient.
+        # Only the first backward after a step: with gradient accumulation ℓ_ρ still counts once. Only this rank adds
+        # the penalty of this block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
         if name not in self._pending:
             return
         if self._scale is None:
@@ -155,10 +156,10 @@ class Salaad:
         return 0 < len(self._surrogates) == len(self._pending)
 
     def join_gradients(self) -> None:
-        """Add the penalty to gradients that no backward accumulated, as those of `torch.autograd.grad`.
+        """Add the penalty's gradient to gradients that no backward accumulated, as those of `torch.autograd.grad`.
 
-        To be called before the optimizer's step; blocks that a backward has reached since the last step are passed
-        over. Of several ranks the owner adds it as many times as there are ranks, before the gradients are averaged.
+        Call this before the optimizer's step; blocks that a backward has reached since the last step are skipped. With
+        several ranks call it before the gradients are averaged: the owner adds the penalty times the number of ranks.
         """
         for name in tuple(self._pending):
             if self.weights.places[name].gradient is not None:
@@ -174,23 +175,23 @@ class Salaad:
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
         self._watch.check(self.scaler)
-        self._updates.end()  # of the step before, if no gradient has come since
+        self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
         due = list(blocks_due(self.owners, self._costs, distributed.world_size(), self.steps, self.config))
         self._updates.begin(due, self.steps)
-        if not (self.config.overlap and self._pending):  # else the first gradient that a block joins ends the round
+        if not (self.config.overlap and self._pending):  # else the penalty, when it joins a gradient, ends the round
             self._updates.end()
         if self._pull is not None:
             self._pull.send(due)
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing draws the weights in the next step."""
+        """Whether the next step is in the last part of the run, without a pull on the weights (`config.release`)."""
         return self._released_at is not None and self.steps >= self._released_at
 
     def skip(self) -> None:
-        """Let the penalty join the next backward, in place of `step`, where a gradient was thrown away."""
+        """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away."""
         joins = self._pull is None and not self.is_released
         self._pending = set(self._surrogates) if joins else set()
         self._scale = None
@@ -198,7 +199,7 @@ class Salaad:
             self._pull.steps, self._pull.active = self.steps, not self.is_released
 
     def finish(self) -> None:
-        """When training ends: a last update for the blocks that the last step did not update."""
+        """Update, at the end of training, the blocks that the last step did not update."""
         self._updates.end()
         self._updates.begin([name for name, last in self._updates.last.items() if last != self.steps], self.steps)
         self._updates.end()
@@ -207,12 +208,12 @@ class Salaad:
 
     @property
     def surrogates(self) -> Mapping[str, Surrogate]:
-        """Block → `Surrogate`, for the blocks that this rank owns, after the update that the device still computes."""
+        """Block → `Surrogate`, for the blocks that this rank owns; waits for the round that the device is computing."""
         self._updates.end()
         return self._surrogates
 
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
-        """Every rank's ADMM updates since the last call, as (step, block, record), in order; the same on every rank.
+        """Return all ranks' ADMM updates since the last call as (step, block, record), sorted; the same on every rank.
 
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
@@ -226,7 +227,7 @@ class Salaad:
         return distributed.all_sum(torch.stack(mine).sum() if mine else torch.zeros((), device=device))
 
     def summary(self) -> dict[str, float]:
-        """Mean effective rank ratio and density over all blocks, and the model's parameters as L + S."""
+        """Return the mean effective rank ratio and density over all blocks, and the model's parameters as L + S."""
         mine = [(s.rank_ratio, s.density, s.parameters) for s in self.surrogates.values()]
         ratios, densities, parameters = zip(*chain.from_iterable(distributed.gather(mine)), strict=True)
         dense = sum(X.numel() for X in self.weights.values())
@@ -239,13 +240,13 @@ class Salaad:
         }
 
     def counts(self) -> dict[str, Any]:
-        """Steps counted, and when each block was updated; the same on every rank, collective."""
+        """Return the steps counted, and the step of each block's last update; the same on every rank, collective."""
         self._updates.end()
         updated = {name: step for part in distributed.gather(self._updates.last) for name, step in part.items()}
         return {"steps": self.steps, "updated_at": updated}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Take over what `counts` gave, at any world size."""
+        """Load what `counts` returned, at any world size."""
         self.steps = counts["steps"]
         self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
@@ -253,18 +254,18 @@ class Salaad:
             self._pull.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs to go on to the bit with the weights as they are: tensors and plain values.
+        """Return all that `load_state_dict` needs to continue bit for bit: tensors and plain values; collective.
 
-        L, S and dual are those of this rank's blocks; `save` is what another number of ranks can read.
+        The surrogates are those of this rank's blocks alone; another number of ranks can read what `save` writes.
         """
         state = {name: surrogate.state_dict() for name, surrogate in self.surrogates.items()}
         return {"settings": asdict(self.config), **self.counts(), "surrogates": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, on this rank; the model's weights have to be those of that time.
+        """Load what `state_dict` returned on this rank; the model must have the weights that it had then.
 
         Raises:
-            UserError: a part is missing or of another shape; then nothing is taken over.
+            UserError: a part is missing or of another shape; then nothing is loaded.
         """
         for key in ("steps", "updated_at", "surrogates"):
             if key not in state:
@@ -286,35 +287,35 @@ class Salaad:
         """Write the model and its L, S, dual, thresholds and counts into a new folder; collective.
 
         The folder opens with `from_pretrained`, is cut by compress.py, measured by evaluate.py and read by `load`, at
-        any number of ranks. Of a model without `save_pretrained` it holds no weights.
+        any number of ranks. If the model has no `save_pretrained`, the folder holds no weights.
 
         Args:
-            folder: one that is not there yet.
-            tokenizer: saved beside the model, which text needs.
+            folder: a folder that does not exist yet.
+            tokenizer: saved with the model; needed to use the folder with text.
 
         Raises:
-            UserError: the folder is there, or cannot be written.
+            UserError: the folder exists, or cannot be written.
         """
         storage.save_folder(Path(folder), (self.model, tokenizer), self.writer)
 
     def index(self) -> dict[str, Any]:
-        """What `write` writes beside tensors: settings, counts, every rank's blocks and their norms; collective.
+        """Return the index for `write`: settings, counts, all ranks' blocks and the norms of weights; collective.
 
         Raises:
-            NotSavedError: a rank has no memory for it.
+            NotSavedError: on every rank, if any rank fails, such as for lack of memory.
         """
         return storage.index_of(self.surrogates, self.weights, settings=asdict(self.config), **self.counts())
 
     def write(self, folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
-        """Write all that `load` reads beside the model's weights, into a folder that is there; exchanges nothing.
+        """Write this rank's part of what `load` reads besides the weights into an existing folder; not collective.
 
         Returns:
-            Name → SHA-256 of this rank's large file.
+            Name → SHA-256 of this rank's shard.
         """
         return storage.save_surrogates(self.surrogates, folder, index)
 
     def writer(self) -> Callable[[Path], None]:
-        """What writes the same and what the optimizer knows of the gradients, by which compress.py cuts; collective."""
+        """Return a function that calls `write` and writes the second moments that compress.py needs; collective."""
         index = self.index()
 
         def write(folder: Path) -> None:
@@ -325,7 +326,7 @@ class Salaad:
         return write
 
     def second_moments(self) -> Moments:
-        """Of the optimizer that moves the weights; before its first step those that `load` found."""
+        """Return the second moments of the weights' optimizer; before its first step, those that `load` has read."""
         optimizer = self._watch.optimizer
         return self._moments_found if optimizer is None else second_moments(self.model, optimizer)
 
@@ -339,17 +340,17 @@ class Salaad:
         scaler: Any = None,
         total_steps: int | None = None,
     ) -> Self:
-        """A `Salaad` on `model` that goes on from what `save`, `SalaadCallback` or train.py wrote; collective.
+        """Return a `Salaad` on `model` that continues from what `save`, `SalaadCallback` or train.py wrote; collective.
 
         Args:
-            model: with the weights it had then.
-            folder: that of `save`, a checkpoint of the Trainer or one of train.py.
-            config: other settings with which to go on; those that were saved unless given.
-            scaler: as of `Salaad`.
-            total_steps: as of `Salaad`.
+            model: the model, with the weights that were saved.
+            folder: a folder from `save`, a checkpoint of the Trainer or a checkpoint of train.py.
+            config: settings to continue with; by default those that were saved.
+            scaler: as for `Salaad`.
+            total_steps: as for `Salaad`.
 
         Raises:
-            UserError: the folder holds no whole state, or that of a model with other blocks or other weights.
+            UserError: the folder holds no complete state, or the state of a model with other blocks or weights.
         """
         surrogates = Path(folder) / "surrogate"
         about = storage.read_about(surrogates)
@@ -371,9 +372,9 @@ class Salaad:
     @contextmanager
     @torch.no_grad()
     def deployed(self) -> Iterator[None]:
-        """Within this context the model computes with L + S, truncated as deployed, instead of X, on every rank."""
+        """Context manager under which the model computes with L + S, truncated as deployed, not X; collective."""
         with restored(self.weights):
-            # First all that this rank owns, so that no rank waits for another's in between.
+            # First all blocks that this rank owns, so that the ranks compute at once, before any waits for a broadcast.
             for name, surrogate in self.surrogates.items():
                 X = self.weights[name]
                 with true_float32(X.device):

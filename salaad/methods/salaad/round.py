@@ -1,22 +1,24 @@
-"""One ADMM update of all blocks that are due, of which the host reads the results once.
+"""A round: one ADMM update of all blocks that are due, of which the host reads the results once.
 
-Where the host must wait for a value, blocks of one shape (n×m, or m×n as its transpose) are stacked and updated
-together by a solver whose results it does not look at: `gram` or `products`, whichever is predicted to be the cheaper.
-Each leaves behind whether its result holds, with the four numbers by which the host plans the next update, and one read
-brings those of all blocks. By products, the cheaper on every GPU in the table for matrices of about a hundred rows and
-columns or more, that is the only wait of a round. An eigensolver waits inside, for whether it has converged: once a
-stack by `gram`, which is taken while there is no threshold, as in the first round, and for smaller matrices.
+On a device for whose values the host must wait, blocks of one shape (n×m, or m×n as its transpose) are stacked and
+updated together by a solver that needs no value on the host: `gram` or `products`, whichever is predicted to be the
+cheaper. For each block the solver leaves on the device whether its result holds, and four numbers by which the host
+plans the next update; one read brings those of all blocks. With `products`, the cheaper on every GPU in the table for
+matrices of about a hundred rows and columns or more, this read is the only wait of a round. An eigensolver makes
+the host wait for whether it has converged: `gram` once per stack. `gram` is used while there is no threshold, as in the
+first round, and for smaller matrices.
 
-A block whose result does not hold is still as it was, and is updated alone, as every block is on a CPU, by the solvers
-that decide by what they find. That makes the host wait many times. So `gram` takes the update that follows one in which
-products have failed, and every one after it until τ_L is large enough beside the singular values.
+A block whose result does not hold keeps its state, and is updated alone, as every block is on a CPU, by the solvers
+that decide by the values they find. That makes the host wait many times. So after an update in which `products` has
+failed, `gram` does the following updates of the block until τ_L is large enough compared with the singular values.
 
-A result does not depend on which blocks stand in one stack, apart from rounding: a block's solver is chosen from its
-own last rank.
+A result does not depend on which blocks are in one stack, apart from rounding: a block's solver is chosen from its own
+shape and state.
 
-A round has a beginning and an end, between which the device computes and the host goes on. With `beside` that is a
-stream of its own, so that the device works on the next step's forward pass too. Neither the weights nor the states of
-the blocks may be touched in between: then the results are those of a round at once, to the bit.
+A round has a beginning and an end, between which the device computes and the host goes on. With `beside` the round has
+a CUDA stream of its own, so that the device can compute the next step's forward pass at the same time. Neither the
+weights nor the states of the blocks may be changed in between: then the results are bit for bit those of a round that
+is ended at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,7 @@ from salaad.spectral.products import MOST_ENERGY, MOST_SPREAD, product_stack
 from salaad.spectral.results import StackResult
 from salaad.spectral.stacks import gram_stack
 
-MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes nine to sixteen times their memory for a moment
+MOST_ENTRIES = 2**26  # of the weights in a stack, whose update takes 9 to 16 times their memory temporarily
 PARTS = [field.name for field in fields(State)]
 Block = tuple[Surrogate, Tensor]
 
@@ -52,14 +54,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a stack of b blocks.
+    """The outcome of the update of a stack of b blocks.
 
     Args:
-        solver: which was tried.
-        rows: b×8, as `Surrogate.update` returns them.
+        solver: the solver that was tried.
+        rows: b×8, a row for each block, as `Surrogate.update` returns it.
         sigma: b×n singular values of L, if the solver found them.
         verdict: b×5: whether the result holds, effective rank, singular values above τ_L, whether the next τ_L > 0, and
-            whether it is too small for products.
+            whether the next τ_L is too small for products.
     """
 
     solver: Solver
@@ -69,9 +71,9 @@ class Attempt:
 
 
 def bytes_for_a_moment(n: int, m: int, count: int) -> int:
-    """Bytes that a device needs while it updates stacks of `count` blocks (n×m, n ≤ m), at most.
+    """Return the most bytes that a device needs while it updates stacks of `count` blocks (n×m, n ≤ m).
 
-    The new states among them. Counted: of a wide matrix most are there at once while S and T are computed, of a square
+    The new states are included. Counted from the tensors: a wide matrix needs most while S and T are computed, a square
     one while its rank is found.
     """
     stacked = min(count, max(1, MOST_ENTRIES // (n * m)))
@@ -79,16 +81,16 @@ def bytes_for_a_moment(n: int, m: int, count: int) -> int:
 
 
 def update_round(blocks: Sequence[Block]) -> list[Tensor]:
-    """Update blocks towards their weights; returns of each what `Surrogate.update` returns, in the same order."""
+    """Update blocks towards their weights; return for each what `Surrogate.update` returns, in the same order."""
     return Round(blocks).end()
 
 
 class Round:
-    """An update of blocks towards their weights, of which the device has begun what needs no look at a value.
+    """An update of blocks towards their weights, of which the device begins what needs no value on the host.
 
     Args:
-        blocks: of one device, at least one.
-        beside: compute it beside what the device is given until `end`.
+        blocks: at least one block, all on one device.
+        beside: whether a GPU computes the round at the same time as the work that it is given until `end`.
     """
 
     def __init__(self, blocks: Sequence[Block], beside: bool = False) -> None:
@@ -96,18 +98,18 @@ class Round:
         self._device = blocks[0][1].device
         self._stream = _stream_of(self._device) if beside and self._device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still move the weights
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still change the weights
             for surrogate, _ in blocks:
                 for tensor in vars(surrogate.state).values():
-                    tensor.record_stream(self._stream)  # read there after the block has let go of it
+                    tensor.record_stream(self._stream)  # still read there after the block has dropped it
         with self._beside():
             self._attempts = [
                 (members, _attempt(kind, [blocks[i] for i in members])) for kind, members in _stacks(blocks)
             ]
 
     def end(self) -> list[Tensor]:
-        """Wait for the results; returns of each block what `Surrogate.update` returns, in the same order."""
-        with self._beside():  # where the host waits for this stream alone
+        """Wait for the results; return for each block what `Surrogate.update` returns, in the same order."""
+        with self._beside():  # so that the host waits for this stream alone
             rows = self._held()
             tried = {i: found.solver for members, found in self._attempts for i in members}
             for i, (surrogate, X) in enumerate(self._blocks):
@@ -119,11 +121,11 @@ class Round:
         return rows
 
     def _held(self) -> list[Tensor | None]:
-        """The rows of the blocks whose result holds; None of the others."""
+        """Read the verdicts; return the row of every block whose result holds, and None for the others."""
         rows: list[Tensor | None] = [None] * len(self._blocks)
         if not self._attempts:
             return rows
-        # All that the host reads.
+        # All values that the host reads, at once.
         verdicts = iter(torch.cat([tried.verdict for _, tried in self._attempts]).tolist())
         for members, tried in self._attempts:
             for place, i in enumerate(members):
@@ -142,16 +144,16 @@ class Round:
 
 @cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all rounds on a device: its allocator keeps the memory of every stream apart, and never shares it.
+    """Return the one stream of all rounds on a device.
 
-    torch hands out 32 streams in turn. With a new one for each round, the temporaries of an update, many times a stack,
-    would in time be kept 32 times.
+    torch's allocator shares no memory between streams, and torch hands out 32 streams in turn. With a new stream for
+    each round, the temporaries of an update, many times as large as a stack, would in time be kept 32 times.
     """
     return torch.cuda.Stream(device)
 
 
 def _stacks(blocks: Sequence[Block]) -> Iterator[tuple[Kind, list[int]]]:
-    """The blocks that are updated together, by their places."""
+    """Yield the stacks: what the blocks of each share, and their indices in `blocks`."""
     kinds: dict[Kind, list[int]] = {}
     rates = rates_of(blocks[0][1].device)
     for i, (surrogate, _) in enumerate(blocks):
@@ -205,7 +207,7 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
     for place, (surrogate, _) in enumerate(blocks):
         surrogate.take(_chosen(place, holds, before, after, surrogate.T.shape))
     rows = statistics(after, figures, kind.rho, found.bound, found.solver)
-    unfit = torch.zeros_like(holds)  # after products that held; if they do so no more, they will say so
+    unfit = torch.zeros_like(holds)  # products that held are tried again; `holds` tells if they fail then
     if found.sigma is not None:
         unfit = found.sigma[:, 0] + before.tau_L > MOST_SPREAD * after.tau_L
     verdict = torch.stack([holds, figures.rank, found.kept, after.tau_L > 0, unfit], 1)
@@ -213,7 +215,7 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
 
 
 def _lying(M: Tensor) -> Tensor:
-    """M (n×m) with the short side first."""
+    """M (n×m) or its transpose, whichever has the short side first."""
     return M.mT if M.shape[0] > M.shape[1] else M
 
 
@@ -226,7 +228,7 @@ def _stacked(states: Sequence[State]) -> State:
 
 
 def _chosen(place: int, holds: Tensor, before: State, after: State, shape: torch.Size) -> State:
-    """The state of one block of a stack in memory of its own: after the update where it holds, else before."""
+    """Return the state of one block of a stack, in memory of its own: after the update if it holds, else before."""
 
     def choose(name: str) -> Tensor:
         value = torch.where(holds[place], getattr(after, name)[place], getattr(before, name)[place])

@@ -1,4 +1,4 @@
-"""Adding what bfloat16 cannot resolve to a gradient in bfloat16, so that any optimizer sees it in the mean."""
+"""Stochastic rounding: adds to a bfloat16 gradient what bfloat16 cannot resolve; any optimizer sees it in the mean."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,11 @@ from torch import Tensor
 
 @torch.no_grad()
 def add_rounded(gradient: Tensor, change: Tensor, seed: int) -> None:
-    """Add `change` (float32) to a `gradient` in bfloat16 in place, up or down at random so that the mean is exact.
+    """Add `change` (float32) to a bfloat16 `gradient` in place, rounded up or down at random with an exact mean.
 
-    The penalty is about 1e-4 of the gradient, of which bfloat16 resolves 4e-3: rounded to nearest, it would be lost.
-    float32 and bfloat16 share their exponents, so the lower 16 bits are what is to be rounded. `seed` fixes the choice.
+    The penalty is about 1e-4 of the gradient, of which bfloat16 resolves 4e-3: rounding to nearest would lose the
+    penalty. float32 and bfloat16 have the same exponent, so rounding concerns the lower 16 bits of the sum.
+    `seed` fixes the random numbers.
     """
     generator = torch.Generator(gradient.device).manual_seed(seed)
     bits = gradient.float().add_(change).view(torch.int32)

@@ -19,22 +19,22 @@ from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import Surrogate, target_of
 from salaad.model.weight_headers import FLOATS, is_count
 
-FORMAT, OLD_FORMAT = 2, 1  # the old one had L in place of T
+FORMAT, OLD_FORMAT = 2, 1  # the old format had L in place of T
 _AT_ONCE = 2**20  # entries of a weight whose squares are summed at once
 
 
 def index_of(
     surrogates: Mapping[str, Surrogate], weights: Mapping[str, Tensor] | None = None, **about: Any
 ) -> dict[str, Any]:
-    """The index of the shards that all ranks are about to write, the same on every rank; collective.
+    """Return the index of the shards that all ranks are about to write, the same on every rank; collective.
 
     Args:
-        surrogates: block → its state, of the blocks that this rank owns.
-        weights: block → weight, which is then known again by its norm.
-        about: what else the index is to say, the same on every rank.
+        surrogates: block → surrogate, for the blocks that this rank owns.
+        weights: block → weight, whose norm is stored so that loading can compare it.
+        about: further entries of the index, the same on every rank.
 
     Raises:
-        NotSavedError: a rank has no memory for it.
+        NotSavedError: on every rank, if any rank fails, such as for lack of memory.
     """
 
     def mine() -> tuple[dict[str, Any], dict[str, float]]:
@@ -49,12 +49,12 @@ def index_of(
 
 
 def save_surrogates(surrogates: Mapping[str, Surrogate], folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
-    """Write this rank's surrogates as one shard, and on rank 0 the index of all; exchanges nothing.
+    """Write this rank's surrogates as one shard, and on rank 0 the index of all shards; not collective.
 
     Args:
-        surrogates: block → its state, of the blocks that this rank owns.
-        folder: one that is there.
-        index: from `index_of`.
+        surrogates: block → surrogate, for the blocks that this rank owns.
+        folder: an existing folder.
+        index: the index from `index_of`.
 
     Returns:
         Name → SHA-256 of the shard.
@@ -74,15 +74,15 @@ def _shard() -> str:
 
 
 def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callable[[Path], None]]) -> None:
-    """A new folder, whole or not at all; collective.
+    """Write a new folder, complete or not at all; collective.
 
     Args:
-        folder: one that is not there yet.
+        folder: a folder that does not exist yet.
         parts: a model and a tokenizer, of which rank 0 saves what has a `save_pretrained`.
-        writer: collective; gives what writes this rank's share of `surrogate/` and exchanges nothing.
+        writer: collective; returns a function, not collective, that writes this rank's share of `surrogate/`.
 
     Raises:
-        UserError: the folder is there, or cannot be written.
+        UserError: the folder exists, or cannot be written.
     """
     partial = folder.with_name(f".partial-{folder.name}")
 
@@ -111,7 +111,7 @@ def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callabl
 
 
 def norm_of(X: Tensor) -> float:
-    """‖X‖_F, by which a weight is known again; summed in float64, of which there is never a whole copy."""
+    """‖X‖_F, by which a saved weight is recognized; summed in float64, without a whole copy of X in float64."""
     rows = X.detach().split(max(1, _AT_ONCE // X.shape[1]))
     return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.double()) for part in rows])))
 
@@ -119,15 +119,15 @@ def norm_of(X: Tensor) -> float:
 def load_surrogates(
     surrogates: Mapping[str, Surrogate], folder: Path, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Fill this rank's surrogates from the shards of any world size.
+    """Load this rank's surrogates from the shards of any world size.
 
     Args:
-        surrogates: block → what is filled.
-        folder: of the shards.
-        weights: block → weight, to be compared with that of the time, as far as its norm is known.
+        surrogates: block → the surrogate to load into.
+        folder: the folder of the shards.
+        weights: block → weight, to be compared with the saved one where the index has its norm.
 
     Raises:
-        UserError: as `stored_blocks`, or a block has another shape or another weight than in this model.
+        UserError: as for `stored_blocks`, or a block has another shape or another weight than in this model.
     """
     norms = read_about(folder).get("norms", {}) if weights else {}
     for name, _, state in stored_blocks(folder, surrogates):
@@ -142,15 +142,15 @@ def load_surrogates(
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What the index of the surrogates in `folder` says beside its blocks: settings and step counts, if any."""
+    """Read the index of the surrogates in `folder` without its blocks: settings, step counts and norms, if any."""
     return {key: value for key, value in read_object(folder / "index.json").items() if key not in ("format", "blocks")}
 
 
 def read_index(folder: Path) -> dict[str, dict[str, Any]]:
-    """Block → file, shape, ρ, rank and entries, of the surrogates in `folder`.
+    """Read block → file, shape, ρ, rank and number of nonzero entries of the surrogates in `folder`.
 
     Raises:
-        UserError: there is no index, it is of another format, or says what no matrix has.
+        UserError: there is no index, its format is another, or an entry is impossible for a matrix.
     """
     index = read_object(folder / "index.json")
     if index.get("format") not in (FORMAT, OLD_FORMAT):
@@ -161,13 +161,13 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
     wrong = [name for name, entry in blocks.items() if not _is_entry(entry)] if isinstance(blocks, dict) else ["blocks"]
     if wrong:
         raise UserError(f"{folder / 'index.json'} has no sound entry for {wrong[0]}; give a whole checkpoint")
-    # Not in the order of the ranks that wrote them: of units of equal value a cut keeps the first.
+    # In an order that does not depend on the ranks that wrote them: of units of equal value a cut keeps the first.
     order = ownership.dearest_first({name: ownership.update_cost(*entry["shape"]) for name, entry in blocks.items()})
     return {name: blocks[name] for name in order}
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether this is a matrix with its rank and entries."""
+    """Whether `entry` has a shape, ρ, and a rank and a number of nonzero entries that the shape allows."""
     shape, rank, nnz = (entry.get(key) for key in ("shape", "rank", "nnz")) if isinstance(entry, dict) else (None,) * 3
     if not isinstance(shape, list) or len(shape) != 2 or not all(map(is_count, (*shape, rank, nnz))):
         return False
@@ -177,9 +177,9 @@ def _is_entry(entry: Any) -> bool:
 def stored_blocks(
     folder: Path, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Tensor]]]:
-    """(Block, its entry in the index, the tensors of `Surrogate.state_dict`), for the named blocks or for all.
+    """Yield (block, its entry in the index, the tensors of `Surrogate.state_dict`) for the named blocks or for all.
 
-    One block after the other is read, since those of a large model do not fit into memory at once.
+    Each block is read when it is yielded, since all blocks of a large model do not fit into memory at once.
 
     Raises:
         UserError: the folder has no index, is of another format, lacks a block, or a shard is not what the index says.
@@ -195,12 +195,12 @@ def stored_blocks(
 
 
 def read_surrogates(folder: Path, names: Iterable[str] | None = None) -> dict[str, dict[str, Tensor]]:
-    """Block → tensors, of `stored_blocks`."""
+    """Return block → the tensors that `stored_blocks` yields."""
     return {name: state for name, _, state in stored_blocks(folder, names)}
 
 
 def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
-    """The tensors of a block of n×m, whose shapes are compared before any of them is read."""
+    """Read the tensors of an n×m block, after the shapes of all of them were checked."""
     matrix, short = (n, m), min(n, m)
     most = {"target": matrix, "low_rank": matrix, "residual": matrix, "thresholds": (3,)}
     most |= {"sigma": (short,), "ranks": (2,), "unfit": (1,), "basis": (short, short)}
@@ -214,7 +214,7 @@ def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
             for key in present:
                 tensor = shard.get_slice(f"{name}/{key}")
                 shape = tuple(tensor.get_shape())
-                # Of singular values and vectors there are as many as the rank needs.
+                # Singular values and vectors are stored as far as the rank needs them.
                 fits = shape[:-1] == most[key][:-1] and len(shape) == len(most[key]) and shape[-1] <= most[key][-1]
                 exact = key in ("sigma", "basis") or shape == most[key]
                 if not fits or not exact or tensor.get_dtype() not in FLOATS:

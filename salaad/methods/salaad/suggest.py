@@ -1,4 +1,4 @@
-"""Settings for a model and a number of steps, of which nothing has to be searched."""
+"""Suggested settings for a model and a number of steps, of which none has to be searched for."""
 
 from typing import Any
 
@@ -14,22 +14,23 @@ _LARGE = 0.1  # share of the parameters from which an embedding is worth compres
 
 
 def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: Any) -> SalaadConfig:
-    """Settings for training `model` over so many optimizer steps.
+    """Suggest settings for training `model` over `steps` optimizer steps.
 
-    K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding is among the
-    blocks where it holds more than a tenth of the parameters and is not tied to the head; but not in a model that is to
-    be cut, where it is split with the head: rows of rare tokens would be drawn far more often than they learn.
+    K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding becomes a block
+    if it holds more than a tenth of the parameters and is not tied to the LM head; but not with `elastic` unless the LM
+    head is a block, as a cut splits both later: in training, rows of rare tokens would be pulled far more often than
+    they learn.
 
     Args:
-        model: to be trained.
-        steps: of the optimizer.
+        model: the model to be trained.
+        steps: number of optimizer steps.
         elastic: for a model that is to be cut; give `Salaad` the steps as `total_steps` too, as the pull ends half way.
-        settings: any of `SalaadConfig`, which hold instead of what would be suggested.
+        settings: fields of `SalaadConfig` that replace the suggested ones.
 
     Raises:
         UserError: steps are less than 1, or a setting is wrong.
     """
-    split_later = elastic and not settings.get("lm_head")  # beside the head, which no training has split
+    split_later = elastic and not settings.get("lm_head")  # together with the LM head, which training does not split
     suggested = {**settings_for(steps, elastic=elastic), "embedding": not split_later and _has_large_embedding(model)}
     return SalaadConfig(**{**suggested, **settings})
 

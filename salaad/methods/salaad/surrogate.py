@@ -1,7 +1,7 @@
-"""The surrogate of one block: L + S beside a weight X, and what of it a checkpoint holds.
+"""The surrogate of one block: L + S for a weight X, its update and its tensors in a checkpoint.
 
-`update` says what an update computes and why two matrices are stored, R and T. Once the rank of L is low, its leading
-singular vectors are kept too, from which the next update starts.
+The module `update` says what an update computes and why two matrices are stored, R and T. Once the rank of L is low,
+its leading singular vectors are kept too, from which the next update starts.
 """
 
 import math
@@ -18,23 +18,24 @@ from salaad.spectral import SvtResult, threshold
 
 
 class Surrogate:
-    """The state of one block and its update.
+    """The surrogate of one block: its state and its ADMM update.
 
     Args:
         X: weight of the block (n×m, any floating dtype and device).
         rho: penalty coefficient ρ of this block (eq. 7).
         config: targets, controller step sizes, inner iterations, solver.
 
-    It starts with L₀ = X₀ truncated to rank Γ̂·min(n, m), S₀ = dual₀ = 0 and thresholds of 0.
+    The first state is L₀ = X₀ truncated to rank Γ̂·min(n, m), S₀ = dual₀ = 0 and thresholds of 0.
 
     Attributes:
         rank: the effective rank of L.
-        width: singular values of the last L's argument that were above τ_L.
+        width: number of singular values above τ_L in the matrix from which the last update found L.
         thresholded: whether τ_L > 0.
-        kept: the last update changed nothing, as no solver converged or the result was not finite.
-        unfit: the next update is not for products (`round`): they failed in the last, or τ_L is too small for them.
+        kept: whether the last update changed nothing, as no solver converged or the result was not finite.
+        unfit: whether the next update must not use the solver `products` (see `round`), since it failed in the last
+            update or τ_L is too small for it.
 
-    The first three and the last are what the host knows of the device's numbers: it reads them once an update.
+    `rank`, `width`, `thresholded` and `unfit` are the host's copies of numbers on the device, read once an update.
     """
 
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
@@ -49,14 +50,14 @@ class Surrogate:
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
-        """One ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
+        """Do one ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
 
         If no solver converges or the result is not finite, the block and its thresholds stay as they were, and the
         solver is `KEPT`.
 
         Returns:
-            The numbers of `UpdateRecord` in order, the solver as its index in `SOLVERS`, as one float32 tensor (8) on
-            the device of X. They are finite whenever X is.
+            A float32 tensor (8) on the device of X: the fields of `UpdateRecord` in order, the solver as its index in
+            `SOLVERS`. It is finite whenever X is.
         """
         X = X.detach().float()
         tau, basis = float(self.tau_L), self.basis
@@ -81,7 +82,7 @@ class Surrogate:
         return statistics(state, figures, self.rho, found.bound, found.solver)
 
     def _stayed(self, X: Tensor) -> Tensor:
-        """The statistics of an update that changes nothing."""
+        """Note that the update changes nothing (`kept`), and return its statistics."""
         self.kept = True
         dual = self.state.dual
         delta, norm = torch.linalg.vector_norm(X - self.T - dual), torch.linalg.vector_norm(X)
@@ -91,16 +92,16 @@ class Surrogate:
 
     @property
     def state(self) -> State:
-        """What the next update starts from."""
+        """The state from which the next update starts."""
         return State(self.T, self.R, self.tau_L, self.tau_S, self._tau_R)
 
     def take(self, state: State) -> None:
-        """Take over the tensors that `advance` made of this block's."""
+        """Set the tensors of this block to those of `state`."""
         self.T, self.R = state.T, state.R
         self.tau_L, self.tau_S, self._tau_R = state.tau_L, state.tau_S, state.tau_R
 
     def look(self, sigma: Tensor, basis: Tensor | None = None) -> None:
-        """Take over the singular values of L (min(n, m)) and a basis for the next L; the host waits for its numbers."""
+        """Call `know` for an L with these singular values (min(n, m)) and this basis; the host waits for the device."""
         rank = effective_ranks(sigma, self.config.gamma, self.config.energy)
         rank, width, thresholded = torch.stack([rank, torch.count_nonzero(sigma), self.tau_L > 0]).tolist()
         self.know(rank, width, bool(thresholded), sigma, basis)
@@ -108,7 +109,7 @@ class Surrogate:
     def know(
         self, rank: int, width: int, thresholded: bool, sigma: Tensor | None = None, basis: Tensor | None = None
     ) -> None:
-        """Take over what the host has read of the state, with the singular values of L if they were found."""
+        """Set what the host has read from the device, and the singular values of L and a basis if they were found."""
         self.rank, self.width, self.thresholded = rank, width, thresholded
         self.sigma, self.basis, self.kept, self.unfit = sigma, basis, False, False
 
@@ -116,7 +117,7 @@ class Surrogate:
     def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0, seed: int = 0) -> None:
         """Add scale·ρ(X − T), the gradient of ℓ_ρ (eq. 6), to `gradient` (n×m) in place.
 
-        To one in bfloat16 it is added by a rounding up or down at random, which `seed` fixes.
+        In a bfloat16 gradient the sum is rounded up or down at random, by random numbers that `seed` fixes.
         """
         add_penalty(gradient, X, self.T, scale * self.rho, seed)
 
@@ -138,11 +139,11 @@ class Surrogate:
         return self.rho * self.state.dual
 
     def deployed(self) -> Tensor:
-        """L truncated to its effective rank, plus S (n×m): the matrix of every reported L + S figure."""
+        """L truncated to its effective rank, plus S (n×m): the matrix to which all reported numbers of L + S refer."""
         return truncate(self.low_rank(), self.rank)[0] + self.sparse()
 
     def finite(self) -> Tensor:
-        """Whether the state that the next update starts from is finite, without a dimension."""
+        """Whether the state from which the next update starts is finite, as a 0-d tensor."""
         state = (self.R, self.T, self.tau_L, self.tau_S, self._tau_R)
         # A sum is not finite if one entry is not, and needs no mask of the size of the matrix.
         return torch.stack([tensor.sum(dtype=torch.float64) for tensor in state]).isfinite().all()
@@ -164,7 +165,7 @@ class Surrogate:
 
     @property
     def nnz(self) -> int:
-        """Entries of S that are not zero."""
+        """The number of nonzero entries of S."""
         return int(torch.count_nonzero(self.sparse()))
 
     @property
@@ -178,7 +179,7 @@ class Surrogate:
         return self.rank * sum(self.T.shape) + self.nnz
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors with which `load_state_dict` continues to the bit."""
+        """Return the tensors with which `load_state_dict` continues bit for bit."""
         state = {
             "target": self.T,
             "residual": self.R,
@@ -193,7 +194,7 @@ class Surrogate:
         return state if self.basis is None else state | {"basis": self.basis}
 
     def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
-        """Raise a UserError, in which `name` is the block's, unless `load_state_dict` can load `state`."""
+        """Raise a UserError about the block `name` unless `load_state_dict` can load `state`."""
         mine = self.state_dict()
         missing = {"target", "residual", "thresholds", "sigma"} - set(state)
         if missing - ({"sigma"} if "ranks" in state else set()):

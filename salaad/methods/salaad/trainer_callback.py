@@ -1,8 +1,8 @@
-"""SALAAD in the `Trainer` of transformers, and in whatever is made of it, such as TRL's.
+"""SALAAD in the `Trainer` of transformers, and in its subclasses, such as TRL's.
 
     trainer = Trainer(model, arguments, train_dataset=rows)
     callback = SalaadCallback(trainer, SalaadConfig(every=10))
-    trainer.train()                            # resume_from_checkpoint works as ever
+    trainer.train()                            # resume_from_checkpoint works as usual
     small = callback.salaad.compress(0.5)
 
 Each `checkpoint-N` of the Trainer gets a folder `surrogate` beside its weights, so that compress.py, evaluate.py and
@@ -28,15 +28,15 @@ _LOGGED = ("rank_ratio", "density", "error")
 
 
 class SalaadCallback(TrainerCallback):
-    """The penalty, the ADMM and their checkpoints in a Trainer. It adds itself.
+    """A callback that brings the penalty, the ADMM and their checkpoints to a Trainer, to which it adds itself.
 
     Args:
         trainer: a Trainer that has not begun yet.
         config: targets, ρ, roles and schedule.
-        resume_from_checkpoint: what `trainer.train` is given, if that lies outside the Trainer's output folder.
+        resume_from_checkpoint: the checkpoint that `trainer.train` is given, if outside the Trainer's output folder.
 
     Attributes:
-        salaad: the `Salaad` of the training, from its first step on; afterwards its last state.
+        salaad: the `Salaad` of the training, from its first step on; after the training, its last state.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class SalaadCallback(TrainerCallback):
         self.config = config or SalaadConfig()
         self.salaad: Salaad | None = None
         self._trainer, self._folder = trainer, resume_from_checkpoint
-        # First in line, since figures that are to be reported have to be among the logs before those that report them.
+        # First in the list, since numbers must be in the logs before the callbacks that report the logs are called.
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin, or go on from the checkpoint that the Trainer goes on from."""
+        """Make the `Salaad`, or load it from the checkpoint from which the Trainer resumes."""
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         model = self._trainer.model
         if state.global_step == 0:
@@ -70,7 +70,7 @@ class SalaadCallback(TrainerCallback):
         self.salaad = Salaad.load(model, folder, self.config, scaler=scaler, total_steps=state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step and update the blocks whose time has come; all of them after the last."""
+        """Count the step and update the blocks that are due; after the last step, update the others too."""
         self.salaad.step()
         if state.global_step >= state.max_steps:
             self.salaad.finish()
@@ -79,7 +79,7 @@ class SalaadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         """Add the penalty and the means of rank, density and error over the blocks to what is reported."""
-        if "loss" not in logs:  # those of an evaluation, or of the end
+        if "loss" not in logs:  # logs of an evaluation, or of the end of the training
             return
         newest = {name: record for _, name, record in self.salaad.drain_records()}
         figures = {
@@ -101,7 +101,7 @@ class SalaadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let the model go; L and S are then those of the weights that it ends with."""
+        """Close the `Salaad`; if the Trainer loads the best checkpoint at the end, load L and S from there too."""
         self.salaad.close()
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None:

@@ -12,8 +12,8 @@ An update does the first three lines J times, then the controller (section 4.2) 
     τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊
 
 S and the dual are two parts of one matrix R = X − L + dual_old: eq. 4 gives S = soft threshold(R, τ_S), and eq. 5 gives
-dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next update. So R and T are all that is stored of a
-block but its thresholds, two dense matrices in float32.
+dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next update. So only R and T, two
+dense matrices in float32, and the thresholds are stored for a block.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class UpdateRecord:
         beta: β, after the controller.
         delta: ‖X − L − S‖_F.
         error: `delta` over ‖X‖_F.
-        bound: of the error in L relative to ‖X − S + dual‖_F.
+        bound: upper bound of the error in L, relative to ‖X − S + dual‖_F.
         method: the solver that found L, one of `SOLVERS`.
     """
 
@@ -61,14 +61,14 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class State:
-    """What an update takes over from the one before, of a block, or of a stack of b blocks of one shape.
+    """The state that one update leaves to the next, of a block or of a stack of b blocks of one shape.
 
     Args:
         T: L + S − dual, n×m or b×n×m.
-        R: S + dual, the same.
-        tau_L: threshold of the next L, no dimension or b.
-        tau_S: threshold of the next S.
-        tau_R: the τ_S that divides R into S and dual: its value before the last controller step.
+        R: S + dual, n×m or b×n×m.
+        tau_L: threshold for the next L, 0-d or b.
+        tau_S: threshold for the next S, 0-d or b.
+        tau_R: the τ_S that divides R into S and dual, 0-d or b: its value before the last controller step.
     """
 
     T: Tensor
@@ -79,7 +79,7 @@ class State:
 
     @property
     def dual(self) -> Tensor:
-        """Y/ρ."""
+        """The scaled dual Y/ρ."""
         return clip_each(self.R, self.tau_R)
 
 
@@ -87,7 +87,7 @@ Found = SvtResult | StackResult
 
 
 class Figures(NamedTuple):
-    """What an update tells of itself, each like τ_L.
+    """The numbers from which the statistics of an update are made, each 0-d or b.
 
     Args:
         rank: Γ(L)·min(n, m).
@@ -107,17 +107,17 @@ class Figures(NamedTuple):
 def advance(
     state: State, X: Tensor, solve: Callable[[Tensor], Found], thresholded: bool, config: SalaadConfig
 ) -> tuple[State, Found, Figures]:
-    """One ADMM update of a block or a stack: J inner iterations (eqs. 3 to 5), then the controller (section 4.2).
+    """Do one ADMM update of a block or a stack: J inner iterations (eqs. 3 to 5), then the controller (section 4.2).
 
     Args:
-        state: before.
+        state: the state before the update.
         X: weight in float32, n×m or b×n×m.
         solve: Z → SVT_τ(Z), τ being `state.tau_L`.
         thresholded: whether τ_L > 0, for all of a stack.
         config: targets, controller step sizes, inner iterations.
 
     Returns:
-        The state after, the last SVT, and the figures.
+        The state after the update, the last SVT, and the figures.
     """
     R, tau_R = state.R, state.tau_R
     for _ in range(config.inner):
@@ -129,13 +129,13 @@ def advance(
     excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
     tau_L = (state.tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
     tau_S = (state.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
-    # The dual is clipped: only T shows an infinite L.
+    # The dual is clipped, so it is finite even if L is not: only T shows an infinite L.
     figures = Figures(rank, density, half.delta, half.norm, half.delta + half.total)
     return State(half.T, R, tau_L, tau_S, tau_R), found, figures
 
 
 def statistics(state: State, figures: Figures, rho: float, bound: float | Tensor, solver: str) -> Tensor:
-    """The numbers of `UpdateRecord` in order, the solver as its index in `SOLVERS`: float32, 8 or b×8."""
+    """Return the fields of `UpdateRecord` in order, the solver as its index in `SOLVERS`, in float32 (8 or b×8)."""
     rank, density, delta, norm, _ = figures
     error = delta / norm.clamp_min(torch.finfo(norm.dtype).tiny)
     alpha, beta = (rho * tau.double() for tau in (state.tau_L, state.tau_S))

@@ -1,4 +1,4 @@
-"""The ADMM updates of the blocks that a rank owns: which the schedule names, the round under way, and its records."""
+"""The ADMM updates of the blocks that a rank owns: the schedule, the round in progress, and the records."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,15 +20,15 @@ from salaad.methods.salaad.update import SOLVERS, UpdateRecord
 def blocks_due(
     owners: Mapping[str, int], costs: Mapping[str, float], world_size: int, steps: int, config: SalaadConfig
 ) -> Iterator[str]:
-    """The blocks of all ranks that are updated after so many optimizer steps.
+    """Yield the blocks of all ranks that are updated after `steps` optimizer steps.
 
-    Synchronous, those are all of them every K steps; staggered, the i-th of an owner's n blocks has the offset ⌊iK/n⌋.
+    Synchronous: all blocks, every K steps. Staggered: the i-th of an owner's n blocks has the offset ⌊iK/n⌋ in K steps.
 
     Args:
-        owners: block → rank.
-        costs: block → cost of its update; an owner keeps its blocks in order of it, so that dear and cheap ones mix.
-        world_size: ranks.
-        steps: optimizer steps, this one included.
+        owners: block → rank that owns it.
+        costs: block → cost of its update, by which an owner's blocks are ordered, the most expensive first.
+        world_size: number of ranks.
+        steps: optimizer steps so far, this one included.
         config: K (`every`) and the schedule.
     """
     order = dearest_first(costs)
@@ -41,13 +41,13 @@ def blocks_due(
 
 
 class Updates:
-    """Updates of this rank's blocks, in rounds that a device may still compute while the host goes on.
+    """The updates of this rank's blocks, in rounds that a device may still compute while the host goes on.
 
     Args:
-        surrogates: the blocks of this rank.
-        weights: block → X, of all ranks.
-        overlap: leave a round to the device until `end`.
-        most_records: updates of a block that are kept for `drain`, the newest; all of them for None.
+        surrogates: block → surrogate, for the blocks of this rank.
+        weights: block → X, for the blocks of all ranks.
+        overlap: whether a GPU computes a round at the same time as the work that it is given until `end`.
+        most_records: how many of the newest updates of each block are kept for `drain`; None keeps all.
 
     Attributes:
         last: block of this rank → optimizer steps after which it was last updated.
@@ -67,7 +67,7 @@ class Updates:
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
 
     def begin(self, names: Iterable[str], steps: int) -> None:
-        """Begin to update those of these blocks that this rank owns, after so many optimizer steps."""
+        """Begin to update the blocks in `names` that this rank owns, after `steps` optimizer steps."""
         self.end()
         if mine := [name for name in names if name in self._surrogates]:
             blocks = [(self._surrogates[name], self._weights[name]) for name in mine]
@@ -75,7 +75,7 @@ class Updates:
                 self._begun = steps, mine, Round(blocks, self._overlap)
 
     def end(self) -> None:
-        """Wait for the round that was begun, if one was.
+        """Wait for the round that was begun, if there is one, and record its updates.
 
         Raises:
             NotFiniteError: a weight holds NaN or infinity.
@@ -92,11 +92,11 @@ class Updates:
             self._records.append((steps, name, statistics))
 
     def drain(self, order: Iterable[str], steps: int) -> list[tuple[int, str, UpdateRecord]]:
-        """Every rank's updates since the last call, as (steps, block, record), sorted; the same on every rank.
+        """Return all ranks' updates since the last call as (step, block, record), sorted; the same on every rank.
 
         Args:
-            order: all blocks, by which those of one step are sorted.
-            steps: optimizer steps so far, for errors.
+            order: all blocks, in the order by which the updates of one step are sorted.
+            steps: optimizer steps so far, for error messages.
 
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.

@@ -1,6 +1,6 @@
-"""What would part the penalty from the weights in somebody else's training loop, found out and said in one sentence.
+"""Checks that the penalty still reaches the weights in a training loop that is not ours; errors say what prevents it.
 
-Nothing here waits for the device: identities, dtypes and flags are compared.
+The weights are checked for NaN once; later checks compare identities, dtypes and flags and do not wait for the device.
 """
 
 import gc
@@ -25,20 +25,20 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Watch:
-    """Whether the penalty still reaches the weights.
+    """The checks that the penalty still reaches the weights of the blocks.
 
     Args:
-        weights: those of the blocks.
-        pending: tells whether the penalty has yet to join the gradient of every block of this rank.
+        weights: the weights of the blocks.
+        pending: tells whether the penalty has joined none of the gradients of this rank's blocks since the last step.
 
     Raises:
-        UserError: a weight is frozen, spread over processes, of a dtype without room for the penalty, or watched, or
-            the weights lie on several devices.
+        UserError: a weight is frozen, sharded over processes, not in float32, float64 or bfloat16, or watched by
+            another `Watch`; or the weights lie on several devices.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
     def __init__(self, weights: Weights, pending: Callable[[], bool]) -> None:
-        # Of the blocks in one parameter, as the experts of a layer are, the first stands for all.
+        # Of several blocks in one parameter, such as the experts of a layer, the first stands for all.
         self._weights: dict[str, nn.Parameter] = {}
         for name, X in weights.parameters.items():
             if not any(X is other for other in self._weights.values()):
@@ -49,28 +49,28 @@ class Watch:
             _check(name, X)
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
-        self._scalers: list[Any] | None = None  # of the first step of an optimizer on these weights
-        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # at that time
-        self._optimizer: weakref.ref[Optimizer] | None = None  # that took it
-        # The hook is one of the process and must not keep the model.
+        self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
+        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took that step
+        # The hook is global to the process and must not keep the model alive.
         noticing = weakref.WeakMethod(self._notice)
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
         for X in self._weights.values():
             _WATCHED[X] = weakref.ref(self)
 
     def end(self) -> None:
-        """Let another watch the weights."""
+        """Stop watching the weights, so that another `Watch` can."""
         self._hook.remove()
         for X in self._weights.values():
             _WATCHED.pop(X, None)
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The first one that moved the weights, if it is still there."""
+        """The first optimizer that moved the weights; None if there was none or it no longer exists."""
         return self._optimizer and self._optimizer()
 
     def _notice(self, optimizer: Optimizer) -> None:
-        """Called before every step of any optimizer: are its gradients without the penalty, and who scaled them?"""
+        """Note, before every step of any optimizer, whether its gradients lack the penalty, and who scaled them."""
         pending = self._pending()
         if not pending and self._scalers is not None:
             return
@@ -83,7 +83,7 @@ class Watch:
                 self._optimizer = weakref.ref(optimizer)
 
     def check(self, scaler: Any) -> None:
-        """Called after every step of the optimizer.
+        """Raise an error if the penalty no longer reaches the weights; called after every step of the optimizer.
 
         Args:
             scaler: the `GradScaler` whose scale the penalty shares, if there is one.
@@ -160,7 +160,7 @@ def _check(name: str, X: nn.Parameter) -> None:
 
 
 def _wrappers_of(weights: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
-    """What wraps these weights for data parallelism, found among all objects of the process: once."""
+    """Find the data-parallel wrappers of these weights among all objects of the process; done only once."""
     if distributed.world_size() == 1:
         return []
     mine = {id(X) for X in weights}
@@ -169,14 +169,14 @@ def _wrappers_of(weights: Iterable[nn.Parameter]) -> list[DistributedDataParalle
 
 
 def _compressors_of(wrapper: DistributedDataParallel) -> list[str]:
-    """Names of its communication hooks, but for the plain mean."""
+    """Return the names of the communication hooks of `wrapper`, without the plain mean."""
     hooks = [hook.__name__ for hook, _ in wrapper._comm_hooks if hook is not allreduce_hook]
-    # Those that torch has built in are in no list; the wrapper's own log has their name.
+    # Hooks that are built into torch are not in that list; the wrapper's logging data has their name.
     logged = wrapper._get_ddp_logging_data().get("comm_hook") or ""
     return hooks + [logged] * (logged.startswith("BuiltinCommHookType") and not logged.endswith("ALLREDUCE"))
 
 
 def _scalers_of(optimizer: Optimizer) -> list[Any]:
-    """The `GradScaler` that is about to let this optimizer step, found among all objects of the process: once."""
+    """Find every `GradScaler` in use with this optimizer, among all objects of the process; done only once."""
     scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
     return [scaler for scaler in scalers if scaler.is_enabled() and id(optimizer) in scaler._per_optimizer_states]
