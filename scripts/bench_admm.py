@@ -4,14 +4,15 @@
     python scripts/bench_admm.py --config 60m.yaml --threads 1 --output results/admm/stacked-60m.json
     python scripts/bench_admm.py --config 350m.yaml --device cuda
 
-Matrices are drawn like those a real run met (results/admm/spectra.json, from scripts/research/record_spectra.py): same
-spectrum, same threshold, and the next one moved as far and in the same directions, in every phase of training. Each
-solver gets what it would have in training: `auto` the singular vectors that the solution of the matrix before leaves,
-and so does the first peer, `orthogonal`: S-SALAAD's step made anew, one orthogonal iteration (QR, column norms for
-singular values, no rotation). The stacked solvers are those of a device that the host does not wait for, here with one
-matrix. The two `update` rows are the whole second stage of a block: ours (`update_round`), on a GPU a share of a round
-of as many blocks as the model has of this shape, or as fit into memory; and that of the authors as published, made
-anew: full SVD in float32, dense L, S and Y, both thresholds, the dual step.
+Matrices are random, but like those of a recorded run (results/admm/spectra.json, made by research/record_spectra.py):
+in every phase of training they have its spectrum and its threshold, and from one update to the next they change by as
+much and in the same directions. Each solver starts from what it would have in training: `auto` and the first peer,
+`orthogonal`, from the singular vectors of the previous matrix. `orthogonal` is S-SALAAD's step, reimplemented: one
+orthogonal iteration (QR, column norms for singular values, no rotation). The stacked solvers are those whose values the
+host does not read; here a stack has one matrix. The two `update` rows time the whole second stage of one block. Ours
+(`update_round`) is on a GPU the time for as many blocks as the model has of this shape, or as fit into memory, divided
+by their number. The authors' is their published update, reimplemented: full SVD in float32, dense L, S and Y, both
+thresholds, the dual step.
 """
 
 import argparse
@@ -50,12 +51,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
 SOLVERS = ("exact", "gram", "auto")
 RHO = 1e-6
-TEMPORARIES, STATE = 16, 4  # numbers an entry: of a stack in an update, and of a block that waits for its turn
-ROOM = 0.8  # of a GPU's free memory
+TEMPORARIES, STATE = 16, 4  # numbers per matrix entry: of the stack being updated, and of every block's state
+ROOM = 0.8  # share of a GPU's free memory that a round may take
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """A matrix n×m (n ≤ m), the next one, and the threshold, as `research/record_spectra.py` describes them."""
+    """Return a random matrix Z (n×m, n ≤ m), Z at the next update, and τ_L, from a record of `record_spectra.py`."""
 
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -87,7 +88,7 @@ def orthogonal_step(Z: Tensor, tau: float, basis: Tensor) -> tuple[Tensor, Tenso
 
 
 def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float, beta: float) -> None:
-    """Algorithm 1's second stage with full SVD and dense L, S, Y; what their public code does for every block."""
+    """Update L, S, Y of `state` as the authors' public code does: Algorithm 1's second stage, full SVD, all dense."""
     Z = X - state["S"] + state["Y"] / rho
     U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
     shrunk = (sigma - alpha / rho).clamp_min(0)
@@ -99,9 +100,9 @@ def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float
 
 
 def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
-    """By name the least of some rounds in which all take turns, so that a machine whose speed drifts slows all of them.
+    """Return name → shortest time over `rounds` rounds, after one round that is not counted.
 
-    One round before is not counted.
+    The works take turns in each round, so that a machine whose speed drifts slows all of them.
     """
     best = dict.fromkeys(works, float("inf"))
     for counted in [False] + [True] * rounds:
@@ -113,7 +114,10 @@ def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.d
 
 
 def in_a_stack(solver: str, Z: Tensor, tau: float) -> tuple[Tensor, Tensor, str, float]:
-    """A stack of one matrix, as a device has them; without singular values the rank stands as so many of size 1."""
+    """Threshold Z as a stack of one matrix; return L, its singular values, the solver and its error bound.
+
+    For a solver that finds no singular values these are ones, as many as the rank.
+    """
     stack, taus = Z[None], torch.full((1,), tau, device=Z.device)
     found = gram_stack(stack, taus) if solver == "gram" else product_stack(stack, taus)
     sigma = (torch.arange(len(Z), device=Z.device) < found.rank).float() if found.sigma is None else found.sigma[0]
@@ -121,7 +125,7 @@ def in_a_stack(solver: str, Z: Tensor, tau: float) -> tuple[Tensor, Tensor, str,
 
 
 def blocks_at_once(n: int, m: int, count: int, device: torch.device) -> int:
-    """Blocks (n×m) of `count` that a round updates here: one on a CPU, where a round takes them one after the other."""
+    """Return how many of `count` blocks (n×m) a timed round updates: as many as fit a GPU; one on a CPU."""
     if device.type == "cpu":
         return 1
     stack = TEMPORARIES * min(count * n * m, MOST_ENTRIES)
@@ -130,13 +134,13 @@ def blocks_at_once(n: int, m: int, count: int, device: torch.device) -> int:
 
 
 class Updates:
-    """Updates of equal blocks towards Z (n×m), each time from the state that training would have left.
+    """A repeatable round of updates of equal blocks towards Z (n×m), from the state that training would have left.
 
     Args:
-        Z: their weight.
-        before: what was found for the matrix before, on any device.
-        tau: the threshold of L, and 20 times that of S.
-        count: of the blocks.
+        Z: the weight of every block.
+        before: the thresholding result of the previous matrix, on any device.
+        tau: τ_L, which is 20 times τ_S.
+        count: number of blocks.
     """
 
     def __init__(self, Z: Tensor, before: SvtResult, tau: float, count: int) -> None:
@@ -150,7 +154,7 @@ class Updates:
         self._known = (effective_rank(before.sigma), width, tau > 0, sigma, basis)
 
     def __call__(self) -> str:
-        """One round; the solver of the first block."""
+        """Update all blocks once and return the solver of the first block."""
         for block, state in zip(self._blocks, self._states, strict=True):
             block.take(state)
             block.know(*self._known)
@@ -159,7 +163,7 @@ class Updates:
         return update.SOLVERS[int(rows[0][-1])]
 
     def about(self, L: Tensor, rank: int, density: float) -> dict[str, Any]:
-        """How far the first block is from L, its effective rank and the density of S, and by which solver."""
+        """Update once; return the first block's solver and its errors against L, its effective rank and S's density."""
         solver = self()
         found = self._blocks[0].low_rank().cpu().double()
         return {
@@ -174,7 +178,7 @@ class Updates:
 def measure(
     shape: tuple[int, int], count: int, phase: str, like: dict[str, Any], rounds: int, device: torch.device
 ) -> list[dict]:
-    """Rows of one shape, of which the model has `count` blocks, in one phase: every solver and peer on one matrix."""
+    """Return a row per solver and peer on one matrix of this shape and phase; the model has `count` such blocks."""
     n, m = min(shape), max(shape)
     Z0, Z1, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
     U, sigma, Vh = torch.linalg.svd(Z1.double(), full_matrices=False)
@@ -277,7 +281,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """One line per shape, phase and solver; the factor is that over the full SVD (or over the authors' update)."""
+    """Return a Markdown table, a line per shape, phase and solver; × is over the full SVD or the authors' update."""
     lines = []
     for row in rows:
         peer = "update of the authors" if row["rung"].startswith("update") else "exact"

@@ -4,10 +4,11 @@
     python scripts/bench_against.py --other ../before
 
 Each measurement is a process of its own, which runs `bench_training.py` or `bench_inference.py` of its checkout at the
-size of `nano`; what this script does not know goes to train.py's options of both. The two checkouts take turns and go
-first in turn, so that a machine whose speed drifts slows both. Every ratio is of two neighbouring processes; their
-median is reported, with the least and the largest. What only one of them times is left out. Each checkout is timed by
-its own script: where these have changed, they have to mean the same by a step and by a token.
+size of `nano`; options that this script does not know go to both checkouts as options of train.py. The two checkouts
+take turns, and each goes first in every other round, so that a machine whose speed drifts slows both. Every ratio is of
+two neighbouring processes; the median ratio is reported, with the least and the largest. Timings that only one checkout
+has are left out. Each checkout is timed by its own scripts: if these differ, a step and a token must still mean the
+same in both.
 """
 
 import argparse
@@ -35,10 +36,10 @@ Times = dict[str, float]  # what is timed → milliseconds
 
 
 def measure(script: str, checkout: Path, words: Sequence[str]) -> tuple[Times, dict[str, str]]:
-    """One process of a script in a checkout: its times, and the commit, machine and versions it names.
+    """Run a script of a checkout in a process of its own; return its times, and its commit, machine and versions.
 
     Raises:
-        UserError: it failed.
+        UserError: the script failed.
     """
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory() as folder:
@@ -53,7 +54,7 @@ def measure(script: str, checkout: Path, words: Sequence[str]) -> tuple[Times, d
 
 
 def times_of(found: Mapping[str, Any]) -> Times:
-    """The times in what a script wrote: of a step of each method, or of a token of each model."""
+    """Return the times in a script's JSON: of a step of each method, or of a token of each model."""
     if "methods" in found:
         return {f"a step, {name}": 1e3 * row["seconds_per_step"] for name, row in found["methods"].items()}
     return {
@@ -64,7 +65,7 @@ def times_of(found: Mapping[str, Any]) -> Times:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for all that is timed, and for factored over dense, timed in one process; above 1 means slower now."""
+    """Return a Markdown table, a line per timing and per ratio factored / dense in a process; above 1 is slower now."""
     by_name, lines = {row["what"]: row for row in rows}, []
     for row in rows:
         usual = (f"{statistics.median(row[label]):,.3g} ms" for label in ("other", "here"))
@@ -81,7 +82,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _now_over_before(before: Sequence[float], now: Sequence[float]) -> tuple[str, str]:
-    """The median ratio of neighbours, and its least and largest."""
+    """Return the median ratio of neighbouring processes, and the range from the least to the largest, as text."""
     ratios = [later / earlier for earlier, later in zip(before, now, strict=True)]
     return f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}"
 

@@ -3,9 +3,9 @@
     python scripts/bench_compression.py --config 350m.yaml --output results/bench/compression-350m.json
     python scripts/bench_compression.py --config 350m.yaml --device cuda
 
-Only shapes, ranks and densities matter for the time, so L + S are random: of a quarter of the full rank with falling
-singular values, and of density 0.1. Reading a checkpoint and writing a folder are not part of it. The two allocations
-count values on the CPU wherever the parts lie, as compress.py does; what a device speeds up is the refinement.
+Only shapes, ranks and densities matter for the time, so L and S are random: L of a quarter of the full rank with
+falling singular values, S of density 0.1. Reading a checkpoint and writing a folder are not timed. The two allocations
+always run on the CPU, as in compress.py; only the refinement runs on --device.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RANK_RATIO, DENSITY = 0.25, 0.1
 
 
 def random_parts(n: int, m: int) -> Slr:
-    """L + S as a run with SALAAD leaves them, but random."""
+    """Return a random L + S (n×m) of `RANK_RATIO` and `DENSITY`, as a run with SALAAD might leave it."""
     rank, nnz = round(RANK_RATIO * min(n, m)), round(DENSITY * n * m)
     sigma = torch.linspace(1, 0.05, rank) ** 2
     U, V = torch.linalg.qr(torch.randn(n, rank))[0] * sigma, torch.linalg.qr(torch.randn(m, rank))[0].mT

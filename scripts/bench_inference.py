@@ -4,11 +4,11 @@
     python scripts/bench_inference.py --config 350m.yaml --batches 1,8 --output results/bench/inference-350m.json
     python scripts/bench_inference.py --config 1b.yaml --device cuda --dtype bfloat16
 
-Of a checkpoint HPA makes the factored model. Without one the weights are random, since only shapes, ranks and densities
-matter for speed: every block gets the same density, and the rank that brings the whole model to the share of its
-parameters asked for. The two models take turns, so that a machine whose speed drifts slows both; medians are reported.
-Peak memory is what a fresh process adds that opens the one folder or the other and reads a prompt, in the memory of the
-device.
+The factored model is cut from a checkpoint by HPA. Without a checkpoint the weights are random, since only shapes,
+ranks and densities matter for speed: every block gets the same density, and the rank that brings the whole model to
+--share of its parameters. The two models take turns, so that a machine whose speed drifts slows both; medians are
+reported. Peak memory is what a fresh process needs, in the memory of the device, to open one of the two saved models
+and read a prompt.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) ->
 
 
 def random_models(config: RunConfig, share: float, density: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """Two models of random weights, one whole, one with its blocks in parts."""
+    """Return two models of random weights, one dense, one with U·V + S in its blocks."""
     torch.manual_seed(0)
     dense, model = (LlamaForCausalLM(describe_model(config.model, 2048)).to(dtype).eval() for _ in range(2))
     blocks = {name: X.shape for name, X in find_blocks(model, config.salaad).items()}
@@ -75,13 +75,13 @@ def random_models(config: RunConfig, share: float, density: float, dtype: torch.
 
 
 def prefill(model: PreTrainedModel, batch: int, length: int) -> Callable[[], None]:
-    """Reading `batch` prompts of `length` tokens."""
+    """Return a function that reads `batch` prompts of `length` tokens."""
     ids = torch.randint(0, model.config.vocab_size, (batch, length), device=model.device)
     return lambda: model(ids, logits_to_keep=1)
 
 
 def decode(model: PreTrainedModel, batch: int, tokens: int) -> Callable[[], None]:
-    """Writing `tokens` tokens for `batch` prompts of 16, with the KV cache."""
+    """Return a function that writes `tokens` tokens for `batch` prompts of 16 tokens, with the key-value cache."""
     prompt = torch.randint(0, model.config.vocab_size, (batch, 16), device=model.device)
 
     def run() -> None:
@@ -94,7 +94,7 @@ def decode(model: PreTrainedModel, batch: int, tokens: int) -> Callable[[], None
 
 
 def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amount: int, rounds: int) -> dict:
-    """Median tokens/s of both models in alternating rounds."""
+    """Time both models in alternating rounds; return the median tokens/s of each and their ratio."""
     jobs = {label: work(model, batch, amount) for label, model in models.items()}
     seconds: dict[str, list[float]] = {label: [] for label in jobs}
     for counted in [False] + [True] * rounds:
@@ -109,7 +109,7 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
 
 @torch.inference_mode()
 def peak_memory(arguments: tuple) -> int:
-    """Bytes that this process, a fresh one, needs at its peak to open a folder and read a prompt."""
+    """Return the peak bytes that this process, which must be fresh, needs to open a saved model and read a prompt."""
     threads, length, folder, device = arguments
     torch.set_num_threads(threads)
     start = _kilobytes("VmRSS")
@@ -120,14 +120,14 @@ def peak_memory(arguments: tuple) -> int:
 
 
 def _kilobytes(field: str) -> int:
-    """A figure of this process's memory; 0 where the system does not tell."""
+    """Return a field of /proc/self/status in kB, such as VmRSS; 0 where the system has no such file."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
 
 
 def read_options() -> tuple[argparse.Namespace, list[str]]:
-    """The command line: what is ours, and what is the config's."""
+    """Parse the command line into this script's options and the remaining words, which are options of train.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", type=float, default=0.5, help="parameters of the factored model over the dense ones")
     parser.add_argument("--checkpoint", type=Path, help="a run trained with SALAAD; random weights without it")
@@ -153,20 +153,20 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def density(model: PreTrainedModel) -> float:
-    """Entries of S over all, in the blocks stored in parts."""
+    """Return the nonzero entries of S over all entries, in the blocks stored as U·V + S."""
     stored = slr_modules(model).values()
     return sum(module.nnz for module in stored) / sum(prod(module.shape) for module in stored)
 
 
 def products(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes the products of the factored model."""
+    """Return the name of the code that computes the factored model's products: Triton's, compiled or torch's."""
     if native.uses_triton(device) and dtype in gpu_products.DTYPES:
         return "Triton's"
     return "compiled" if device.type == "cpu" and dtype == torch.float32 and cpu_kernels.library() else "torch's"
 
 
 def memory(models: dict[str, PreTrainedModel], threads: int, length: int, device: str) -> dict[str, dict[str, int]]:
-    """Parameters, bytes of the loaded weights, and peak of a process that opens the model; takes the models away."""
+    """Return parameters, weight bytes and a fresh process's peak bytes of each model; empties `models` to free them."""
     found = {label: {"parameters": count_parameters(m), "weights": resident_bytes(m)} for label, m in models.items()}
     with TemporaryDirectory() as folder:
         for label in found:

@@ -45,7 +45,7 @@ WRONG_TASK = "evaluate.py lm-eval --tasks no_such_task (refused)"
 
 
 def seconds(words: tuple[str, ...], checkout: Path) -> float:
-    """Wall time of one process."""
+    """Run Python with these words in a checkout and return the wall time in seconds."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     subprocess.run([sys.executable, *words], cwd=checkout, env=environment, capture_output=True, check=False)
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """A line a case; `times torch` is over `import torch` in the same rounds."""
+    """Return a table, a line per case; `times torch` is the time over that of `import torch` in the same rounds."""
     torch = rows[0]["here"]
     lines = [
         (

@@ -3,7 +3,7 @@
     python scripts/bench_storage.py --checkpoint runs/demo/salaad --output results/bench/storage-nano.json
 
 compress.py cuts the checkpoint to a budget and stores it as float32, bfloat16 and int8; each folder is opened in both
-float dtypes. Speeds are over the dense X in float32, with which every model takes turns.
+float dtypes. Speeds are relative to the dense X in float32, which takes turns with every model.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.bench_inference import compare, decode, prefill
 
 STORED, OPENED = ("float32", "bfloat16", "int8"), ("float32", "bfloat16")
-LENGTH, TOKENS = 128, 16  # of a prompt, and to write
+LENGTH, TOKENS = 128, 16  # tokens of a prompt, and tokens to write
 
 
 def measure(folder: Path, dtype: str, options: argparse.Namespace, data: DataConfig, dense: torch.nn.Module) -> dict:
-    """One folder in one dtype: bytes, seconds, perplexity and speed."""
+    """Open a folder in a dtype and return its bytes, seconds to open, perplexity, and speeds relative to `dense`."""
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     opened = time.perf_counter() - start
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """A line a folder and dtype."""
+    """Return a Markdown table, a line per folder and dtype."""
     lines = [
         (
             row["stored"],

@@ -5,18 +5,18 @@
     python scripts/bench_training.py --methods salaad,galore --config 350m.yaml --train.compile true
     python scripts/bench_training.py --config nano-20.yaml --also "SALAAD: --salaad.embedding=false"
 
-What this script does not know goes to train.py's options. All models take the same batches of the configured text.
+Options that this script does not know are options of train.py. All models take the same batches of the configured text.
 Rounds of ten steps alternate, so that a machine whose speed drifts slows all alike; a method's periodic work (an ADMM
-update, a merge, a subspace, an exact step) comes amid each round, whatever its own period. A step then costs
+update, a merge, a new subspace, an exact step) comes amid each round, whatever its own period. A step then costs
 
     the mean of the steps without periodic work + the periodic work over its own period
 
 and is compared with the full-rank round just before. On a GPU the host waits only between two rounds: it runs ahead as
-in a training, and work beside a step, as of `salaad.overlap`, counts by how much it delays that step and the next.
-Memory is that of tensors, counted as they come and go in a step; on a GPU it is what its allocator has given away.
+in a training, and work that overlaps with steps (`salaad.overlap`) counts by how much it delays them. Memory is that of
+live tensors, whose peak is taken in a step; on a GPU it is what the allocator has handed out.
 
-What does not fit into a GPU side by side is measured one after the other, and compared by medians over all rounds. What
-does not fit by itself is left out, with the memory that it would need.
+Models that do not fit into a GPU side by side are measured one after the other, and compared by medians of all rounds.
+If one does not fit by itself, nothing is measured, and the result says which one and how much memory it would need.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from scripts.devices import Marks, now
 from scripts.live_tensors import most_bytes
 
 ROUND, PEAK_SIZE = 10, 8192
-ROOM = 0.93  # of a GPU's free memory; the rest is lost between tensors
-# Places in a round of the two steps that periodic work can come in: the last of a period, and the next one.
+ROOM = 0.93  # share of a GPU's free memory that tensors can use; the rest is lost to fragmentation
+# Indices in a round of the two steps that can contain periodic work: the last step of a period, and the next one.
 PERIODIC = (ROUND // 2 - 1, ROUND // 2)
 
 
@@ -62,7 +62,7 @@ class Contender:
     """One method with its own copy of the model and its own optimizer.
 
     Args:
-        config: of its run; its periodic work comes every `ROUND` steps instead of every `period`.
+        config: configuration of its run, whose periodic work comes every `ROUND` steps here instead of every `period`.
         device: where it trains.
     """
 
@@ -84,7 +84,7 @@ class Contender:
         self.loss = SummedLoss(self.model)
         self._marks = Marks(device)
         self.seconds: list[float] = []
-        self.updates: list[float] = []  # of them the seconds in which periodic work can be
+        self.updates: list[float] = []  # the part of each step's seconds that can contain periodic work
 
     def step(self, batch: dict[str, torch.Tensor]) -> None:
         """One training step, as train.py takes it."""
@@ -107,20 +107,20 @@ class Contender:
         self._marks.set()
 
     def count_times(self) -> None:
-        """Count the steps since the last call; waits for a GPU."""
+        """Add the times of all steps since the last call; waits for a GPU."""
         between = self._marks.take()  # from a step's start to its clipped gradient, to its end, to the next one's start
         seconds = [before + after for before, after in zip(between[::3], between[1::3], strict=True)]
         self.seconds += seconds
-        # On a CPU periodic work is done in the second part; beside a GPU's next step it may delay any of it.
+        # On a CPU periodic work is in the second part; on a GPU it may overlap the next step and delay any part of it.
         self.updates += seconds if self.device.type == "cuda" else between[1::3]
 
     def forget_times(self) -> None:
-        """What comes next is counted."""
+        """Discard all times so far."""
         self._marks.take()
         self.seconds, self.updates = [], []
 
     def memory(self, batch: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Bytes of tensors: the weights, the optimizer, what the method keeps beside them, and at most in a step."""
+        """Return the tensor bytes of weights, optimizer and the method's own state, and the peak in one more step."""
         held = {
             "weights": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
             "optimizer": sum(
@@ -152,12 +152,12 @@ def matmul_peak(device: torch.device, precision: str) -> float:
 
 
 class Measured(NamedTuple):
-    """What is left of a contender when it has made room for the next.
+    """The measurements of one contender, kept after its model is freed.
 
     Args:
-        seconds: of every counted step.
-        updates: of them the seconds in which periodic work can be.
-        period: steps between two pieces of periodic work of a run.
+        seconds: duration of every counted step.
+        updates: the part of each step's seconds that can contain periodic work.
+        period: steps from one piece of periodic work to the next in a real run; None if there is none.
         flops: operations of a step.
         trained: parameters that the optimizer moves.
         memory: bytes by kind.
@@ -172,7 +172,7 @@ class Measured(NamedTuple):
 
 
 def needs(config: RunConfig) -> tuple[float, float]:
-    """Bytes that a contender keeps on a GPU between two steps, and those that a step needs beside them."""
+    """Return the bytes that a contender keeps on a GPU between two steps, and those that a step needs in addition."""
     method, model = method_of(config), outline(describe_model(config.model, config.data.sequence_length))
     method.rebuild(model, config)
     whole = sum(memory_by_kind(config, model, 1).values())
@@ -181,10 +181,10 @@ def needs(config: RunConfig) -> tuple[float, float]:
 
 
 def planned(configs: Mapping[str, RunConfig], room: float) -> list[list[str]]:
-    """The methods that are measured side by side: all of them, or one after the other where `room` bytes are too few.
+    """Return the groups of methods to measure side by side: all in one, or one each where `room` bytes are too few.
 
     Raises:
-        UserError: one does not fit by itself.
+        UserError: a method does not fit by itself.
     """
     bytes_of = {method: needs(config) for method, config in configs.items()}
     for method, (kept, more) in bytes_of.items():
@@ -195,13 +195,13 @@ def planned(configs: Mapping[str, RunConfig], room: float) -> list[list[str]]:
 
 
 def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int, room: float = math.inf) -> dict:
-    """Medians per step of all methods, over full-rank, periodic work and memory; or that they were left out, and why.
+    """Return the figures of all methods (see `figures`), or `left_out` with the reason if one does not fit.
 
     Args:
-        configs: method → its run, full_rank among them; all have the same model and text.
-        device: where they train.
-        steps: counted steps of each.
-        room: bytes that the device has for them.
+        configs: method → configuration of its run, full_rank among them; all have the same model and text.
+        device: where the models train.
+        steps: counted steps of each method.
+        room: bytes that the device has for all models.
     """
     config = configs["full_rank"]
     try:
@@ -227,7 +227,7 @@ def measure(configs: Mapping[str, RunConfig], device: torch.device, steps: int, 
 
 
 def alternating(configs: Mapping[str, RunConfig], text: Text, device: torch.device, steps: int) -> dict[str, Measured]:
-    """Rounds of some methods in turns, on the same batches."""
+    """Train methods in alternating rounds on the same batches; return the measurements of each."""
     config = next(iter(configs.values()))
     stream = iter(TrainingStream(text, config.data, batch=config.train.batch, rank=0, world_size=1, seed=config.seed))
     contenders = {method: Contender(own, device) for method, own in configs.items()}
@@ -236,8 +236,8 @@ def alternating(configs: Mapping[str, RunConfig], text: Text, device: torch.devi
         for _ in range(ROUND - 1):
             contender.step(next(stream))
         memory[method] = contender.memory(next(stream))
-    # Thresholds of the ADMM have to leave zero before an update costs what it will cost for the rest of the run; half a
-    # round more puts it in the middle of those that are counted.
+    # The thresholds of the ADMM must have left zero before an update costs what it costs in the rest of the run; half a
+    # round more moves the update to the middle of the counted rounds.
     for _ in range(2 * ROUND + ROUND // 2):
         batch = next(stream)
         for contender in contenders.values():
@@ -265,12 +265,12 @@ def alternating(configs: Mapping[str, RunConfig], text: Text, device: torch.devi
 
 
 def figures(own: Measured, vanilla: list[float], positions: int, peak: float) -> dict[str, Any]:
-    """What a method costs.
+    """Return what a method costs: time per step, also over full-rank's; periodic work; throughput; memory.
 
     Args:
-        own: what was measured of it.
+        own: measurements of the method.
         vanilla: seconds of a full-rank step, round by round.
-        positions: of a step.
+        positions: tokens of a step, padding included.
         peak: operations per second of the device.
     """
     ordinary = [mean_of_others(seconds) for seconds in rounds_of(own.seconds)]
@@ -292,7 +292,7 @@ def figures(own: Measured, vanilla: list[float], positions: int, peak: float) ->
 
 
 def rounds_of(seconds: list[float]) -> list[list[float]]:
-    """Those of each round."""
+    """Split the seconds of all steps into rounds of `ROUND` steps."""
     return [seconds[i : i + ROUND] for i in range(0, len(seconds), ROUND)]
 
 
@@ -302,7 +302,7 @@ def mean_of_others(seconds: list[float]) -> float:
 
 
 def table(result: dict) -> str:
-    """What was measured, as Markdown."""
+    """Return a Markdown table, a line per method."""
     rows = [
         (
             method,

@@ -5,10 +5,11 @@
         --data.source files --data.files 'runs/wikipedia/train-*' --data.validation_files 'runs/wikipedia/valid*' \\
         --data.tokenizer runs/wikipedia-4096.model
 
-Every model is trained on the same tokens and measured whole, and what can be cut also at eight sizes, from three
-quarters of the compressible parameters to a fifth, evenly spaced in their logarithm. The elastic score of a curve is
-its mean of log perplexity over full-rank's of the same seed. What the JSON file has is kept, and an interrupted run
-goes on. With --list nothing is done, and what is left and how long it takes is shown.
+Every model is trained on the same tokens and measured whole; models that can be cut are measured at eight sizes too,
+from three quarters of the compressible parameters to a fifth, evenly spaced in their logarithm. The elastic score of a
+curve is the mean over these sizes of log(perplexity / perplexity of full-rank training with the same seed). Rows in the
+JSON file are kept, and an interrupted run goes on. With --list nothing is trained or measured; what is left, and how
+long it will take, is shown.
 """
 
 import argparse
@@ -55,10 +56,10 @@ from scripts.elastic_ways import (
 from scripts.trainings import ROOT, config_of, is_of, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
-DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes they are trained too; CoLA's is LORO's
+DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
 FIGURES = ("variant", "parameters", "perplexity")
 OF_A_CUT = (*FIGURES, "legacy_perplexity", "other_perplexity", "kappa", "bytes")
-ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # as most trainers have it
+ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # one rate for all weights, as in most trainers
 CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
 
@@ -78,13 +79,13 @@ class Training(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is laid over the configuration of all runs, as options of train.py.
+    """Options of train.py that are added to the common configuration, by kind of training.
 
     Args:
-        dense: of dense models and of SALAAD, such as their learning rates.
-        salaad: of the recommended SALAAD; without, what `--preset elastic` suggests for the run's length, the embedding
-            left whole.
-        rates: method → its rates, of the other methods; those without are left out.
+        dense: options of dense models and of SALAAD, such as their learning rates.
+        salaad: options of the recommended SALAAD; if empty, those that `--preset elastic` suggests for the run's
+            length, with the embedding left whole.
+        rates: name → rates of the other methods; methods without rates are left out, except for MatFormer.
     """
 
     dense: tuple[str, ...]
@@ -92,13 +93,13 @@ class Settings(NamedTuple):
     rates: Mapping[str, Rates]
 
     def recommended(self, steps: int) -> tuple[str, ...]:
-        """Options of the recommended SALAAD in a run of so many steps; its embedding is no block."""
+        """Return the recommended SALAAD's options: as given, else as suggested for `steps`, the embedding whole."""
         suggested = tuple(f"--salaad.{name}={value:g}" for name, value in settings_for(steps, elastic=True).items())
         return self.salaad or (*suggested, "--salaad.embedding=false")
 
 
 def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:
-    """All that are compared at a scale."""
+    """Return all trainings that are compared at the scale of `config`."""
     run, _ = read_command_line(["--config", config, *extra])
     model = outline(describe_model(run.model, run.data.sequence_length))
     dense = count_parameters(model)
@@ -127,7 +128,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
 
 
 def _stored_by(method: str, config: str, extra: tuple[str, ...]) -> int:
-    """Parameters of the model that a method trains at a scale."""
+    """Return the number of parameters stored by the model that a method trains at the scale of `config`."""
     run, _ = read_command_line(["--config", config, *extra, f"--method={method}"])
     model = outline(describe_model(run.model, run.data.sequence_length))
     method_of(run).rebuild(model, run)
@@ -135,19 +136,19 @@ def _stored_by(method: str, config: str, extra: tuple[str, ...]) -> int:
 
 
 def of_a_split(name: str) -> tuple[str, ...]:
-    """The ways from a full-rank model that is split after the fact, the same as from a SALAAD model."""
+    """Return the ways for a full-rank model split after training by `name`; they match those for a SALAAD model."""
     return (*(way.replace("cut", name) for way in CUTS), *(f"{name}, {way}" for way in TUNED))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What every training is given alike.
+    """The settings that all trainings share, and the measurement of one training.
 
     Args:
         config: file in configs/.
         runs: folder of the runs.
-        extra: options of train.py for all.
-        tokens: validation tokens, of whose second half every figure is.
+        extra: options of train.py for all trainings.
+        tokens: validation tokens; every figure is measured on their second half.
         other_text: a second validation file, on which whole models and their half and fifth are measured too.
         ways: which ways to smaller models are measured.
     """
@@ -160,15 +161,15 @@ class Comparison:
     ways: tuple[str, ...] = tuple(WAYS)
 
     def words(self, training: Training, seed: int) -> list[str]:
-        """The options of train.py."""
+        """Return the options of train.py for a training with a seed."""
         return ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
 
     def left(self, training: Training, row: Mapping[str, Any]) -> list[str]:
-        """The ways that are not measured on a training yet."""
+        """Return the ways of a training that its row does not have yet."""
         return [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
 
     def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
-        """Add to the row of a training with one seed what it lacks: the model itself, and the ways to its sizes."""
+        """Train and measure what the row of a training with one seed lacks: the whole model, and smaller ones."""
         left = self.left(training, row)
         words = self.words(training, seed)
         if row and not left:
@@ -205,7 +206,7 @@ class Comparison:
             save()
 
     def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
-        """Of the whole model, and of L + S where there is one."""
+        """Return the figures of the whole model (X), and of L + S where there is one."""
         measure, found = model.evaluation(model.source), {}
         for name in {"X", "L+S"} & set(measure.deployment.default_variants.split(",")):
             row, of = model.row(measure, Variant(name)), summary["variants"][name]
@@ -217,7 +218,7 @@ class Comparison:
 
 
 def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: Mapping[tuple[str, int], Any]) -> str:
-    """What is left of every training, and minutes of it as the rows that are there took; a Markdown table."""
+    """Return a Markdown table of what is left of every training, with minutes estimated from the existing rows."""
     steps = {what for row in rows.values() for what in row["minutes"]}
     took = {what: fmean(row["minutes"][what] for row in rows.values() if what in row["minutes"]) for what in steps}
     lines = []
@@ -233,7 +234,7 @@ def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: 
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
     """Raise a UserError if a row was trained with other settings than these options of train.py give.
 
-    How its text is named may differ.
+    Only the file names of its text and tokenizer may differ.
     """
     texts = dict.fromkeys(("files", "validation_files", "tokenizer"))
     both = (row["config"], read_command_line(list(asked))[0].to_dict())
@@ -265,7 +266,7 @@ def main() -> None:
         return
 
     def place(row: dict[str, Any]) -> tuple[int, int]:
-        """As rows are trained; those that are not known here come last."""
+        """Return the sort key of a row: rows in the order of the trainings, those with unknown labels last."""
         return order.index(row["label"]) if row["label"] in order else len(order), row["seed"]
 
     def save() -> None:
@@ -283,7 +284,7 @@ def main() -> None:
 
 
 def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """Its own options, checked, and those of train.py for all runs."""
+    """Return this script's options, checked, and the options of train.py for all runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
@@ -321,7 +322,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
 
 
 def asked_for(every: Sequence[Training], options: argparse.Namespace) -> list[tuple[Training, int]]:
-    """The trainings of the rows that are named, each with its seeds."""
+    """Return the trainings that --rows names, each with all seeds that it is trained with."""
     labels, repeated = [training.label for training in every], options.repeated.split(";")
     asked = options.rows.split(";") if options.rows else labels
     for label in (*asked, *repeated):

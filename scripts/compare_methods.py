@@ -3,12 +3,13 @@
     python scripts/compare_methods.py --config nano --output results/methods/nano.json
     python scripts/compare_methods.py --config nano-20 --projections 1,0.25 --search-only --output FILE --jobs 2
 
-For every method the same three learning rates are tried in runs of an eighth of the length: what the method brings for
-this size, half and double of it; and one more on the side where the best lies at the edge, up to three times. Then the
-same is done for every further share of the rate at which projections may learn, around the best rate with the share
-before; except for methods with a rate of their own for them. With --own two other values of a setting of each method
-(`own_settings`) are tried at the best rates. What the JSON file has is kept but for a run in full that
-has other rates than the best, an interrupted run goes on, and the file is written anew after every run.
+For every method three learning rates are tried in runs of an eighth of the length: the method's default for this size,
+half and double of it; and as long as the best one lies at the edge, one more on that side, up to three times. This is
+repeated for every further value of --projections, the learning rate of the projections as a share of the main one,
+around the best rate found with the share before; methods with a rate of their own for projections skip this. With --own
+two alternatives to each method's own settings (`own_settings`) are tried at the best rates. Results in the JSON file
+are kept, except for a full run that does not have the best rates; an interrupted run goes on, and the file is rewritten
+after every run.
 """
 
 import argparse
@@ -37,12 +38,12 @@ EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
 
 
 class Rates(NamedTuple):
-    """At which a run learns.
+    """The learning rates and method settings of one run.
 
     Args:
         lr: peak learning rate.
-        projections: that of the projections, as a share of it.
-        settings: other options of train.py than the method brings.
+        projections: learning rate of the projections, as a share of `lr`.
+        settings: options of train.py that differ from the method's defaults.
     """
 
     lr: float
@@ -51,36 +52,36 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Rates":
-        """Those of a result; one rate for all where it names no second."""
+        """Return the rates of a result; `projections` is 1 where the result has no `projection_lr`."""
         return cls(row["lr"], row.get("projection_lr", 1.0), tuple(row.get("settings", ())))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As options of train.py."""
+        """The rates and settings as options of train.py."""
         return f"--optimizer.lr={self.lr:g}", f"--optimizer.projection_lr={self.projections:g}", *self.settings
 
     @property
     def name(self) -> str:
-        """In names of folders."""
+        """A short name for the run's folder; of several settings it has the first."""
         slower = f"x{self.projections:g}" if self.projections != 1 else ""
         return f"lr{self.lr:g}{slower}" + "".join(f"-{short}" for short in self.own[:1])
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The settings without their section."""
+        """The settings without their section, such as `scale=0.5`."""
         return tuple(word.partition(".")[2] for word in self.settings)
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What every method is given alike.
+    """The settings that all methods share, and the search for one method.
 
     Args:
         config: file in configs/.
         runs: folder of the runs.
-        projections: shares of the learning rate at which projections learn; without any those that methods bring.
-        extra: options of train.py for all.
-        own: settings of the methods themselves are searched too.
+        projections: shares of the learning rate at which projections learn; if empty, the configured one.
+        extra: options of train.py for all runs.
+        own: whether the methods' own settings are searched too.
     """
 
     config: str
@@ -94,13 +95,13 @@ class Contest:
         return ["--config", self.config, "--method", method, *self.extra]
 
     def shares(self, method: str) -> tuple[float, ...]:
-        """At which its projections may learn; that of its configuration alone if it has a rate of its own for them."""
+        """Return the shares to try for a method's projections; the configured one alone if the method fixes it."""
         config, _ = read_command_line(self.words(method))
         takes_others = self.projections and not method_of(config).own_projection_rate
         return self.projections if takes_others else (config.optimizer.projection_lr,)
 
     def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
-        """The summary of a run, trained if it is not there; in full without `steps`."""
+        """Return the result of a run, trained unless it is there: for `steps` steps, or in full if `steps` is None."""
         folder = self.runs / (f"{method}-{rates.name}" + ("" if steps is None else f"-{steps}-steps"))
         words = [*self.words(method), *rates.words]
         if steps is not None:
@@ -121,7 +122,7 @@ class Contest:
         return found | {"variants": summary["variants"]}
 
     def complete(self, method: str, entry: dict[str, Any], search_only: bool, save: Callable[[], None]) -> None:
-        """Add to the entry of a method what it lacks: the runs of its search, and that in full at the best rates."""
+        """Do the runs that the entry of a method lacks: those of its search, and one in full at the best rates."""
         config, _ = read_command_line(self.words(method))
         entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
         search, centre = entry.setdefault("search", []), config.optimizer.lr
@@ -150,18 +151,18 @@ class Contest:
 
 
 def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
-    """Learning rate → perplexity, of the runs in which projections learn at this share of it."""
+    """Return learning rate → perplexity of the runs with this share for the projections and no other settings."""
     plain = [row for row in search if not Rates.of(row).settings]
     return {row["lr"]: _perplexity(row) for row in plain if Rates.of(row).projections == share}
 
 
 def best_rates(entry: dict[str, Any]) -> Rates:
-    """Those of the lowest perplexity in the search of a method."""
+    """Return the rates with the lowest perplexity in the search of a method."""
     return Rates.of(min(entry["search"], key=_perplexity))
 
 
 def _perplexity(result: dict[str, Any]) -> float:
-    """Of X; that of a run whose numbers diverged is infinite."""
+    """Return the perplexity of X; infinity for a run that diverged."""
     return result["variants"]["X"]["perplexity"] if result["variants"] else float("inf")
 
 

@@ -3,14 +3,14 @@
     git worktree add --detach ../before 7add67b
     python scripts/count_reads.py --other ../before --output results/admm/reads.json
 
-Counted on the CPU (`host_reads.py`), and nothing is timed. Where a device is treated in another way than a CPU, the
-device's way is counted: its rates decide how blocks are updated, and rows of a factored embedding are taken by
-operations whose sizes depend on no numbers. Triton's kernels cannot be counted without a GPU; torch's operations, which
-stand in for them, are. The model is that of `nano`; a round is of ten blocks of 256×256, 688×256 and 256×688, or of as
-many blocks as 350m has, in stacks of as many as of its own.
+Operations are counted on the CPU (`host_reads.py`); nothing is timed. Where the code treats a GPU differently from a
+CPU, its path for a GPU is counted: blocks are updated in stacks, and rows of a factored embedding are taken by
+operations whose sizes do not depend on values. Triton's kernels cannot be counted without a GPU; the torch operations
+in place of them are. The model is that of `nano`; an ADMM round has ten blocks of 256×256, 688×256 and 256×688, or
+small copies of all blocks of 350m, in stacks of as many as there would be of the full-size blocks.
 
-With `--other` the same is counted in another checkout of the project, which updated one block after the other on every
-device.
+With `--other` the rows are counted in another checkout of the project too, one that updates one block after the other
+on every device.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from salaad.spectral.cost import RATES
 from scripts.counted_rows import MANY, SHAPES, Counts, Shapes, all_rows, counts, drawn, round_of
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_350M = 32**2  # its blocks have so many times the entries of those of `MANY`
+OF_350M = 32**2  # entries of a block of 350m over those of its small copy in `MANY`
 STACKED = {"gram": "stacked, by eigenvectors", "products": "stacked, by products alone"}
 KINDS = {
     "reads": "reads by the host",
@@ -51,7 +51,7 @@ KINDS = {
 
 
 def counts_here() -> Iterator[tuple[str, Counts]]:
-    """What is counted, and the counts, in this checkout."""
+    """Yield the name and the counts of every row in this checkout."""
     with patch.object(operators, "rows_in_torch", operators.plain_rows):
         yield from all_rows()
     for shapes, smaller in ((SHAPES, 1), (MANY, OF_350M)):
@@ -60,7 +60,7 @@ def counts_here() -> Iterator[tuple[str, Counts]]:
 
 
 def stacked_counts(shapes: Shapes, solver: str, smaller: int) -> Counts:
-    """A round of blocks in the middle of a training, where the host has to wait for a value."""
+    """Return the counts of a round of stacked blocks by one solver, in the middle of a training, as on a GPU."""
     blocks = [drawn(shape, seed, solver) for seed, shape in enumerate(shapes)]
     rows: list[Tensor] = []
     with as_on_a_device(smaller):
@@ -72,17 +72,17 @@ def stacked_counts(shapes: Shapes, solver: str, smaller: int) -> Counts:
 
 @contextmanager
 def as_on_a_device(smaller: int) -> Iterator[None]:
-    """Within it blocks are updated as where the host has to wait, and are so many times smaller than those meant."""
+    """Context manager for updates as on a GPU, in stacks of as many blocks as if each were `smaller` times as large."""
     rates, most = replace(RATES["cpu"], waits=True), admm_round.MOST_ENTRIES // smaller
     with patch.multiple(admm_round, rates_of=lambda device: rates, MOST_ENTRIES=most):
         yield
 
 
 def counts_in(checkout: Path) -> dict[str, Counts]:
-    """The same in another checkout: what `counted_rows.py` counts, in a process with that one's modules.
+    """Return the rows of `counted_rows.py` for another checkout, counted in a process that imports its modules.
 
     Raises:
-        UserError: it failed.
+        UserError: the process failed.
     """
     paths = os.pathsep.join([str(checkout.absolute()), str(ROOT)])
     command = [sys.executable, "-c", "from scripts.counted_rows import print_rows; print_rows()"]
@@ -95,7 +95,7 @@ def counts_in(checkout: Path) -> dict[str, Counts]:
 
 
 def as_one(now: Mapping[str, Counts], before: Mapping[str, Counts]) -> list[dict[str, Any]]:
-    """Rows of both; what is stacked now went one after the other before."""
+    """Return rows of the counts before and now; a stacked round now is set against one block after the other before."""
     once = dict(before)
     for shapes in (SHAPES, MANY):
         for how in STACKED.values():
@@ -104,7 +104,7 @@ def as_one(now: Mapping[str, Counts], before: Mapping[str, Counts]) -> list[dict
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line a row, as Markdown; before, then now."""
+    """Return a Markdown table, a line per row; each cell has the counts before and now."""
     lines = []
     for row in rows:
         before = row["before"] or {}

@@ -1,7 +1,7 @@
 """The rows of `count_reads.py` that every checkout of this project can count: steps, forward passes, blocks one by one.
 
-That script runs them here, and in another checkout with that one's modules. So nothing is imported that only one of
-them has, but for the counter itself.
+`count_reads.py` runs this module here, and for another checkout with the modules of that checkout. So only modules that
+both checkouts have are imported, apart from the counter itself.
 """
 
 import json
@@ -34,13 +34,13 @@ from scripts.host_reads import HostReads
 Shapes = Sequence[tuple[int, int]]
 Counts = dict[str, int]
 SHAPES = [(256, 256)] * 4 + [(688, 256)] * 4 + [(256, 688)] * 2
-# The blocks of 350m, of a thousandth of their entries: how many operations there are goes by no size.
+# The blocks of 350m with a thousandth of their entries: the number of operations does not depend on the size.
 MANY = [(32, 32)] * 96 + [(86, 32)] * 48 + [(32, 86)] * 24
-LIKE, PHASE = "model.layers.2.mlp.gate_proj", "late"  # the spectrum that blocks are drawn by: of a low rank
+LIKE, PHASE = "model.layers.2.mlp.gate_proj", "late"  # the record that blocks are drawn from; its rank is low
 
 
 def counts(work: Callable[[], Any]) -> Counts:
-    """What `work` asks of the device."""
+    """Run `work` and return the counts of its reads, eigensolvers, uploads and operators."""
     with HostReads() as reads:
         work()
     kinds = {"reads": reads.count, "eigensolvers": reads.decompositions, "uploads": reads.uploads}
@@ -48,7 +48,7 @@ def counts(work: Callable[[], Any]) -> Counts:
 
 
 def all_rows() -> Iterator[tuple[str, Counts]]:
-    """What is counted, and the counts."""
+    """Yield the name and the counts of every row."""
     config, _ = read_command_line(["--config", "nano"])
     ids = torch.randint(0, config.model.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     for method in ("full_rank", "salaad"):
@@ -62,12 +62,12 @@ def all_rows() -> Iterator[tuple[str, Counts]]:
 
 
 def round_of(shapes: Shapes) -> str:
-    """What a round of such blocks is called."""
+    """Return the name of a round of these blocks."""
     return f"an ADMM round of {len(shapes)} blocks"
 
 
 def step_counts(method: str, ids: Tensor) -> Counts:
-    """The second step of a training on one batch, from the forward pass on, without an ADMM update."""
+    """Return the counts of the second training step on one batch, from the forward pass on, without an ADMM update."""
     config, _ = read_command_line(["--config", "nano", "--method", method])
     model = model_source(config.model, config.data.sequence_length).build(config.seed, 0, 1)
     trained = method_of(config)(model, config)
@@ -90,7 +90,10 @@ def step_counts(method: str, ids: Tensor) -> Counts:
 
 @torch.no_grad()
 def forward_counts(config: RunConfig, ids: Tensor) -> Iterator[tuple[str, Counts]]:
-    """Forward passes of a dense model and of one of half its parameters, embedding among its blocks, in torch alone."""
+    """Yield the counts of forward passes of a dense model and of a factored one, in torch alone.
+
+    The factored model has half the parameters, and the embedding is among its blocks.
+    """
     models = random_models(config, share=0.5, density=0.05, dtype=torch.float32)
     with patch.object(cpu_kernels, "products", lambda *_: None):
         for name, model in models.items():
@@ -107,7 +110,7 @@ def forward_counts(config: RunConfig, ids: Tensor) -> Iterator[tuple[str, Counts
 
 
 def generate_counts(model: PreTrainedModel, ids: Tensor) -> Counts:
-    """Of one token more."""
+    """Return the counts of one more token of `generate`."""
     fewer, more = (
         counts(partial(model.generate, ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0))
         for tokens in (4, 5)
@@ -116,13 +119,13 @@ def generate_counts(model: PreTrainedModel, ids: Tensor) -> Counts:
 
 
 def update_each(blocks: Sequence[tuple[Surrogate, Tensor]]) -> None:
-    """An update of one block after the other."""
+    """Update one block after the other."""
     for surrogate, X in blocks:
         surrogate.update(X)
 
 
 def drawn(shape: tuple[int, int], seed: int, solver: str) -> tuple[Surrogate, Tensor]:
-    """A block (n×m) as an update left it, and its weight, which has moved since as far as a real one."""
+    """Return a random block (n×m) as an update left it, and its weight, moved since then as far as in a real run."""
     recorded = read_json(SPECTRA)["blocks"][LIKE][PHASE]
     *matrices, tau = draw(*sorted(shape), recorded, torch.Generator().manual_seed(seed))
     before, X = (Z if shape[0] <= shape[1] else Z.mT.contiguous() for Z in matrices)
@@ -134,5 +137,5 @@ def drawn(shape: tuple[int, int], seed: int, solver: str) -> tuple[Surrogate, Te
 
 
 def print_rows() -> None:
-    """Every row, as JSON."""
+    """Print every row as JSON."""
     json.dump(list(all_rows()), sys.stdout)

@@ -108,7 +108,7 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def shown(label: str, row: Mapping[str, Any], deployment: CheckpointDeployment) -> dict[str, Any]:
-    """A row of the table: what was measured, and the bytes of the weights on disk."""
+    """Return a row of the table: the measured row with its label, and the bytes of the weights on disk."""
     variant = Variant(row["variant"], row["budget"], row["kappa"], row["refine"], head=row["head"])
     deployment = deployment.of(variant)
     return {**row, "label": label, "bytes": deployment.disk_bytes(deployment.cut(variant), element=4)}
@@ -167,7 +167,7 @@ def train_side_by_side(output: Path, steps: int) -> None:
         for bar in bars.values():
             bar.close()
         for process in processes.values():
-            # After a Ctrl-C, which reached the runs too, this says nothing new: they save and end.
+            # After a Ctrl-C, which the runs received too, this changes nothing: they are saving and will end.
             if process.poll() is None:
                 process.terminate()
             process.wait()

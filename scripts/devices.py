@@ -1,4 +1,4 @@
-"""The device of a benchmark: that it is there, the time on it, and the times between points of what it computes."""
+"""The device of a benchmark: a check that it exists, a clock that waits for it, and marks that time its work."""
 
 import time
 from itertools import pairwise
@@ -17,19 +17,19 @@ def require_device(name: str) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once all that was asked of the device is done."""
+    """Return the time in seconds, once all work given to the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Marks:
-    """Points in what a device computes, and the seconds between them.
+    """Marks in the work of a device, and the seconds between them.
 
-    On a GPU they are events in its stream, so the host does not wait at them, and runs ahead as it does in a training.
+    On a GPU marks are events in its stream, so the host does not wait for them and runs ahead as in a training.
 
     Args:
-        device: that computes.
+        device: the device whose work is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Marks:
         self._points: list = []
 
     def set(self) -> None:
-        """Put a mark behind all that was asked of the device so far."""
+        """Set a mark after all work given to the device so far."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -46,7 +46,7 @@ class Marks:
             self._points.append(time.perf_counter())
 
     def take(self) -> list[float]:
-        """The seconds between one mark and the next, and forget them; waits for a GPU."""
+        """Return the seconds between each mark and the next, and delete all marks; waits for a GPU."""
         points, self._points = self._points, []
         if not self._cuda:
             return [after - before for before, after in pairwise(points)]

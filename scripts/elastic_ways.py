@@ -1,7 +1,8 @@
-"""The ways from a trained model to smaller ones that compare_elastic.py measures, each at every size it can be had in.
+"""The ways from a trained model to smaller ones that compare_elastic.py measures, each at every size that it offers.
 
-A way is a function of a trained model that yields, for every share of the compressible parameters, what was measured
-there. The head counts as never compressed, also where a way splits it, so that a share is the same size in all of them.
+A way is a function that takes a trained model and yields every share of the compressible parameters with the figures
+measured there. The head counts as never compressed even where a way splits it, so that a share is the same size in all
+ways.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,18 +38,18 @@ from salaad.training.prediction import flops_of_passes, rebuilt_outline
 from scripts.shares import NAMED, shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
-MATCH = 256  # sequences
-DISTILL = 20  # the part of the training tokens is one of so many
-TEXT_SHARE = 0.3  # of what is learned in distillation that the text says
+MATCH = 256  # sequences that layers are matched on
+DISTILL = 20  # distillation reads one in so many of the training tokens
+TEXT_SHARE = 0.3  # share of the text in the targets of distillation; the rest is X's predictions
 KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 BLOCKS = SalaadConfig(embedding=True)
-SPLITS = ("rpca", "godec")  # of a model that was trained full-rank
-FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → what each folder keeps
+SPLITS = ("rpca", "godec")  # methods of splitting a model that was trained full-rank
+FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → shares of each folder
 
 
 def all_shares() -> list[float]:
-    """The eight of the elastic score, and those that tables name."""
+    """Return the eight shares of the elastic score and those that tables name, the largest first."""
     return sorted({*shares(), *NAMED}, reverse=True)
 
 
@@ -57,9 +58,9 @@ class Measured:
     """A trained model whose sizes are measured.
 
     Args:
-        run: its folder.
-        tokens: validation tokens, of whose second half every figure is.
-        text_tokens: of the training.
+        run: folder of its run.
+        tokens: validation tokens; every figure is measured on their second half.
+        text_tokens: tokens of text in the training.
         other_text: a second validation file, on which the sizes that tables name are measured too.
     """
 
@@ -69,17 +70,17 @@ class Measured:
     other_text: str | None = None
 
     def evaluation(self, source: ModelOnDisk, split: PostHoc | None = None) -> VariantEvaluation:
-        """Of what can be cut from `source`."""
+        """Return the evaluation of models cut from `source`, which `split`, if given, splits after training."""
         deployment = open_deployment(source, split)
         if split is not None and split.method == "godec":
-            room = budgets_of(self)[0][1] - deployment.fixed  # the largest
+            room = budgets_of(self)[0][1] - deployment.fixed  # parameters that the largest size leaves to blocks
             split = split.with_room(deployment.shapes.values(), room, ("rank_ratio", "density"))
             deployment = open_deployment(source, split)
         data = DataConfig(**self.source.run["data"])
         return VariantEvaluation(deployment, data, tokens=self.tokens, dtype="float32", batch=16, half="second")
 
     def on_other_text(self, deployment: Deployment, variant: Variant) -> dict[str, float]:
-        """Perplexity of a variant on the second validation file, if there is one."""
+        """Return a variant's perplexity on the second validation file as `other_perplexity`; {} without such a file."""
         if self.other_text is None:
             return {}
         data = replace(DataConfig(**self.source.run["data"]), source="files", validation_files=(self.other_text,))
@@ -87,19 +88,19 @@ class Measured:
         return {"other_perplexity": measure(variant)["perplexity"]}
 
     def row(self, evaluation: VariantEvaluation, variant: Variant, share: float = 1) -> dict[str, Any]:
-        """What is measured of a variant; at a share that tables name, and of whole models, on the second text too."""
+        """Return the figures of a variant; at shares that tables name and for whole models, on the second text too."""
         named = share in (*NAMED, 1)
         return evaluation(variant) | (self.on_other_text(evaluation.deployment, variant) if named else {})
 
     def training_cost(self, positions: int) -> dict[str, float]:
-        """What the training took, by the parameters that its method passes through; not what comes every K steps."""
+        """Return tokens and operations of the training's forward and backward passes; periodic work is not counted."""
         config, _ = read_command_line(["--config", str(self.run / "config.yaml")])
         model = rebuilt_outline(config, describe_model(config.model, config.data.sequence_length))
         work = method_of(config).work(model, config, 1, RATES["cpu"])
         return {"tokens": positions, "operations": flops_of_passes(model, work, config) * positions}
 
     def costs_of(self, way: str) -> dict[str, float]:
-        """What fitting all folders of a way took together and their bytes, as compress.py says; nothing without any."""
+        """Return tokens, operations and bytes of all folders that a way fits, summed over compress.py's records."""
         names = [folder_name(chosen, *split_of_way(way)) for chosen in FOLDERS.get(way_of_tuning(way), ())]
         found = [read_json(self.run / name / RECORD) for name in names]
         costs = [one["tuning"] | {"bytes": one["bytes_on_disk"][1]} for one in found]
@@ -117,34 +118,37 @@ def budget_of(deployment: Deployment, share: float) -> int:
 
 
 def budgets_of(model: Measured) -> list[tuple[float, int]]:
-    """All shares and their budgets. The head counts as never compressed, also where it is, so that sizes are equal."""
+    """Return all shares and their budgets; the head counts as never compressed, so that sizes are equal in all ways."""
     deployment = open_deployment(model.source, split_for("rpca", head=False))
     return [(share, budget_of(deployment, share)) for share in all_shares()]
 
 
-Sizes = Iterator[tuple[float, dict[str, Any]]]  # share, and what was measured there
+Sizes = Iterator[tuple[float, dict[str, Any]]]  # share of the compressible parameters, and the figures measured there
 
 
 def way_of_tuning(way: str) -> str:
-    """`tuned` or `tuned, each` of what a way is called; nothing of one that fits nothing."""
+    """Return the part of a way's name that says how it fits on text, `tuned` or `tuned, each`; else an empty string."""
     return way[way.index("tuned") :] if "tuned" in way else ""
 
 
 def split_of_way(way: str) -> tuple[str | None, bool]:
-    """How a way splits after the fact, if it does, and whether it splits the head too."""
+    """Return how the way of this name splits after training (None: not), and whether it splits the head too."""
     words = way.split(", ")
     return next((name for name in SPLITS if name in words), None), "head" in words
 
 
 def split_for(how: str | None, head: bool) -> PostHoc:
-    """What is split after the fact: all blocks in this way, or the embedding if it is no block; and the head."""
+    """Return what to split after training: all blocks by `how`, or for None only an embedding that is no block.
+
+    With `head` the head is split too.
+    """
     if how is None:
         return PostHoc(replace(BLOCKS, roles=("embedding", *["lm_head"] * head)), beside=True)
     return PostHoc(replace(BLOCKS, lm_head=head), how)
 
 
 def by_energy(model: Measured, how: str | None = None, head: bool = False, weighed: bool = True) -> Sizes:
-    """Cut by energy and refined, every size by itself."""
+    """Yield every size, cut by energy and refined; `weighed` by the optimizer's second moments."""
     evaluation = model.evaluation(model.source, split_for(how, head))
     deployment = evaluation.deployment
     if not weighed:  # as before the optimizer's second moments were kept: every entry counts alike
@@ -155,7 +159,7 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
 
 
 def by_hpa(model: Measured) -> Sizes:
-    """Cut by HPA, with the κ that is best on the half of the text that no other figure is of."""
+    """Yield every size, cut by HPA with the κ that is best on validation text that no figure is measured on."""
     evaluation = model.evaluation(model.source)
     half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
     for share, budget in budgets_of(model):
@@ -165,12 +169,12 @@ def by_hpa(model: Measured) -> Sizes:
 
 
 def cut_bytes(deployment: CheckpointDeployment, variant: Variant) -> int:
-    """What the file of a variant of a checkpoint takes, in float32."""
+    """Return the bytes of the file that stores a variant of a checkpoint in float32."""
     return deployment.disk_bytes(deployment.cut(variant), element=4)
 
 
 def tuned(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
-    """One elastic folder, every range of which is matched where it begins and distilled at all of its sizes."""
+    """Yield the sizes of one elastic folder, whose ranges are matched where they begin and distilled at all sizes."""
     folder = ModelOnDisk.open(compressed(model, BEGINS, split, head))
     evaluation = model.evaluation(folder)
     for share, budget in budgets_of(model):
@@ -182,7 +186,7 @@ def tuned(model: Measured, split: str | None = None, head: bool = False) -> Size
 
 
 def bytes_alone(source: ModelOnDisk, budget: int, data: DataConfig) -> int:
-    """What one size of an elastic folder takes in a folder of its own."""
+    """Return the bytes of one size of an elastic folder when it is stored in a folder of its own."""
     with TemporaryDirectory() as place:
         path = str(source.folder.path)
         options = CompressOptions(checkpoint=path, output=f"{place}/alone", budget=str(budget), dtype="float32")
@@ -191,7 +195,7 @@ def bytes_alone(source: ModelOnDisk, budget: int, data: DataConfig) -> int:
 
 
 def tuned_each(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
-    """Every size that tables name in a folder of its own, matched and distilled by itself."""
+    """Yield every size that tables name, each from a folder of its own, matched and distilled for this size alone."""
     for share in NAMED:
         folder = compressed(model, (share,), split, head)
         row, of = model.row(model.evaluation(ModelOnDisk.open(folder)), Variant("X")), read_json(folder / RECORD)
@@ -199,13 +203,13 @@ def tuned_each(model: Measured, split: str | None = None, head: bool = False) ->
 
 
 def compressed(model: Measured, chosen: Sequence[float], split: str | None, head: bool) -> Path:
-    """The folder that compress.py makes of the model, matched and distilled; made unless it is there.
+    """Return the folder that compress.py makes of the model, matched and distilled; made unless it is there.
 
     Args:
-        model: the model.
-        chosen: the share of the compressible parameters that is kept; of several, an elastic folder has all ranges.
-        split: how it is split after the fact, if it is.
-        head: the head is split too.
+        model: the trained model.
+        chosen: share of the compressible parameters to keep; several shares make an elastic folder with their ranges.
+        split: how the model is split after training; None takes L + S as trained.
+        head: whether the head is split too.
     """
     deployment = open_deployment(model.source, split_for("rpca", head=False))
     budgets = [budget_of(deployment, share) for share in chosen]
@@ -242,12 +246,12 @@ def _require_made_so(folder: Path, options: CompressOptions, budgets: Sequence[i
 
 
 def folder_name(chosen: Sequence[float], split: str | None, head: bool) -> str:
-    """Of what `compressed` makes."""
+    """Return the name of the folder that `compressed` makes."""
     return "-".join(["elastic" if len(chosen) > 1 else f"{chosen[0]:g}", *filter(None, [split, "head" * head])])
 
 
 def samples(folder: Path, least: int) -> list[dict[str, Any]]:
-    """What the smallest size and the largest of an elastic folder make of the same beginning."""
+    """Return the texts that the smallest (`least`) and the largest size of an elastic folder make of `BEGINNING`."""
     found, tokenizer = [], AutoTokenizer.from_pretrained(folder)
     units = open_deployment(ModelOnDisk.open(folder))
     prompt = tokenizer(BEGINNING, return_tensors="pt", add_special_tokens=False).input_ids
@@ -260,7 +264,7 @@ def samples(folder: Path, least: int) -> list[dict[str, Any]]:
 
 
 def nested(model: Measured) -> Sizes:
-    """The largest width, or mixture of widths, that fits; and every width that is narrower than the model's."""
+    """Yield MatFormer's largest width, or mixture of widths, that fits each share, and every uniform narrower width."""
     evaluation = model.evaluation(model.source)
     deployment = evaluation.deployment
     compressible = sum(X.numel() for X in find_blocks(model.source.folder.outline, BLOCKS).values())
@@ -274,7 +278,7 @@ def nested(model: Measured) -> Sizes:
 
 
 def _ways() -> dict[str, Callable[[Measured], Sizes]]:
-    """By name: cut by energy and fitted on text, of L + S as trained and of every split, the head whole and split."""
+    """Return all ways by name: cuts and fits on text, from L + S as trained or a split, the head whole or split."""
     found: dict[str, Callable[[Measured], Sizes]] = {}
     for split, head in product((None, *SPLITS), (False, True)):
         beside = ["head"] if head else []

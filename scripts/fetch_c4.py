@@ -66,7 +66,7 @@ def fetch(repository: str, kind: str, name: str, folder: Path) -> None:
 
 
 def training_options(folder: Path) -> list[str]:
-    """Command-line options of train.py for what lies in a folder."""
+    """Return the options of train.py that use the text and the tokenizer in a folder."""
     folder = folder.resolve()
     return [
         "--data.source files",

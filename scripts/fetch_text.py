@@ -34,7 +34,7 @@ RETRIES = 6
 
 
 def main() -> None:
-    """Fetch what the command line asks for and print the options that use it."""
+    """Fetch what the command line asks for and print the commands that train tokenizers on it."""
     options = read_options()
     sources = [one for given in options.files for one in ([given] if is_remote(given) else expand([given]))]
     with new_folder(options.output) as folder:
@@ -62,10 +62,10 @@ def read_options() -> Namespace:
 
 
 def sample(sources: Sequence[str], count: int, least: int) -> Iterator[str]:
-    """The first long texts of every source, as many from each as its share; what one lacks the next ones give.
+    """Yield `count` texts of at least `least` characters, the first of every source, evenly; later sources fill gaps.
 
     Raises:
-        UserError: all sources together hold fewer.
+        UserError: all sources together hold fewer than `count`.
     """
     left = count
     with tqdm(total=count, unit="article", disable=not sys.stdout.isatty()) as progress:

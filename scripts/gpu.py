@@ -4,10 +4,11 @@
     bash scripts/gpu.sh --hours 12         with the training of 60m on Wikipedia text
     bash scripts/gpu.sh --device cpu --tiny --output runs/gpu   the same path with the smallest shapes, in minutes
 
-Every stage is a command of its own that writes one JSON file. What is there is kept: the same command goes on after an
-interruption, and a file that is deleted is made again. One of another commit is put into older/COMMIT and made again,
-except for trainings, which stay as long as they are this device's. A stage that fails is told in the table, and the
-others go on; one that takes twice its time, or is not done when the hours are over, is stopped. Send in the folder.
+Every stage is a command of its own that writes one JSON file. Existing files are kept: the same command goes on after
+an interruption, and a file that is deleted is made again. A file of another commit is moved to older/COMMIT and made
+again, except for trainings, which are kept if this device made them. A stage that fails is named in the table, and the
+others go on; one that takes twice its expected time, or is not done when the hours are over, is stopped. Send in the
+folder.
 """
 
 import argparse
@@ -46,22 +47,22 @@ SIZES = {"60m": 32, "130m": 32, "350m": 16, "1b": 8}  # rows of 256 tokens in a 
 TINY = ("--model.hidden_size=32", "--model.intermediate_size=48", "--model.vocab_size=4096", "--train.batch=2")
 TEXT = ("--data.source=python-docs", "--data.packing=true", "--data.workers=0")
 WIKIPEDIA = "runs/wikipedia"
-PATIENCE = 60.0  # seconds that a stage has to end in once its time is over; a training saves in them
+PATIENCE = 60.0  # seconds that a stage has to end by itself once its time is over; a training saves meanwhile
 DONE = "done"
-MARGIN = 2  # times that a stage may take longer than was told
-AROUND = 30  # minutes around the trainings of the reproduction: text, evaluations
+MARGIN = 2  # a stage is stopped after so many times its expected minutes
+AROUND = 30  # minutes of the reproduction beside its trainings: text, evaluations
 
 
 class Stage(NamedTuple):
-    """One command.
+    """One command, with its expected time and the place of its result.
 
     Args:
-        name: of its JSON file and in the table.
-        words: behind `python`; `--output FILE` is added unless `result` is given.
-        minutes: that it takes, as far as can be told; it is left out if less is left, and stopped after `MARGIN` times
-            as many.
-        result: the file it writes, if it has a place of its own; it is copied.
-        before: another command, behind `python`, that has to end well before.
+        name: name of the JSON file, shown in the table.
+        words: arguments of `python`; `--output FILE` is added unless `result` is given.
+        minutes: expected time; the stage is left out if less time is left, and stopped after `MARGIN` times as many
+            minutes.
+        result: the file that the command writes if it has a fixed place; this file is copied.
+        before: arguments of another `python` command, which must succeed first.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Stage(NamedTuple):
 
 
 def stages(device: str, tiny: bool) -> Iterator[Stage]:
-    """All of them, those first that others rely on."""
+    """Yield all stages, those first that others rely on."""
     small, on = ("--tiny",) if tiny else (), ("--device", device)
     yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 20)
     for size, batch in ({"nano": 2} if tiny else SIZES).items():
@@ -119,20 +120,20 @@ def reproduction_minutes(gpu: str) -> float:
 
 
 def name_of(device: str) -> str:
-    """What the driver calls the device; nothing where there is none."""
+    """Return the driver's name of the GPU; an empty string for a CPU, and where there is no GPU."""
     return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
 
 
 def is_of(device: str, result: Mapping[str, Any]) -> bool:
-    """Whether this device made a result, and trained all that is in it."""
+    """Return whether this device made a result and all trainings in it."""
     machines = [about["machine"] for about in (result, *result.get("trainings", ())) if "machine" in about]
     return all(machine.startswith(name_of(device)) for machine in machines)
 
 
 def outcome(stage: Stage, folder: Path, device: str, commit: str | None = None) -> str | None:
-    """How a stage ended whose result is there, of this device and commit, or of any; None where there is none.
+    """Return how a stage ended, from its result of this device and `commit` (of any if None); None without a result.
 
-    A result that has a place of its own is copied; it may be of another commit, since trainings take hours.
+    A result with a fixed place is copied first; it may be of another commit, since trainings take hours.
     """
     path = folder / f"{stage.name}.json"
     if stage.result and stage.result.exists() and is_of(device, read_json(stage.result)):
@@ -152,7 +153,7 @@ def outcome(stage: Stage, folder: Path, device: str, commit: str | None = None) 
 
 
 def set_aside(path: Path, device: str, commit: str) -> None:
-    """Put a result of another commit or device into older/COMMIT, if there is one; what this one has begun stays."""
+    """Move a result of another commit or device to older/COMMIT; one that this commit and device have begun stays."""
     found = read_json(path) if path.exists() else {}
     if found.get("commit", commit) != commit or not is_of(device, found):
         older = path.parent / "older" / found.get("commit", "unknown")
@@ -161,7 +162,7 @@ def set_aside(path: Path, device: str, commit: str) -> None:
 
 
 def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -> str:
-    """Run a stage, which has so many seconds left at the most, its words in NAME.log; how it ended."""
+    """Run a stage for at most `left` seconds, with its output in NAME.log, and return how it ended."""
     result = folder / f"{stage.name}.json"
     set_aside(result, device, commit)
     words = stage.words if stage.result else (*stage.words, "--output", str(result))
@@ -186,7 +187,7 @@ def perform(stage: Stage, folder: Path, device: str, commit: str, left: float) -
 
 
 def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int | None:
-    """Run a command of Python; None if it was stopped, with all that it had started, as its time was over."""
+    """Run a Python command and return its exit code; None if it, and all it started, was stopped after `seconds`."""
     command = [sys.executable, *words]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -199,25 +200,25 @@ def exit_code(words: tuple[str, ...], environment: dict[str, str], log: TextIO, 
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process and what it started, which are a group; what does not end by itself in a minute is killed."""
+    """Terminate a process and its process group; processes that do not end within `PATIENCE` seconds are killed."""
     end = time.monotonic() + PATIENCE
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         while time.monotonic() < end:
             process.poll()
-            os.killpg(process.pid, 0)  # as long as there is one of them
+            os.killpg(process.pid, 0)  # raises once no process of the group is left
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def default_folder(device: str) -> Path:
-    """results/gpu/NAME."""
+    """Return results/gpu/NAME for the NAME of the device."""
     return ROOT / "results" / "gpu" / re.sub(r"[^a-z0-9]+", "-", (name_of(device) or "cpu").lower()).strip("-")
 
 
 def main() -> None:
-    """Perform what is missing and fits the hours, write the page.
+    """Run the stages that are missing and fit the hours, and write the page.
 
     Raises:
         UserError: there is no such device, or a stage failed.
@@ -255,9 +256,9 @@ def main() -> None:
 
 
 def stop_as_by_hand() -> None:
-    """Let a request to end this process, or the end of its terminal, stop the stage that runs too, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP act on this process as Ctrl-C does, so that the running stage is stopped too."""
     for request in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(request) != signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(request) != signal.SIG_IGN:  # under nohup SIGHUP is ignored
             signal.signal(request, signal.default_int_handler)
 
 

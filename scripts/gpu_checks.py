@@ -5,10 +5,10 @@
     python scripts/gpu_checks.py --device cpu --tiny
 
 Every check gives one error and the limit that it must not exceed. References are computed in float64 on the CPU, except
-for training, whose reference is the same training in float32 on the CPU; one that was interrupted, compiled or shared
-by processes is compared with a plain one on the same device. CUDA graphs, and the host's waiting for a GPU, are left
-out on a CPU. Every check is written as soon as it is made: the same command goes on with the kinds that are not
-finished, first those that it never began, if commit and machine are the same.
+for ADMM updates and trainings, which are compared with the same updates or training in float32 on the CPU; a training
+that was resumed, compiled or shared by processes is compared with a plain one on the same device. CUDA graphs, and the
+host's waiting for a GPU, are left out on a CPU. Every check is written as soon as it is made: the same command goes on
+with the kinds that are not finished, first those that were never begun, if commit and machine are the same.
 """
 
 import argparse
@@ -49,12 +49,12 @@ KINDS: dict[str, Callable[[torch.device, bool], Iterator[Check]]] = {
 
 
 class Kept:
-    """The checks that are there, written after every one of them.
+    """The checks made so far, written to a JSON file after each of them.
 
     Args:
-        path: of the JSON file, if there is to be one. What it holds is kept if its provenance is the same.
-        about: the provenance, the device and the shapes.
-        kinds: that are wanted.
+        path: the JSON file, if one is to be written. The checks in it are kept if it has the values in `about`.
+        about: the provenance, the device and whether shapes are tiny.
+        kinds: the kinds of checks that are wanted.
     """
 
     def __init__(self, path: Path | None, about: Mapping[str, Any], kinds: Sequence[str]) -> None:
@@ -68,26 +68,26 @@ class Kept:
         self._rows: list[dict[str, Any]] = [row for row in rows if row["kind"] not in self.left]
 
     def _was_begun(self, kind: str) -> bool:
-        """What was begun and never finished may not end, so the others come first."""
+        """Return whether a kind was begun before; if unfinished, it may never end, so the others come first."""
         return kind in self._begun
 
     @property
     def checks(self) -> list[Check]:
-        """All of them."""
+        """All checks made so far."""
         return [Check.from_row(row) for row in self._rows]
 
     def begin(self, kind: str) -> None:
-        """Its checks come next."""
+        """Record that the checks of a kind come next."""
         self._begun = [*dict.fromkeys([*self._begun, kind])]
         self._write()
 
     def add(self, kind: str, check: Check) -> None:
-        """Keep a check."""
+        """Record a check of a kind."""
         self._rows.append({"kind": kind, **check.row})
         self._write()
 
     def end(self, kind: str) -> None:
-        """All checks of the kind are there."""
+        """Record that all checks of a kind are made."""
         self.left.remove(kind)
         self._write()
 
@@ -98,7 +98,7 @@ class Kept:
 
 
 def checks_of(kind: str, device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Every check of a kind; that it breaks off is one too."""
+    """Yield every check of a kind; an exception becomes a failed check."""
     try:
         yield from KINDS[kind](device, tiny)
     except Exception as error:
@@ -107,7 +107,7 @@ def checks_of(kind: str, device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def main() -> None:
-    """Compare, print a table, write JSON.
+    """Make the checks that are left, print each, write JSON.
 
     Raises:
         UserError: there is no such device or kind, or a check does not pass.

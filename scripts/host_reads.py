@@ -1,8 +1,8 @@
 """How often the host waits for a device, counted on the CPU by the operations that would make it wait.
 
-On the CPU both have one memory, so a tensor is on the host by where it comes from: made without a device being named,
-brought there by `cpu()` or `to("cpu")`, or computed from such tensors alone. All others are on the device, which is
-`DEVICE` itself; they say so too, and whatever else is equal to it is the host.
+On the CPU host and device share one memory, so a tensor counts as on the host by its origin: made without a device
+being named, moved by `cpu()` or `to("cpu")`, or computed from such tensors alone. All others count as on the device.
+The object `DEVICE` stands for the device, and is the `device` of its tensors; any other object equal to it is the host.
 """
 
 from collections import Counter
@@ -19,29 +19,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 DEVICE = torch.device("cpu")
 
 aten = torch.ops.aten
-# A value on the host, or a shape that depends on values.
+# They bring a value to the host, or return a shape that depends on values.
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.is_nonzero}
-# They look inside whether they have converged.
+# They wait inside to check whether they have converged.
 CHECKED = {aten._linalg_eigh, aten._linalg_svd, aten._linalg_check_errors, aten.linalg_inv_ex}
 MAKING = ("tensor", "as_tensor", "from_numpy", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint")
 WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))
 GROUPING = "_group_tensors_by_device_and_dtype"
-_LONG_AGO = -1  # that a tensor of the host was enqueued for it: there is nothing to wait for
+_LONG_AGO = -1  # the step of a host tensor that there is no need to wait for
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the operations that make the host wait for a device.
+    """Dispatch mode that counts the operations that make the host wait for a device.
 
-    A copy that the host does not wait for is counted when its numbers are looked at: if it was enqueued in this step
-    under `count`, else under `earlier`. Steps are told apart by `next_step`.
+    A copy with `non_blocking` is counted when its values are read: under `count` if it was enqueued in the current
+    step, else under `earlier`. `next_step` begins a step.
 
     Attributes:
         count: reads of a value, of many at once (`tolist`, `numpy`, copies to the host), shapes that depend on values,
             and waits for an event, a stream or the whole device.
-        earlier: looks at what an earlier step has enqueued a copy of.
+        earlier: reads of copies that an earlier step enqueued.
         decompositions: calls of a vendor's eigensolver or SVD, which wait inside for their error code.
-        uploads: tensors made of numbers of the host, which would be copied to the device.
-        operators: all operations, by name.
+        uploads: tensors made from numbers on the host, which would be copied to the device.
+        operators: counts of all operations, by name.
     """
 
     def __init__(self) -> None:
@@ -49,24 +49,24 @@ class HostReads(TorchDispatchMode):
         self.count = self.earlier = self.decompositions = self.uploads = 0
         self.operators = Counter()
         self._step = 0
-        self._on_host = WeakTensorKeyDictionary()  # tensor → the step in which the copy of its numbers was enqueued
+        self._on_host = WeakTensorKeyDictionary()  # host tensor → the step in which its copy was enqueued
         self._patch = MonkeyPatch()
 
     @property
     def total(self) -> int:
-        """All operations."""
+        """The number of all operations."""
         return self.operators.total()
 
     def put_on_host(self, *tensors: Tensor) -> None:
-        """These were made on the host before counting began."""
+        """Mark tensors as made on the host before counting began."""
         self._place(tensors, _LONG_AGO)
 
     def next_step(self) -> None:
-        """What is enqueued from now on belongs to another step."""
+        """Begin another step, to which all copies enqueued from now on belong."""
         self._step += 1
 
     def __enter__(self) -> "HostReads":
-        # A mode of torch's functions would see nothing of the hooks of gradients: `backward` is such a function itself.
+        # Patches, since a TorchFunctionMode sees nothing inside gradient hooks: `backward` is itself such a function.
         set_, on_host = self._patch.setattr, self._on_host
         for name in ("tolist", "numpy"):
             set_(Tensor, name, self._looking(getattr(Tensor, name)))
@@ -75,7 +75,7 @@ class HostReads(TorchDispatchMode):
         set_(Tensor, "device", property(lambda tensor: torch.device("cpu") if tensor in on_host else DEVICE))
         for name in MAKING:
             set_(torch, name, self._making(getattr(torch, name)))
-        # Where torch itself sends one tensor to where others are.
+        # By these groups torch itself moves a tensor to the device of others.
         set_(torch._C, GROUPING, self._grouping(getattr(torch._C, GROUPING)))
         for owner, name in WAITS:
             set_(owner, name, self._waiting(getattr(owner, name)))
@@ -109,7 +109,7 @@ class HostReads(TorchDispatchMode):
         return made
 
     def _look(self, *tensors: Tensor) -> None:
-        """Count that the host needs numbers of these."""
+        """Count a read by the host of values of these tensors."""
         known = [self._on_host.get(tensor) for tensor in tensors]
         if None in known or self._step in known:
             self.count += 1
@@ -117,7 +117,7 @@ class HostReads(TorchDispatchMode):
             self.earlier += 1
 
     def _place(self, made: Any, enqueued: int | None) -> None:
-        """Note that tensors are on the host, as they are from the step `enqueued` on, or for None on the device."""
+        """Mark tensors as on the host, copied there in the step `enqueued`, or as on the device if it is None."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._on_host.pop(tensor, None)
@@ -125,7 +125,7 @@ class HostReads(TorchDispatchMode):
                     self._on_host[tensor] = enqueued
 
     def _looking(self, method: Callable) -> Callable:
-        """A method of tensors that gives a whole one to the host, which on the CPU is no operation."""
+        """Wrap a tensor method that hands all values to the host, which on the CPU is no operation."""
 
         def look(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._look(tensor)
@@ -135,7 +135,7 @@ class HostReads(TorchDispatchMode):
         return look
 
     def _moving(self, method: Callable) -> Callable:
-        """`to`, which makes a tensor of its own of one that goes to the host or to the device."""
+        """Wrap `to`, so that a move to the host or to the device makes a new tensor, and the host's wait is counted."""
 
         def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             moved = method(tensor, *args, **kwargs)
@@ -157,7 +157,7 @@ class HostReads(TorchDispatchMode):
         return to
 
     def _making(self, function: Callable) -> Callable:
-        """A function that makes a tensor where it is told to, else on the host."""
+        """Wrap a function that makes a tensor, on the host unless a device is named."""
 
         def make(*args: Any, **kwargs: Any) -> Tensor:
             made = function(*args, **kwargs)
@@ -168,7 +168,7 @@ class HostReads(TorchDispatchMode):
         return make
 
     def _grouping(self, function: Callable) -> Callable:
-        """A function that gives tensors by device and dtype; nobody asks it for those of the host."""
+        """Wrap a function that groups tensors by device and dtype; none are on the host, so all get `DEVICE`."""
 
         def group(*args: Any) -> dict:
             return {(DEVICE, dtype): tensors for (_, dtype), tensors in function(*args).items()}
@@ -176,7 +176,7 @@ class HostReads(TorchDispatchMode):
         return group
 
     def _waiting(self, function: Callable) -> Callable:
-        """A function that waits for what the device was given."""
+        """Wrap a function that waits for the device, and count its calls."""
 
         def wait(*args: Any, **kwargs: Any) -> Any:
             self.count += 1

@@ -2,7 +2,7 @@
 
 python scripts/inspect_kernels.py --output results/kernels/kernels.json
 
-Every kernel is run on the CPU against float64, in a process of its own, since Triton decides at its import whether to
+All kernels are run on the CPU against float64, in a separate process, since Triton decides at its import whether to
 interpret; and compiled ahead of time for an A100, an H100 and a B200. Nothing here says how fast a kernel is.
 """
 
@@ -55,7 +55,7 @@ def measured_resources() -> list[dict]:
 
 
 def error_table(rows: list[dict]) -> str:
-    """A line a kernel and case, a column a dtype; a dash where the kernel does not take it."""
+    """Return a table, a line per kernel and case, a column per dtype; a dash where a kernel does not take a dtype."""
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         lines.setdefault((row["kernel"], row["case"]), {})[row["dtype"]] = f"{row['error']:.1e}"
@@ -65,7 +65,7 @@ def error_table(rows: list[dict]) -> str:
 
 
 def resource_table(rows: list[dict]) -> str:
-    """A line a kernel, dtype and case; registers on every architecture, and the most of the rest."""
+    """Return a table, a line per kernel, dtype and case; registers on every architecture, and the most of the rest."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         groups.setdefault((row["kernel"], row["dtype"], row["case"]), []).append(row)

@@ -1,4 +1,4 @@
-"""How many bytes of tensors a piece of work needs at most, beside those that are there before it."""
+"""The peak bytes of tensors that a piece of work needs, on top of those that exist before."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 
 def most_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes at most beside what is there: as its allocator counts them on a GPU, else those of tensors."""
+    """Return the peak bytes that `work` adds to those held: by the allocator on a GPU, else of live tensors."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -23,7 +23,7 @@ def most_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that operations made and that are still there, and how many there were at most."""
+    """Dispatch mode that counts the bytes of live tensors made by operations (`now`), and their peak (`peak`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class LiveTensors(TorchDispatchMode):
         self._known: set[int] = set()
         before = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
         for storage in (tensor.untyped_storage() for tensor in before if tensor.device.type != "meta"):
-            # Once it is gone, a new one may have its address.
+            # Once this storage is freed, a new one may have its address.
             self._known.add(storage._cdata)
             weakref.finalize(storage, self._known.discard, storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation, whose new storages are counted until they are freed."""
+        """Run an operation and count its new storages until they are freed."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":

@@ -1,7 +1,7 @@
-"""What of a method's own settings is searched beside its learning rate: two other values each, the same for all.
+"""The settings of each method that are searched beside its learning rate: two alternatives for every method.
 
-Of numbers half and double of what the method brings; with a smaller or larger c SALAAD's controller moves the other
-way, as in `salaad.config.suggestion`. Ranks and densities that are stored stay, since they make another size.
+For numbers these are half and double the method's default; SALAAD's controller steps are doubled where its c is halved
+and vice versa, as in `salaad.config.suggestion`. Stored ranks and densities stay, since they change the model's size.
 """
 
 from salaad.config.run import RunConfig
@@ -12,7 +12,7 @@ _NUMBERS = {
     "galore": ("scale",),
     "loro": ("every",),
     "sltrain": ("alpha",),
-    "salaad": ("rho_constant", "-delta_alpha", "-delta_beta"),  # those with a dash by the inverse factor
+    "salaad": ("rho_constant", "-delta_alpha", "-delta_beta"),  # with a dash: by the inverse factor
 }
 _OTHERS = {
     "full_rank": (("--optimizer.weight_decay=0.1",), ("--optimizer.clip=0",)),
@@ -23,7 +23,7 @@ _OTHERS = {
 
 
 def alternatives(config: RunConfig) -> list[tuple[str, ...]]:
-    """Options of train.py for each; none of a method that is registered from outside."""
+    """Return the alternatives as options of train.py; none for a method that is registered from outside."""
     if config.method in _OTHERS:
         return list(_OTHERS[config.method])
     names = _NUMBERS.get(config.method, ())

@@ -47,7 +47,7 @@ def chosen_items(names: list[str]) -> list[Item]:
 
 
 def listing(scale: Scale, items: list[Item]) -> list[dict]:
-    """One row an item: what it is, what it takes, whether it is there."""
+    """Return one row per item: its title, its trainings and their cost, and whether its result is there."""
     rows = []
     for item in items:
         runs = distinct(item.runs(scale), scale)
@@ -72,7 +72,7 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
 
 
 def listing_table(rows: list[dict]) -> str:
-    """The rows as Markdown."""
+    """Return the rows of `listing` as a Markdown table."""
     lines = [
         (
             row["item"],
@@ -90,7 +90,7 @@ def listing_table(rows: list[dict]) -> str:
 
 
 def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> list[str]:
-    """Train, `jobs` side by side, telling what is left and how long it will take; the names of those that failed."""
+    """Train, `jobs` side by side, printing what is left and how long it takes; return the names of failed trainings."""
     begun, failed = time.monotonic(), []
     with ThreadPoolExecutor(jobs) as pool:
         threads = max(1, torch.get_num_threads() // jobs)
@@ -108,7 +108,7 @@ def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> 
 
 
 def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
-    """The items without a result; the others are printed as they are kept, unless only commands are wanted."""
+    """Return the items without a result; print the kept results of the others unless `quiet`."""
     for item in items:
         if item.done(scale):
             if not quiet:
@@ -121,7 +121,7 @@ def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
 
 
 def print_result(result: dict) -> None:
-    """An item's title, tables and pictures."""
+    """Print an item's title, its tables and the paths of its pictures."""
     print(f"\n## {result['title']}\n")
     for caption, table in result["tables"].items():
         print(f"{caption}\n\n{table}\n")
@@ -130,7 +130,7 @@ def print_result(result: dict) -> None:
 
 
 def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
-    """Measure, keep and print every item whose trainings are there; what stands in the way of the others."""
+    """Measure, keep and print every item whose trainings are there; return what stands in the way of the others."""
     problems = []
     for item in items:
         if left := item.missing(scale, again):
@@ -148,7 +148,7 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("items", nargs="*", help="names from --list, or all")
     found.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def asked_scale(options: argparse.Namespace) -> Scale:
-    """The scale, and where its texts lie.
+    """Return the scale that is asked for, with the places of its texts and tokenizer.
 
     Raises:
         UserError: a text or folder is not there, or --c4 is given to a scale with another text.

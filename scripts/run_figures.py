@@ -12,7 +12,7 @@ from salaad.evaluation.figures import dress, loss_curve, save
 
 
 def training_figure(runs: Mapping[str, Path], path: Path) -> None:
-    """Four panels over the steps: training loss, rank ratio, density and reconstruction error.
+    """Draw four panels over the steps: training loss, rank ratio, density and reconstruction error.
 
     The last three show the mean over the blocks and the band from the lowest to the highest block.
 
@@ -49,7 +49,7 @@ def _band(panel: Axes, blocks: list[dict[str, Any]], key: str, label: str) -> No
 
 
 def frontier_figure(points: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Perplexity over the parameters of L + S relative to the dense blocks, one color per learning rate.
+    """Draw perplexity over the parameters of L + S relative to the dense blocks, one color per learning rate.
 
     Args:
         points: rows with `size`, `X`, `L+S`, `lr`, `vanilla` (of the vanilla run with that learning rate), `shipped`.

@@ -2,7 +2,7 @@
 
     python scripts/torture.py                     every drill, about an hour on two cores
     python scripts/torture.py --quick             a few tries of each, ten minutes
-    python scripts/torture.py --drills kill,disk  some of them; a --output that is there keeps the rows of the others
+    python scripts/torture.py --drills kill,disk  some drills; an existing --output keeps the rows of the others
 
 Every drill starts the trainer as a user does, breaks it from outside, starts the same command again, and compares the
 finished run with one that was left alone: weights, L and S, optimizer, place in the data, and every line of the
@@ -49,7 +49,7 @@ def main() -> None:
         for row in run_drills(Drills(Path(work), options.quick, options.seed), chosen):
             rows.append(row)
             print(f"{row.fault}: {row.tries} tries, lost: {', '.join(row.lost) or 'nothing'}; {row.note}", flush=True)
-            if options.output and row.tries:  # what broke off has no row that a later run would replace
+            if options.output and row.tries:  # no later run would replace the row of a drill that broke off
                 save(row, options.output)
     print("\n" + table([asdict(row) for row in rows]) + "\n")
     lost = [f"{row.fault} ({', '.join(row.lost)})" for row in rows if row.lost]
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run_drills(drills: Drills, names: list[str]) -> Iterator[Row]:
-    """The rows of these drills; after one that breaks off comes a row without tries, and no other drill."""
+    """Yield the rows of these drills; a drill that breaks off ends with a row without tries, and no other follows."""
     for name in names:
         try:
             yield from getattr(drills, name)()

@@ -16,7 +16,7 @@ from salaad.data.tokenizer import train_tokenizer
 
 
 def main() -> None:
-    """Train it and write the model."""
+    """Train the tokenizer and write its model."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", help="paths or globs of what data.files takes")
     parser.add_argument("--vocab-size", type=int, required=True, help="pieces, as model.vocab_size")

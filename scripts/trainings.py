@@ -1,4 +1,4 @@
-"""A training started by a script: run once, continued if it was interrupted, and what its folder says of it."""
+"""Trainings that scripts start: run once, continued if interrupted, and read back from their folders."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from salaad.config.methods import SETTINGS
 from salaad.runs.summary import origin_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# Settings of train.* by which a run computes the same, up to rounding, and is watched or kept otherwise.
+# Settings of train.* that change logging, saving or compiling, and what is computed by no more than rounding.
 WATCHING = ("compile", "log_every", "eval_every", "save_every", "keep_last", "keep_every")
 
 
@@ -24,8 +24,8 @@ class Trained(NamedTuple):
     """A training that ended.
 
     Args:
-        about: its options, and whether it was compiled where that was not asked; its steps; and the versions, commit
-            and machine it began with.
+        about: its options, and --train.compile where the run differs from them in it; its steps; and the versions,
+            commit and machine it began with.
         summary: summary.json; None where the numbers diverged.
     """
 
@@ -38,7 +38,7 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
 
     Args:
         words: options of train.py.
-        folder: of the run; its parent is there.
+        folder: folder of the run; its parent must exist.
         one_core: compute on one core, whatever the environment says.
 
     Raises:
@@ -68,10 +68,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether a run began with what is asked for.
+    """Return whether a run with the settings `old` began with the settings `asked`.
 
     Settings that its version did not know have their defaults; those of other methods do not count, and neither do
-    those that change nothing of what is computed, or no more than rounding.
+    those in `WATCHING`, which change what is computed by no more than rounding.
     """
     defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]

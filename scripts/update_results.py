@@ -25,7 +25,7 @@ PAGES = (
 
 
 def main() -> None:
-    """The pictures, then the generated sections of every page."""
+    """Draw the pictures, then write the generated sections of every page."""
     nano.draw_pictures()
     elastic.draw_pictures()
     sections = all_sections()
@@ -49,10 +49,10 @@ def all_sections() -> dict[str, str]:
 
 
 def filled(page: Path, sections: Mapping[str, str]) -> str:
-    """The text of a page with its marked sections as they should be.
+    """Return the text of a page with its marked sections replaced by those in `sections`.
 
     Raises:
-        UserError: a marked section is none of those.
+        UserError: the page marks a section that is not in `sections`.
     """
 
     def section(match: re.Match) -> str:

@@ -1,7 +1,7 @@
 """Text to batches: the same rows at any number of ranks and workers, and a position that can be saved.
 
-Global row g = 0, 1, 2, … of a run comes from stream g mod V. A step takes the next B rows, and rank r of W trains on
-those at the places i in the batch with i ≡ r (mod W). A rank reads only the streams whose rows it trains on.
+Global row g = 0, 1, 2, … of a run comes from virtual stream g mod V (`rows`). A step takes the next B rows, and rank r
+of W trains on those at places i of the batch with i ≡ r (mod W). A rank reads only the streams whose rows it needs.
 """
 
 import itertools
@@ -26,19 +26,19 @@ from salaad.model.loss import IGNORED
 
 
 class TrainingStream:
-    """Endless batches of one rank; `state_dict` is the position after the last batch returned.
+    """The endless batches of one rank; `state_dict` gives the position after the last batch returned.
 
     The next batch is always prepared ahead, so that `error` is known while the run can still be saved.
 
     Args:
         text: from `open_text`.
         config: how rows are made and by how many processes.
-        batch: B, rows in a global batch.
-        rank: r.
-        world_size: W.
+        batch: B, the number of rows in a global batch.
+        rank: r, this data-parallel rank.
+        world_size: W, the number of ranks.
         seed: seeds the order of the text.
         state: from `merge_states`, or the state of the only rank.
-        stop: a request to stop ends a wait for the next batch; the one prepared before is still returned.
+        stop: a request to stop ends a wait for the next batch; a batch prepared before is still returned.
 
     Raises:
         UserError: the state belongs to other files or another order, or lacks ranks.
@@ -103,7 +103,7 @@ class TrainingStream:
 
     @property
     def error(self) -> UserError | None:
-        """Why the next batch cannot be read, as `__next__` will raise it; None after a request to stop."""
+        """The error that `__next__` will raise in place of the next batch, if any; None after a request to stop."""
         return None if self._error is None or (self._stop and self._stop.asked) else UserError(self._error)
 
     def _prepare_next(self) -> None:
@@ -145,7 +145,7 @@ class TrainingStream:
 
     @property
     def repeats(self) -> bool:
-        """Whether some stream of this rank has begun to read its text anew."""
+        """Whether a stream of this rank has begun another pass over its text."""
         return any(cursor.epoch for cursor in self._cursors.values())
 
     def state_dict(self) -> dict:
@@ -164,7 +164,7 @@ class TrainingStream:
 
 
 def merge_states(states: Iterable[dict]) -> dict:
-    """One state from those of all ranks, from which any number of ranks can go on.
+    """Merge the states of all ranks into one, from which any number of ranks can go on.
 
     Raises:
         ValueError: they are states of different runs or steps.
@@ -230,7 +230,7 @@ class _Share(IterableDataset):
         self.cursors = {int(v): cursors.get(int(v), Cursor()) for v in np.unique(places % plan.streams)}
 
     def __iter__(self) -> Iterator[_Item | UserError]:
-        """Endless items; an error is yielded as an item, since torch would wrap a raised one in tracebacks."""
+        """Yield items endlessly; an error is yielded as an item, since torch would wrap a raised one in tracebacks."""
         worker = get_worker_info()
         numbers = list(self.cursors)[worker.id :: worker.num_workers] if worker else list(self.cursors)
         streams = {v: RowStream(self.plan, v, self.cursors[v], self.encoder) for v in numbers}

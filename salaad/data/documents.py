@@ -34,14 +34,14 @@ CHUNK = 1 << 20
 
 
 class Skipped(Enum):
-    """Why a record gives no document; the readers' callers count both kinds."""
+    """The reason why a record gives no document; callers of the readers count both kinds."""
 
     BAD = "bad"
     EMPTY = "empty"
 
 
 class _BadRecord(Exception):
-    """One record is bad; the message says why."""
+    """The error of a single bad record; its message says why the record is bad."""
 
 
 def expand(patterns: Iterable[str]) -> tuple[str, ...]:
@@ -78,10 +78,10 @@ def is_remote(file: str) -> bool:
 
 
 def size_of(file: str) -> int | None:
-    """Bytes of a local file; None for one on the hub.
+    """Return the size of a local file in bytes; None for a file on the hub.
 
     Raises:
-        UserError: it does not exist.
+        UserError: the file does not exist or cannot be read.
     """
     try:
         return None if is_remote(file) else Path(file).stat().st_size
@@ -117,7 +117,7 @@ def read_documents(
     start: int = 0,
     stride: int = 1,
 ) -> Iterator[tuple[int, str | Skipped]]:
-    """(index, text or `Skipped`) of the records start, start + stride, start + 2·stride, … of a file.
+    """Yield (index, text or `Skipped`) of the records start, start + stride, start + 2·stride, … of a file.
 
     Args:
         file: a local path or an `hf://` address.
@@ -163,7 +163,7 @@ def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> N
     `retries` apply to the hub only: a missing local file is a mistake that the user wants to hear of at once.
 
     Raises:
-        UserError: it cannot be read, or holds none.
+        UserError: the file cannot be read, or holds no document.
     """
     if size_of(file) == 0:
         raise UserError(f"{file} is empty (0 bytes); take it out of the list or write it again")
@@ -179,7 +179,11 @@ def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> N
 
 
 def _text_of(record: object, field: str) -> str:
-    """The text of a record: bytes of a JSON line or a paragraph, a parquet value, or None if it was too large."""
+    """Return the text of a record: the bytes of a JSON line or paragraph, a parquet value, or None if it was too large.
+
+    Raises:
+        _BadRecord: the record has no text, or was too large.
+    """
     if record is None:
         raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
     try:
@@ -205,7 +209,8 @@ def _text_of(record: object, field: str) -> str:
 def _records(file: str, field: str, size: int | None, start: int, stride: int) -> Iterator[tuple[int, str, object]]:
     _require_size(file, size)
     yield from _READERS[kind_of(file)[0]](file, field, start, stride)
-    # A file that is cut off while it is read seems to end. One that was deleted meanwhile was open and read completely.
+    # A file that is cut off while it is read seems to end, so its size is compared again. A file that was deleted
+    # meanwhile was still open, and has been read completely.
     with contextlib.suppress(FileNotFoundError):
         _require_size(file, size)
 
@@ -216,9 +221,10 @@ def _require_size(file: str, size: int | None) -> None:
 
 
 class _Hub(HfFileSystem):
-    """The hub without folder listings, whose requests have no time limit: one request opens and reads a file.
+    """The hub's file system without folder listings, which have no time limit: one request opens and reads a file.
 
-    `datasets` does not retry: it expects the exceptions of the HTTP library that the hub's client used before.
+    The reader of `datasets` is not used, as it does not retry: it expects the exceptions of the HTTP library that the
+    hub's client used before.
     """
 
     def isdir(self, path: str) -> bool:
@@ -228,19 +234,19 @@ class _Hub(HfFileSystem):
 
 @contextlib.contextmanager
 def _open(file: str) -> Iterator[BinaryIO]:
-    """A file as decompressed bytes."""
+    """Context manager that opens a local file or one on the hub as a stream of decompressed bytes."""
     _, compression = kind_of(file)
     storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
     own = None if compression == "zstd" else compression
     with fsspec.core.OpenFile(storage, file, "rb", compression=own) as stream:
-        # fsspec's zstd reader ends without an error after the first frame, and at a frame that is cut off.
+        # Arrow's reader, as fsspec's zstd reader ends without an error after the first frame, and at a cut-off frame.
         if compression == "zstd":
             stream = pyarrow.CompressedInputStream(stream, "zstd")
         yield io.BufferedReader(stream, CHUNK)
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """(number from 1, line); a line that is too large is None."""
+    """Yield (number from 1, line) for every line; None in place of a line that is too large."""
     lines = iter(partial(stream.readline, LARGEST_DOCUMENT + 1), b"")
     for number, line in enumerate(lines, 1):
         if len(line) > LARGEST_DOCUMENT:
@@ -269,7 +275,7 @@ def _text_records(file: str, field: str, start: int, stride: int) -> Iterator[tu
 
 
 def _paragraphs(stream: BinaryIO) -> Iterator[tuple[int, list[bytes] | None]]:
-    """(number of the first line, lines) of each block between blank lines; None for a block that is too large."""
+    """Yield (number of the first line, lines) of each block between blank lines; None for a block that is too large."""
     block: list[bytes] = []
     first, size = 1, 0
     for number, line in _lines(stream):

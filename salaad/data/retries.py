@@ -35,14 +35,14 @@ def read_with_retries(
     retries: int,
     remote: bool,
 ) -> Iterator[tuple[int, str, object]]:
-    """The records of a file, each once, even if reading is interrupted.
+    """Yield the records of a file, each once, even if reading is interrupted.
 
     Args:
         file: its path or address.
-        records_from: opens it at the record of an index; yields (index, place as a text, record).
+        records_from: opens the file at the record of the given index; yields (index, place in words, record).
         start: index of the first record.
         stride: distance to the next record.
-        retries: how often it is opened again without a new record, after 1, 2, 4, … seconds.
+        retries: how often the file is opened again without a new record, after 1, 2, 4, … seconds.
         remote: whether the file is on the hub, where a broken connection looks like a damaged file.
 
     Raises:
@@ -74,14 +74,14 @@ def read_with_retries(
 
 
 def longest_wait(retries: int) -> float:
-    """Seconds after which a file on the hub that never answers is given up, in so many retries."""
+    """Return the seconds after which a file on the hub that never answers is given up, with `retries` retries."""
     growing = range(min(retries, 10))  # every later pause is the longest
     pauses = sum(map(_pause, growing)) + (retries - len(growing)) * LONGEST_PAUSE
     return (retries + 1) * HUB_REQUEST + pauses
 
 
 def _pause(tries: int) -> float:
-    """Seconds before the next retry, after so many."""
+    """Return the seconds to wait before the next retry, when `tries` retries have been made."""
     return min(FIRST_PAUSE * 2.0 ** min(tries, 10), LONGEST_PAUSE)
 
 

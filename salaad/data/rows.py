@@ -1,11 +1,13 @@
 """Virtual streams: the files they read, their positions (cursors), and the rows of tokens they give.
 
-With F files and V streams every file is divided into V / gcd(F, V) stripes (document index modulo), and these units are
-dealt round-robin, so every stream has equally many. The order of a stream's units, and of the records in each window,
-depends only on (seed, stream, epoch, unit, window). So nine numbers are its whole state, and a resume reads one window
-again.
+With F files and V streams every file is divided into V / gcd(F, V) stripes, by the document's index modulo this number.
+A stripe of a file is a unit; units are dealt to the streams round-robin, so every stream has equally many. A window
+holds successive records of a unit, which are shuffled together. The order of a stream's units, and of the records in
+each window, depends only on (seed, stream, epoch, unit, window). So the nine numbers of a cursor are a stream's whole
+state, and a resume reads one window again.
 
-If a unit becomes unreadable, the stream goes on with the next unit; the window being read and the rest are lost.
+If a unit becomes unreadable, the stream goes on with the next unit; the window being read and the rest of the unit are
+lost.
 """
 
 import dataclasses
@@ -31,9 +33,9 @@ class Plan:
 
     Args:
         files: the files, in the same order in every process.
-        streams: V.
+        streams: V, the number of virtual streams.
         seed: seeds every order; None keeps the order of the files.
-        window: documents that are shuffled together.
+        window: number of documents that are shuffled together.
         epochs: passes over the text; None never ends.
         field: the column that holds the text.
         max_bad: bad documents one file may hold.
@@ -65,15 +67,16 @@ class Plan:
         return self.streams // math.gcd(len(self.files), self.streams)
 
     def units(self, stream: int, epoch: int) -> list[tuple[str, int]]:
-        """(file, stripe) of a stream in the order of an epoch."""
+        """Return the units (file, stripe) of a stream, in the order of this epoch."""
         units = range(stream, len(self.files) * self.stripes, self.streams)
         order = self.order(len(units), stream, epoch)
         return [(self.files[units[k] // self.stripes], units[k] % self.stripes) for k in order]
 
     def order(self, count: int, *place: int) -> np.ndarray:
-        """A permutation [count] that depends only on `count`, the seed and the `place`.
+        """Return a permutation [count] that depends only on `count`, the seed and the `place`.
 
-        Sorting raw Philox words gives the same in all numpy versions, which `Generator.permutation` does not promise.
+        Sorting raw Philox words gives the same permutation in all numpy versions, which `Generator.permutation` does
+        not promise.
         """
         if self.seed is None:
             return np.arange(count)
@@ -90,7 +93,7 @@ class Cursor:
         unit: units completed in this pass.
         window: windows completed in this unit.
         position: records completed in this window, in its shuffled order.
-        token: tokens of the record there that are already in rows (packing).
+        token: tokens of the record at this position that are already in rows (with packing only).
         bad: broken records.
         empty: records without text.
         long: documents that were cut to a row.
@@ -114,7 +117,7 @@ class RowStream:
     Args:
         plan: the settings of all streams.
         number: the number of this stream, from 0.
-        cursor: where it begins; it is copied.
+        cursor: the position where the stream begins; it is copied.
         encoder: the tokenizer.
     """
 
@@ -133,7 +136,7 @@ class RowStream:
         self._epochs_without_document = 0
 
     def next_row(self) -> np.ndarray | None:
-        """int32 ids, [at most length], the end-of-document token included; None when the last epoch is over.
+        """Return a row of int32 ids [at most length], end-of-document tokens included; None after the last epoch.
 
         Raises:
             UserError: the text cannot be read, or this stream has none.
@@ -211,7 +214,7 @@ class RowStream:
         return True
 
     def _lose_unit(self, error: UnreadableFile) -> None:
-        """Skip the rest of a unit, and with it a window read in part, whose records no cursor could describe."""
+        """Skip the rest of a unit, including the window read in part, whose records no cursor could describe."""
         cursor, allowed = self.cursor, self.plan.max_lost
         if allowed is None:
             raise error
@@ -259,7 +262,7 @@ class RowStream:
         return self._ids[position]
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of whole texts, or, without packing, of a beginning that is longer than a row."""
+        """Return the ids of whole texts or, without packing, of beginnings that are longer than a row."""
         if self.plan.packing:
             return [self._whole(text) for text in texts] if len(texts[-1]) > PART else self._encoder(texts)
         encoded = self._encoder([_beginning(text, 8 * self.plan.length) for text in texts])
@@ -270,7 +273,7 @@ class RowStream:
         return encoded
 
     def _whole(self, text: str) -> np.ndarray:
-        """Ids of a text, tokenised in parts of `PART` characters; at the cuts they may differ from the whole's."""
+        """Return the ids of a text tokenised in parts of `PART` characters; the cuts may change ids next to them."""
         parts = []
         while text:
             part = _beginning(text, PART)

@@ -28,14 +28,14 @@ class Text:
     """The files of a run's text, and its tokenizer.
 
     Args:
-        tokenizer: the one that is saved with the model.
+        tokenizer: the tokenizer, which is saved with the model.
         train_files: paths or hub addresses.
         validation_files: paths or hub addresses; no file is in both.
         corpus_hash: hex digest of all python-docs texts; None for other sources.
         vocab_size: upper limit of the ids.
         sizes: bytes of the local files when they were found; a changed file is an error.
         validation_rows: cache of tokenised rows, by the settings they were made with.
-        validation_counts: bad, empty, long and lost documents in them.
+        validation_counts: bad, empty, long and lost documents in the validation rows.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -104,11 +104,11 @@ def validation_batches(
     max_tokens: int,
     half: Literal["first", "second"] | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The validation rows of a rank, in micro-batches of up to `rows`.
+    """Yield the validation rows of a rank, in micro-batches of up to `rows`.
 
     The rows are read in order until they hold `max_tokens` non-padding tokens or more; row i belongs to rank i mod W.
-    Every rank reads all of them, so no communication is needed, and caches its own. With `half` only that half of a
-    rank's rows is given: what is chosen on one can be reported on the other.
+    Every rank reads all rows, so no communication is needed, and caches its own rows. With `half` only that half of a
+    rank's rows is given, so that a setting chosen on one half can be reported on the other.
 
     Raises:
         UserError: the text cannot be read, or has too few rows for halves.
@@ -140,9 +140,9 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
 def sample_rows(
     text: Text, config: DataConfig, count: int, seed: int = 0, option: str | None = None
 ) -> list[np.ndarray]:
-    """`count` rows of ids (at most `sequence_length` each) from all streams of the training text, none twice.
+    """Return `count` rows of ids (at most `sequence_length` each) from all streams of the training text, none twice.
 
-    `option` is what asked for them.
+    `option` is the option that asked for the rows, for the error message.
 
     Raises:
         UserError: the text cannot be read or has fewer rows.
@@ -165,7 +165,7 @@ def sample_rows(
 
 
 def rows_before_repeating(text: Text, config: DataConfig, batch: int, most: int) -> int:
-    """Training rows, of `most`, that a `TrainingStream` with such batches gives before it repeats any of the text.
+    """Return how many training rows, up to `most`, a `TrainingStream` of this `batch` gives before it repeats text.
 
     Raises:
         UserError: the text cannot be read.
@@ -201,7 +201,7 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
 
 
 def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
-    """Hex digest of the names and sizes of files, so that they may be moved to another folder.
+    """Return a hex digest of the names and sizes of files, which stays the same if they are moved to another folder.
 
     Sizes in `sizes` are used even if the files have changed since.
     """
@@ -211,7 +211,7 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
 
 
 def reading_plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, seed: int | None) -> Plan:
-    """The plan by which so many streams read these files of the text, in an order given by the seed."""
+    """Return the plan by which `streams` streams read `files` in an order given by `seed`; None: once, in order."""
     return Plan(
         files=files,
         streams=streams,

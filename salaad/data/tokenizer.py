@@ -18,7 +18,7 @@ from salaad.model.folders import has_tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
-_LARGEST_CONFIG = 2**22  # bytes of a file beside the vocabulary; reading it takes a hundred times as much memory
+_LARGEST_CONFIG = 2**22  # bytes of a file other than the vocabulary; reading it takes a hundred times as much memory
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
@@ -74,7 +74,7 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
-    """A sentencepiece model, unigram or BPE, as a fast tokenizer with the same ids.
+    """Convert a sentencepiece model, unigram or BPE, to a fast tokenizer with the same ids.
 
     Raises:
         UserError: the file is no sentencepiece model, or of a type without a fast counterpart (word, char).
@@ -107,14 +107,14 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
-    """The file of a sentencepiece model of `vocab_size` unigram pieces, with all bytes among them, so no text is lost.
+    """Train a sentencepiece model of `vocab_size` unigram pieces, with all bytes so no text is lost; return its file.
 
     Pieces 0, 1, 2 are padding, end and unknown, as in T5; there is no beginning-of-sequence token.
 
     Raises:
         UserError: the sentences are too few for so many pieces, or the number is too small.
     """
-    model = BytesIO()  # the model would contain the name of a file
+    model = BytesIO()  # not a file, as the model would contain its name
     try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -186,14 +186,14 @@ def _splits_at_spaces(proto: spm.ModelProto) -> bool:
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest id of text, end and padding, without other special tokens such as T5's sentinels."""
+    """Return 1 + the largest id of text, end and padding; other special tokens, such as T5's sentinels, not counted."""
     sentinels = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
     return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
 
 
 class Encoder:
-    """Texts to ids, many at once. The name of a special token in a text is tokenised as text."""
+    """An encoder of many texts to ids at once, which tokenises the name of a special token in a text as text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         parts = json.loads(tokenizer.backend_tokenizer.to_str())

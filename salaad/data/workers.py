@@ -87,7 +87,7 @@ class Workers:
 
 @contextlib.contextmanager
 def _on_child(handler: Any) -> Iterator[None]:
-    """Within this context SIGCHLD has another handler; one that is set inside is removed at the end, too."""
+    """Context manager that sets the handler of SIGCHLD and restores the earlier one, whatever was set inside."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return

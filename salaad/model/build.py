@@ -1,4 +1,4 @@
-"""A LLaMA from its sizes, or any Hugging Face causal LM from its folder, and the training loss on top of it."""
+"""A LLaMA built from its sizes, or any Hugging Face causal LM opened from its folder."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from salaad.model.folders import local_folder
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
 
-_LARGEST_CONFIG = 2**20  # bytes; transformers copies every list in it many times
+_LARGEST_CONFIG = 2**20  # bytes of config.json; transformers copies every list in it many times
 
 
 class NewModel:
@@ -47,12 +47,12 @@ class NewModel:
         )
 
     def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
-        """The model in float32 on the CPU, with random weights that `seed` fixes."""
+        """Return the model in float32 on the CPU, with random weights determined by `seed`."""
         torch.manual_seed(seed)
         return self.without_weights(pad_id, eos_id)
 
     def without_weights(self, pad_id: int | None, eos_id: int | None) -> PreTrainedModel:
-        """The model of `build`, whose weights are random and of no meaning yet."""
+        """Return the model of `build` with unseeded random weights, for a caller that loads weights into it."""
         self.config.pad_token_id, self.config.eos_token_id, self.config.bos_token_id = pad_id, eos_id, None
         return without_weights(self.config)
 
@@ -65,10 +65,10 @@ class ModelFolder:
 
     Attributes:
         config: the architecture as transformers describes it.
-        outline: the model without its numbers: names and shapes, on no device.
+        outline: the model on the meta device: names and shapes without values.
 
     Raises:
-        UserError: a file is missing or broken, or the two do not fit each other.
+        UserError: a file is missing or broken, or config.json and the weight files do not fit each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,12 +78,12 @@ class ModelFolder:
         self.config, self.outline = _checked(path)
 
     def build(self, seed: int, pad_id: int | None = None, eos_id: int | None = None) -> PreTrainedModel:
-        """The model in float32 on the CPU, to be trained on; it has its own weights and special tokens already."""
+        """Return the model in float32 on the CPU for training; weights and special tokens are the folder's."""
         torch.manual_seed(seed)
         return self.read(torch.float32)
 
     def without_weights(self, pad_id: int | None, eos_id: int | None) -> PreTrainedModel:
-        """The model of `build`, whose weights are random and of no meaning yet."""
+        """Return the model of `build` with unseeded random weights, for a caller that loads weights into it."""
         model = without_weights(self.config)
         if is_file(self.path / "generation_config.json"):
             with _in_a_sentence(self.path):
@@ -93,7 +93,7 @@ class ModelFolder:
     def load(
         self, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None
     ) -> PreTrainedModel:
-        """The model for inference; with a budget, an elastic folder's model of that size.
+        """Return the model for inference; of an elastic folder, `budget` selects the size in parameters.
 
         Raises:
             UserError: a weight is missing, broken or does not fit config.json.
@@ -101,12 +101,12 @@ class ModelFolder:
         model = self.read(dtype, {} if budget is None else {"budget": budget})
         model = model.to(device or "cpu").eval().requires_grad_(False)
         with _in_a_sentence(self.path), torch.no_grad():
-            # Numbers of heads may fit the shapes of all weights and still not the computation.
+            # A trial run, as numbers of heads may fit the shapes of all weights and still break the forward pass.
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
         return model
 
     def read(self, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> PreTrainedModel:
-        """The model on the CPU, every weight of it read by no code but ours and transformers'."""
+        """Return the model on the CPU; only our code and transformers' reads its weights, never code of the folder."""
         with _in_a_sentence(self.path):
             model, report = AutoModelForCausalLM.from_pretrained(
                 self.path,
@@ -115,7 +115,7 @@ class ModelFolder:
                 use_safetensors=True,  # the other format is a pickle
                 trust_remote_code=False,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, by name
+                ignore_mismatched_sizes=True,  # the report lists them by name
                 **(extra or {}),
             )
         for what, names in report.items():
@@ -129,7 +129,7 @@ class ModelFolder:
 
 
 def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The architecture of `folder` and its model on the meta device, compared with the headers of its weight files."""
+    """Return a folder's architecture and its model on the meta device, checked against the headers of its weights."""
     place = folder / "config.json"
     content = read_object(place, _LARGEST_CONFIG)
     headers = read_headers(weight_files(folder))
@@ -144,7 +144,7 @@ def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
         with few_parameters(len(headers)):
             model = outline(config)
     entry = getattr(config, "quantization_config", None)
-    # Our own quantizers check the blocks stored as U·V + S. Others pack up to eight numbers into a byte.
+    # Our own quantizers check blocks stored as U·V + S. Other quantizers pack up to eight numbers into a byte.
     if entry is None:
         check_room(model, headers)
     elif not (is_fixed_size(entry) or is_any_size(entry)):
@@ -154,14 +154,14 @@ def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
 
 @contextmanager
 def _in_a_sentence(folder: Path) -> Iterator[None]:
-    """Turn any error that transformers raises about a folder into one sentence.
+    """Context manager that turns any error that transformers raises about `folder` into a UserError of one sentence.
 
     The class of the error cannot be predicted, as a wrong value in a file may fail anywhere in the code of hundreds of
-    architectures. A UserError and a MemoryError pass.
+    architectures. UserError and MemoryError pass through unchanged.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error is reported by its sentence alone
+            warnings.simplefilter("ignore")  # an error is reported by the one sentence alone
             yield
     except (UserError, MemoryError):
         raise
@@ -171,10 +171,10 @@ def _in_a_sentence(folder: Path) -> Iterator[None]:
 
 
 def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | ModelFolder":
-    """The model that a run starts from: a new one of the configured sizes, or the folder `model.path`.
+    """Return the source of a run's model: a new model of the configured sizes, or the folder `model.path`.
 
     Raises:
-        UserError: that is no Hugging Face causal-LM folder.
+        UserError: `model.path` is no Hugging Face causal-LM folder.
     """
     if config.path is None:
         return NewModel(config, sequence_length)
@@ -185,7 +185,7 @@ def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | Model
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
-    """The architecture alone, as transformers describes it; errors as `model_source`."""
+    """Return only the architecture, as a configuration of transformers; raises the errors of `model_source`."""
     return model_source(config, sequence_length).config
 
 
@@ -195,7 +195,7 @@ def without_weights(description: PretrainedConfig) -> PreTrainedModel:
 
 
 def outline(description: PretrainedConfig) -> PreTrainedModel:
-    """The model on the meta device: names and shapes without numbers."""
+    """Return a model of this architecture on the meta device: names and shapes without values."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(description)
 

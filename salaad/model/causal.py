@@ -1,9 +1,9 @@
-"""Attention of whole rows, each token to all before it, without a mask that has to be made and looked at.
+"""Causal attention over whole rows by the kernels' own causal mask, without building a mask tensor.
 
-The mask code of transformers asks in every forward whether several sequences are packed into one row, and waits for the
-device to know it; while it is compiled it makes the mask, which keeps torch's fastest attention kernels away. A row of
-this package is one sequence whose padding comes last, so the kernels' own causal mask is all there is. Under the name
-`CAUSAL` the same attention function is known to transformers, without a way to make a mask.
+In every forward pass the mask code of transformers asks whether several sequences are packed into one row, and waits
+for the device to find out; under torch.compile it builds the mask, which rules out torch's fastest attention kernels. A
+row of this package is one sequence with its padding at the end, so the kernels' own causal mask is enough. `CAUSAL` is
+the name under which the same attention function is registered with transformers, without a function that makes masks.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 CAUSAL = "salaad_causal"
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
-# Architectures whose mask is that of the causal kernel alone, as long as no layer has a window.
+# Architectures that need no other mask than the kernels' causal one, as long as no layer has a sliding window.
 _PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
 
 
 def is_plainly_causal(model: nn.Module) -> bool:
-    """Whether every layer of a model lets each token see all tokens before it, and computes so by torch's attention."""
+    """Whether in every layer each token attends to all tokens before it, computed by torch's attention (SDPA)."""
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in _PLAIN or config._attn_implementation != "sdpa":
         return False
@@ -32,7 +32,7 @@ def is_plainly_causal(model: nn.Module) -> bool:
 
 @contextmanager
 def without_mask(model: nn.Module) -> Iterator[None]:
-    """Within this context a model that is plainly causal makes no mask; it has to be given none, and whole rows."""
+    """Context manager in which a plainly causal model builds no mask; it must get whole rows and no attention mask."""
     if not is_plainly_causal(model):
         yield
         return

@@ -1,4 +1,4 @@
-"""What part of a model its blocks are, and what is left out for which reason."""
+"""Which share of a model's parameters its blocks cover, and which parameters are left out for which reason."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,16 +9,16 @@ from salaad.common.formats import millions
 from salaad.model.roles import role_of
 from salaad.model.weights import Weights
 
-_SHOWN = 2  # names of a kind
+_SHOWN = 2  # names that are listed for one reason
 
 
 class LeftOut(NamedTuple):
-    """Parameters that are in no block for one reason.
+    """Parameters that are in no block, for one reason.
 
     Args:
-        reason: in words.
-        parameters: how many.
-        names: of the tensors.
+        reason: the reason in words.
+        parameters: the number of these parameters.
+        names: names of their tensors.
     """
 
     reason: str
@@ -27,11 +27,11 @@ class LeftOut(NamedTuple):
 
 
 def left_out(model: nn.Module, blocks: Weights) -> list[LeftOut]:
-    """What of a model is in none of the blocks, the most first.
+    """Return the parameters that are in no block, grouped by reason, the largest group first.
 
     Args:
-        model: of which names and shapes are read.
-        blocks: those of `find_blocks`.
+        model: the model, of which only names and shapes are read.
+        blocks: the blocks that `find_blocks` returned.
     """
     inside: Counter[int] = Counter()
     for name, parameter in blocks.parameters.items():
@@ -48,7 +48,7 @@ def left_out(model: nn.Module, blocks: Weights) -> list[LeftOut]:
 
 
 def said(model: nn.Module, blocks: Weights) -> list[tuple[str, str]]:
-    """(What, how much) for a table: the share of the blocks, then what is left out and why."""
+    """Return rows (what, how much) of a table: the share of the blocks, then every group that is left out and why."""
     total = sum(parameter.numel() for parameter in model.parameters())
     inside = sum(X.numel() for X in blocks.values())
     rows = [("blocks", f"{len(blocks)}, {millions(inside)} of {millions(total)} parameters ({inside / total:.0%})")]

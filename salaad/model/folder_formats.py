@@ -1,15 +1,15 @@
-"""The two folder formats by the entry `quantization_config` of their config.json."""
+"""The two formats of compressed folders, told apart by the entry `quantization_config` of their config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# transformers prints an unknown `quant_method` as it is, so that of our folders says what is to be done.
+# transformers prints an unknown `quant_method` verbatim, so that of our folders tells the user what to do.
 _CURE = "(write `import salaad` before from_pretrained; this folder's README.md says where the package is)"
 FIXED_SIZE, ANY_SIZE = f"salaad {_CURE}", f"salaad-elastic {_CURE}"
 
 
 def format_name(method: str) -> str:
-    """A `quant_method` without the cure, as earlier versions wrote it."""
+    """Return a `quant_method` without the hint to the user, as earlier versions wrote it."""
     return method.partition(" ")[0]
 
 

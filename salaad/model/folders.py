@@ -1,6 +1,6 @@
-"""Hugging Face folders as others made them: where a name on the hub lies, and what there is beside config and weights.
+"""Hugging Face folders made by others: where a model of the hub lies on disk, and files besides config and weights.
 
-Tokenizers are opened in `salaad.data.tokenizer`; here is only said whether there is one.
+Tokenizers are opened in `salaad.data.tokenizer`; this module only tells whether a folder has one.
 """
 
 import re
@@ -16,8 +16,8 @@ from salaad.common.errors import UserError
 from salaad.common.files import inside, is_file
 from salaad.model.weight_headers import weight_files
 
-# Configuration, weights, tokenizers and what says how a model may be used; not the same weights in other formats, nor
-# what lies in folders, unless it may be L and S in `surrogate/`.
+# Files to download: configuration, weights, tokenizers, licence and model card; not the same weights in other formats,
+# nor subfolders, except those whose name begins with s, as L and S may be in `surrogate/`.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*"]
 _UNWANTED = ["[!s]*/*", "consolidated*"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -26,13 +26,13 @@ CARD, SOURCE_CARD = "README.md", "README.source.md"
 
 
 def local_folder(name: str, option: str) -> Path:
-    """The folder of a model: `name` itself if it is a path, else where the hub's cache keeps the model of that name.
+    """Return the folder of a model: `name` itself if it is a path, else the hub cache's folder of the model `name`.
 
     A model that is not in the cache, or only in part, is downloaded.
 
     Args:
         name: a path, or the name of a model on the hub, such as `openai-community/gpt2`.
-        option: what the user gave it by, for the error.
+        option: the option by which the user gave `name`, for error messages.
 
     Raises:
         UserError: there is no such folder, and neither the cache nor the hub has a model of this name.
@@ -61,7 +61,7 @@ def local_folder(name: str, option: str) -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this can only be the name of a model on the hub: `org/name` or `name`, and nothing here is called so."""
+    """Whether `name` can only be a hub model: `org/name` or `name`, with no such path and no folder `org` here."""
     try:
         validate_repo_id(name)
         return not Path(name).exists() and ("/" not in name or not Path(name).parent.exists())
@@ -70,7 +70,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def is_cached(name: str) -> bool:
-    """Whether this is the name of a model in the hub's cache."""
+    """Whether `name` is the name of a model that is in the hub's cache."""
     return is_hub_name(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 

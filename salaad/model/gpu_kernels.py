@@ -1,8 +1,8 @@
-"""Cross-entropy of logits and its gradient in Triton: the logits are read twice, and written once as their gradient.
+"""Cross-entropy of logits and its gradient in Triton: the logits are read twice and overwritten once by the gradient.
 
 torch needs about six passes over a chunk of logits, half of them over a float32 copy. The library liger-kernel has such
-a kernel too. Its loss waits for the device in every call, to count the tokens, and sums the head's gradient in the
-weights' dtype unless told otherwise, where `loss` needs neither; so only the kernel would be of use, and it is short.
+a kernel too, but its loss waits for the device in every call to count the tokens, and by default sums the head's
+gradient in the weights' dtype. `loss` does neither, so only the kernel could be taken from there, and it is short.
 """
 
 import torch
@@ -19,24 +19,25 @@ _BLOCK = 4096  # logits at a time
 def cross_entropy_kernel(
     logits, targets, losses, vocabulary, ignored, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """losses = −log softmax(logits) at the targets, 0 where ignored; program i has the logits of token i.
+    """Write −log softmax(logits) at the targets into `losses`, 0 for ignored tokens; program i handles token i.
 
     Args:
-        logits: tokens×vocabulary; with a gradient overwritten by it, softmax(logits) − 1 at the target.
-        targets: token ids (tokens), int64; of one that is none of the vocabulary's the loss is NaN.
-        losses: tokens, float32.
-        vocabulary: logits of a token.
-        ignored: the target of a token that has no loss.
+        logits: tokens×vocabulary; if WITH_GRADIENT, overwritten by the gradient: softmax(logits), less 1 at the target.
+        targets: token ids (tokens), int64; an id outside the vocabulary gives the loss NaN.
+        losses: the output (tokens), float32.
+        vocabulary: number of logits of a token.
+        ignored: the target that marks a token without a loss.
         WITH_GRADIENT: whether to overwrite the logits.
         BLOCK: logits at a time, a power of 2.
     """
     token = tl.program_id(0).to(tl.int64)
     row, target = logits + token * vocabulary, tl.load(targets + token)
-    # Read before the reductions, at which the program's warps wait for each other: later one may have overwritten it.
+    # Read the target's logit before the reductions, where the program's warps wait for each other: after them another
+    # warp may have overwritten it.
     counts = target != ignored
     at_target = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
-    # Largest logit so far, and the sum of the exponentials relative to it, in every lane by itself. It begins with a
-    # finite number, so that infinity is never taken from infinity where a lane has no logit. NaN stays NaN.
+    # In every lane separately, the largest logit so far and the sum of the exponentials relative to it. The largest
+    # begins with a finite number, so that a lane without logits never subtracts infinities. NaN stays NaN.
     largest = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -57,12 +58,12 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, with_gradient: bool) -> Tensor:
-    """The cross-entropies (tokens, float32) of `logits` (tokens×vocabulary), overwritten by their gradient if asked.
+    """Return the cross-entropies (tokens, float32) of `logits` (tokens×vocabulary); optionally overwrite the logits.
 
     Args:
         logits: contiguous, of any floating dtype of at most 32 bits.
-        targets: token ids (tokens, int64); of one that is none of the vocabulary's the loss is NaN.
-        ignored: the target of a token that has no loss.
+        targets: token ids (tokens, int64); an id outside the vocabulary gives the loss NaN.
+        ignored: the target that marks a token without a loss.
         with_gradient: whether to overwrite the logits by the gradient of the sum.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)

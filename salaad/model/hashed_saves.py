@@ -1,7 +1,7 @@
-"""`save_pretrained` and `save_model` whose files of weights are hashed while they are written.
+"""`save_pretrained` and `save_model` with weight files that are hashed while they are written.
 
-Both hand their tensors to `save_file` of safetensors. Within `hashed_saves` they hand them to ours, which writes the
-same bytes.
+Both functions call `save_file` of safetensors. Within `hashed_saves` they call a function of ours instead, which writes
+the same bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _SAVES = ((modeling_utils, "safe_save_file"), (safetensors.torch, "save_file"))
 
 @contextmanager
 def hashed_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Within this context, name in the folder → SHA-256, of the files of weights that were written into it so far."""
+    """Context manager that yields name in `folder` → SHA-256 of the weight files written so far within the context."""
     hashed: dict[str, str] = {}
 
     def save(tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:

@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head, summed in float32, without holding the logits of all tokens at once.
 
-The logits of a large vocabulary would otherwise limit the micro-batch, not the activations. The tokens go through the
+Otherwise the logits of a large vocabulary, not the activations, would limit the micro-batch. The tokens go through the
 head in chunks, and the gradient of a chunk is computed with its loss, so nothing is computed twice. On a GPU a kernel
-makes it of the logits in their place. torch's own `linear_cross_entropy` takes chunks too, but sums in the dtype of its
-input: in bfloat16 its loss is off by up to 2 %.
+overwrites the logits by their gradient. torch's own `linear_cross_entropy` takes chunks too, but sums in the dtype of
+its input: in bfloat16 its loss is off by up to 2 %.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from salaad.common.errors import UserError
 from salaad.model.causal import without_mask
 
 IGNORED = -100
-# Logits held at once: as many as fit into a processor's cache, or as keep a GPU busy.
+# Number of logits held at once: what fits into the cache of a CPU, or what keeps a GPU busy.
 _CHUNK = {"cpu": 2**19, "cuda": 2**27}
 _FEWEST_TOKENS = 128
 
@@ -30,8 +30,8 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
     Args:
         hidden: tokens × width.
         head: vocabulary × width.
-        targets: token ids (tokens) below vocabulary; −100 is ignored. For any other torch raises IndexError on a CPU,
-            and on a GPU our kernel's loss is NaN.
+        targets: token ids (tokens) below vocabulary; −100 is ignored. For any other id torch raises IndexError on a
+            CPU, and on a GPU the loss of our kernel is NaN.
 
     Under autocast the products are computed in its dtype, the sums in float32.
     """
@@ -41,7 +41,7 @@ def summed_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tenso
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype in which autocast would multiply them; as they are without it."""
+    """Return the tensors in the dtype in which autocast would multiply them; unchanged where autocast is off."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -49,9 +49,10 @@ def _as_autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def loss_bytes(tokens: int, width: int, vocabulary: int, element: int) -> int:
-    """Bytes that `summed_cross_entropy` needs on a GPU beside its arguments, whose numbers take `element` bytes each.
+    """Bytes that `summed_cross_entropy` needs on a GPU besides its arguments, whose elements take `element` bytes each.
 
-    They are the logits of a chunk and both gradients; that of the head is summed in float32 and then rounded.
+    These are the logits of a chunk and the gradients of `hidden` and `head`, the latter summed in float32 and then
+    rounded.
     """
     logits = min(tokens, _tokens_at_once("cuda", vocabulary)) * vocabulary
     head = vocabulary * width * (4 if element == 4 else 4 + element)
@@ -59,7 +60,7 @@ def loss_bytes(tokens: int, width: int, vocabulary: int, element: int) -> int:
 
 
 def _tokens_at_once(device: str, vocabulary: int) -> int:
-    """Tokens of a chunk."""
+    """Return the number of tokens in a chunk."""
     return max(_FEWEST_TOKENS, _CHUNK.get(device, _CHUNK["cpu"]) // vocabulary)
 
 
@@ -70,15 +71,15 @@ def _sum_over_chunks(
     with_gradients: bool,
     of_chunk: Callable[[slice, Tensor, bool], tuple[Tensor, Tensor | None]],
 ) -> Tensor:
-    """The summed loss; with `with_gradients` also the gradients that are needed, saved for `_gradients`.
+    """Return the loss summed over all chunks; with `with_gradients`, save the needed gradients for `_gradients`.
 
     Args:
-        ctx: of the autograd function, whose first two arguments are `hidden` and `head`.
+        ctx: context of the autograd function, whose first two arguments are `hidden` and `head`.
         hidden: tokens × width.
         head: vocabulary × width.
-        with_gradients: some may be needed.
-        of_chunk: a slice of the tokens, their logits, whether the gradient is needed → summed loss (0-d, float32), and
-            its gradient for the logits in their dtype.
+        with_gradients: whether gradients may be needed.
+        of_chunk: a function of a slice of the tokens, their logits, and whether the gradient is needed. It returns the
+            summed loss (0-d, float32) and its gradient with respect to the logits, in their dtype.
     """
     for_hidden, for_head = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -101,7 +102,7 @@ def _sum_over_chunks(
 
 
 def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of `hidden` and `head`, from that of the summed loss."""
+    """Return the gradients of `hidden` and `head`, given the gradient of the summed loss."""
     grad_hidden, grad_head = (None if grad is None else grad * grad_total for grad in ctx.saved_tensors)
     return grad_hidden, grad_head
 
@@ -109,7 +110,7 @@ def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | No
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
-        """The summed loss; with `with_gradients` also the gradients that are needed, saved for `backward`."""
+        """Return the summed loss; with `with_gradients`, save the needed gradients for `backward`."""
 
         def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
             return _loss_and_gradient(logits, targets[chunk], needed)
@@ -122,7 +123,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The summed cross-entropy (0-d, float32), and its gradient for the logits in their dtype."""
+    """Return the summed cross-entropy (0-d, float32), and its gradient with respect to the logits, in their dtype."""
     if not torch.compiler.is_compiling() and logits.dtype != torch.float64 and native.uses_triton(logits.device):
         from salaad.model import gpu_kernels  # Triton may be missing
 
@@ -142,15 +143,16 @@ def summed_divergence(
 ) -> Tensor:
     """The sum over tokens of KL(q ‖ p), in nats (0-d, float32), with gradients for `hidden` and `head`.
 
-    q is p_teacher mixed with what the text says: the share `text_share` of it is the target, where there is one.
+    q is the teacher's distribution or, for a token that has a target, a mixture: `text_share` of it is the target, the
+    rest the teacher's distribution.
 
     Args:
         hidden: tokens × width; p is the softmax of hidden·headᵀ.
         head: vocabulary × width.
-        teacher: tokens × width of the teacher.
-        teacher_head: vocabulary × width of the teacher.
+        teacher: the teacher's hidden states (tokens × its width).
+        teacher_head: the teacher's head (vocabulary × its width).
         targets: token ids, or `IGNORED`.
-        text_share: from 0 to 1.
+        text_share: share of the text in q, from 0 to 1.
     """
     hidden, head, teacher, teacher_head = _as_autocast(hidden, head, teacher, teacher_head)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -171,7 +173,7 @@ class _SummedDivergence(torch.autograd.Function):
         text_share: float,
         with_gradients: bool,
     ) -> Tensor:
-        """The summed divergence, and the gradients as of `_SummedCrossEntropy`."""
+        """Return the summed divergence; gradients are saved as in `_SummedCrossEntropy`."""
 
         def of_chunk(chunk: slice, logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
             q = F.softmax(teacher[chunk] @ teacher_head.mT, dim=-1, dtype=torch.float32)
@@ -179,7 +181,7 @@ class _SummedDivergence(torch.autograd.Function):
             q.mul_(1 - share).scatter_add_(1, targets[chunk].clamp_min(0)[:, None], share)
             log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
             loss = (q * (q.clamp_min(torch.finfo(q.dtype).tiny).log() - log_p)).sum()
-            return loss, log_p.exp_().sub_(q).to(logits.dtype) if needed else None  # as q sums to 1
+            return loss, log_p.exp_().sub_(q).to(logits.dtype) if needed else None  # p − q, as q sums to 1
 
         return _sum_over_chunks(ctx, hidden, head, with_gradients, of_chunk)
 
@@ -195,11 +197,11 @@ _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 class SummedLoss(nn.Module):
     """Next-token negative log-likelihood of a causal LM, summed over the labelled tokens.
 
-    It is a sum, so that the caller can divide by the number of tokens of the whole batch, and the loss does not depend
-    on how rows are spread over micro-batches and ranks.
+    The loss is a sum, so that the caller can divide by the number of tokens of the whole batch, and the result does not
+    depend on how rows are spread over micro-batches and ranks.
 
     Raises:
-        UserError: the model computes its logits by more than a linear head without bias, or does not say of what.
+        UserError: the logits are more than a linear head without bias, or transformers does not know the head's input.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -221,7 +223,7 @@ class SummedLoss(nn.Module):
         return summed_cross_entropy(*self.hidden_and_head(input_ids), next_tokens(labels))
 
     def hidden_and_head(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the logits of all tokens are made of: their last hidden states (tokens × width), and the head."""
+        """Return the two factors of the logits: the last hidden states (tokens × width) and the head's weight."""
         with without_mask(self.model):
             hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1), self.model.get_output_embeddings().weight
@@ -231,8 +233,8 @@ class SummedDivergence(SummedLoss):
     """The divergence of a causal LM's predictions from a teacher's and the text, summed over the labelled tokens.
 
     Args:
-        model: as of `SummedLoss`.
-        text_share: as of `summed_divergence`.
+        model: the causal LM, as for `SummedLoss`.
+        text_share: share of the text, as for `summed_divergence`.
     """
 
     def __init__(self, model: PreTrainedModel, text_share: float) -> None:
@@ -240,12 +242,12 @@ class SummedDivergence(SummedLoss):
         self.text_share = text_share
 
     def forward(self, input_ids: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor]) -> Tensor:
-        """In nats (0-d), given the teacher's `hidden_and_head` of the same rows."""
+        """Return the divergence in nats (0-d); `teacher` is the teacher's `hidden_and_head` of the same rows."""
         hidden, head = self.hidden_and_head(input_ids)
         real, targets = (labels != IGNORED).flatten(), next_tokens(labels)
         return summed_divergence(hidden[real], head, teacher[0][real], teacher[1], targets[real], self.text_share)
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """What each place of the rows (rows × length) should predict, flat; `IGNORED` at the last of a row."""
+    """Return the target of every position of `labels` (rows × length), flattened; `IGNORED` at the end of each row."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()

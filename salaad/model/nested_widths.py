@@ -1,4 +1,4 @@
-"""Narrower models inside one: its feed-forward layers use the first part of their inner features."""
+"""Narrower models nested in one model, whose feed-forward layers use only the first of their inner features."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 class NestedMlp(nn.Module):
-    """The SwiGLU layer of which the first `width` of m inner features are used.
+    """A SwiGLU layer that uses the first `width` of its m inner features.
 
     Args:
-        mlp: a layer with `gate_proj`, `up_proj`, `down_proj` and `act_fn`, which become those of this one.
+        mlp: a layer with `gate_proj`, `up_proj`, `down_proj` and `act_fn`, which the new layer takes over.
     """
 
     def __init__(self, mlp: nn.Module) -> None:
@@ -27,7 +27,7 @@ class NestedMlp(nn.Module):
         self.width = len(mlp.up_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y (…×d) of x (…×d)."""
+        """Return the output Y (…×d) for the input x (…×d)."""
         k, down = self.width, self.down_proj
         gate, up = (
             F.linear(x, layer.weight[:k], None if layer.bias is None else layer.bias[:k])
@@ -40,11 +40,11 @@ class Widths:
     """The feed-forward widths of a model with `NestedMlp` layers, and how many parameters each choice has.
 
     Args:
-        model: whose SwiGLU layers are replaced by `NestedMlp`, unless they are already; names and weights stay.
+        model: the model, whose SwiGLU layers become `NestedMlp` unless they already are; names and weights stay.
         halvings: how often the whole width m is halved.
 
     Attributes:
-        uniform: m, m/2, m/4, …
+        uniform: the uniform widths m, m/2, m/4, …
     """
 
     def __init__(self, model: PreTrainedModel, halvings: int) -> None:
@@ -58,13 +58,13 @@ class Widths:
         self.uniform = [len(self.layers[0].up_proj.weight) >> i for i in range(halvings + 1)] if self.layers else []
 
     def set(self, widths: Sequence[int]) -> None:
-        """The width of every layer, from the first on."""
+        """Set the width of every layer, in the order of the layers."""
         for layer, width in zip(self.layers, widths, strict=True):
             layer.width = width
 
     @contextmanager
     def of(self, widths: Sequence[int]) -> Iterator[None]:
-        """Within this context the layers have these widths."""
+        """Context manager under which the layers compute with the given widths."""
         before = [layer.width for layer in self.layers]
         self.set(widths)
         try:
@@ -73,11 +73,11 @@ class Widths:
             self.set(before)
 
     def everywhere(self, width: int) -> list[int]:
-        """The same width in all layers."""
+        """Return the widths of all layers if each has the same `width`."""
         return [width] * len(self.layers)
 
     def cut_out(self, width: int) -> PreTrainedModel:
-        """The model itself as a plain one of this uniform width: whatever is beyond is gone."""
+        """Cut the model in place to a plain one of this uniform width, deleting further features, and return it."""
         model = self._model
         for layer in self.layers:
             for part in (layer.gate_proj, layer.up_proj):
@@ -90,12 +90,12 @@ class Widths:
         return model
 
     def mixed(self, wider: int, number: int) -> list[int]:
-        """The last `number` layers at the uniform width of index `wider`, the others at the next smaller one."""
+        """Return widths with `uniform[wider]` in the last `number` layers and the next smaller width in the others."""
         rest = len(self.layers) - number
         return [self.uniform[wider + 1]] * rest + [self.uniform[wider]] * number
 
     def parameters(self, widths: Sequence[int]) -> int:
-        """Of the model at these widths."""
+        """Return the number of parameters of the model at these widths."""
         return self._whole - sum(
             (len(layer.up_proj.weight) - width) * self._per_feature(layer)
             for layer, width in zip(self.layers, widths, strict=True)
@@ -103,15 +103,15 @@ class Widths:
 
     @staticmethod
     def _per_feature(layer: NestedMlp) -> int:
-        """Parameters of one inner feature."""
+        """Return the number of parameters of one inner feature of `layer`."""
         biases = sum(part.bias is not None for part in (layer.gate_proj, layer.up_proj))
         return 2 * layer.up_proj.in_features + layer.down_proj.out_features + biases
 
     def within(self, budget: int) -> list[int]:
-        """The largest choice with at most `budget` parameters, uniform or mixed of two neighbouring widths.
+        """Return the largest widths with at most `budget` parameters, uniform or mixed from two neighbouring widths.
 
         Raises:
-            UserError: the smallest has more.
+            UserError: the model of the smallest width has more parameters.
         """
         choices = [self.everywhere(self.uniform[0])]
         for i in range(len(self.uniform) - 1):

@@ -1,4 +1,4 @@
-"""The parameters of any torch model: how many there are, and putting them back as they were."""
+"""The parameters of any torch model: counting them, and restoring them after they were overwritten."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,5 +25,5 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """The number of those that an optimizer moves."""
+    """The number of trainable parameters of a model (`requires_grad`); a tied weight counts once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -18,8 +18,8 @@ class Perplexity:
     Args:
         loss: mean negative log-likelihood per token, in nats.
         tokens: number of predicted tokens.
-        legacy_loss: the loss of older tables in the field: the sum of the batches' means over one more than their
-            number, which is too low, the more so the fewer batches there are.
+        legacy_loss: the loss of older tables in the field: the sum of the batches' mean losses, divided by one more per
+            rank than the number of batches, which is too low, the more so the fewer batches there are.
     """
 
     loss: float
@@ -44,15 +44,15 @@ def evaluate(
     device: torch.device,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Perplexity | None:
-    """The perplexity of a `SummedLoss` over the `batches` of all ranks together, equal on every rank.
+    """Return the perplexity of a `SummedLoss` over the `batches` of all ranks together, equal on every rank.
 
     Args:
-        loss: gives the summed loss in nats of `input_ids` and `labels` (rows × length).
+        loss: a module that returns the summed loss in nats of `input_ids` and `labels` (rows × length).
         batches: this rank's batches.
-        device: where the model is.
-        stopped: asked before every batch; if it returns True on any rank, the result is None on every rank.
+        device: the model's device.
+        stopped: called before every batch; if it returns True on any rank, the result is None on every rank.
     """
-    # Loss, tokens, sum of means, batches, ranks that stopped.
+    # Loss, tokens, sum of the batches' mean losses, batches, ranks that stopped.
     total = torch.zeros(5, dtype=torch.float64, device=device)
     training = loss.training
     loss.eval()

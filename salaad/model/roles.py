@@ -30,11 +30,10 @@ ROLES = tuple(_ENDS)
 
 
 def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
-    """Name → matrix of every block that `config` selects, in the model's own order.
+    """Return name → matrix of every block that `config` selects, in the model's own order.
 
-    A name is that of a module with a 2-D weight or, of an expert whose weight is a part of a 3-D parameter, that of the
-    parameter with the expert's number. A tied weight appears once, under the name asked for, and only if a role names
-    it.
+    A block has the name of its module or, if it is one expert's part of a 3-D parameter, the name of the parameter with
+    the expert's number. A tied weight appears once, under the name asked for, and only if a role names that.
 
     Raises:
         UserError: a role is unknown or matches no 2-D weight of this model.
@@ -65,12 +64,12 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
 
 
 def role_of(name: str) -> str | None:
-    """The role of a block, by its name; of a fused weight the first one."""
+    """Return the role of the block `name`; for a fused weight the first of its roles; None if it has none."""
     return next((role for role in ROLES if _ends_in(name, role)), None)
 
 
 def _own_roles(weights: dict[str, Place]) -> list[str]:
-    """The roles that a model of a known family has, one of whose attention all is recognised."""
+    """Return the roles found in a model except embedding and LM head; none if its q or o is not recognised."""
     if not (_matches(weights, "q") and _matches(weights, "o")):
         return []
     return [role for role in ROLES if role not in _OUTER and _matches(weights, role)]
@@ -93,5 +92,5 @@ def _matches(weights: dict[str, Place], role: str) -> list[str]:
 
 
 def _ends_in(name: str, role: str) -> bool:
-    name = re.sub(r"\.\d+$", "", name)  # of an expert
+    name = re.sub(r"\.\d+$", "", name)  # without the number of an expert
     return any(name == end or name.endswith("." + end) for end in _ENDS[role])

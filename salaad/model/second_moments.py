@@ -1,7 +1,7 @@
-"""What the optimizer knows of the loss: the mean square of every weight's gradient, kept by rows and by columns.
+"""The optimizer's second moments (mean squared gradients) of every matrix, kept as means over rows and columns.
 
-Adam's second moment of a weight estimates E[g²], the diagonal of the empirical Fisher information. Its means over the
-rows and over the columns of a matrix take n + m numbers, and tell later which of them a cut may damage least.
+Adam's second moment of a weight estimates E[g²], the diagonal of the empirical Fisher information. Its means over each
+row and over each column of an n×m matrix take n + m numbers, and tell a later cut which rows and columns are sensitive.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ _SIDES = ("rows", "columns")
 
 @torch.no_grad()
 def second_moments(model: nn.Module, optimizer: Optimizer) -> Moments:
-    """Those of every matrix of the model of which this optimizer keeps them entry by entry, float32 on the CPU."""
+    """Return the moments of every matrix for which `optimizer` keeps one per entry, float32 on the CPU."""
     found = {}
     for name, place in matrices(model).items():
         state = optimizer.state.get(place.parameter, {})
@@ -39,7 +39,7 @@ def second_moments(model: nn.Module, optimizer: Optimizer) -> Moments:
 
 
 def save_second_moments(moments: Moments, folder: Path) -> None:
-    """Write them into a folder that is there, unless there are none."""
+    """Write the moments into an existing folder; no file is written if there are none."""
     tensors = {
         f"{name}/{side}": part for name, pair in moments.items() for side, part in zip(_SIDES, pair, strict=True)
     }
@@ -48,7 +48,7 @@ def save_second_moments(moments: Moments, folder: Path) -> None:
 
 
 def names_of_moments(path: Path) -> list[str]:
-    """The matrices that a file has them of.
+    """Return the names of the matrices whose second moments a file holds.
 
     Raises:
         UserError: the file cannot be read.
@@ -59,10 +59,10 @@ def names_of_moments(path: Path) -> list[str]:
 
 
 def read_second_moments(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Moments:
-    """Those of the matrices in `shapes` that the file has.
+    """Read the second moments of the matrices in `shapes`, as far as the file has them.
 
     Raises:
-        UserError: the file cannot be read, or its numbers are none of such matrices.
+        UserError: the file cannot be read, or its numbers do not fit a shape, are negative or not finite.
     """
     with _reading(path):
         tensors = load_file(path)
@@ -76,7 +76,7 @@ def read_second_moments(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Mo
 
 
 def moments_in(folder: Path, model: nn.Module) -> Moments:
-    """Those of the matrices of a model that lie in its folder: a checkpoint, or that of another trainer; else none.
+    """Read the second moments of a model from its folder, a checkpoint or another trainer's; empty if it has none.
 
     Raises:
         UserError: as `read_second_moments`.

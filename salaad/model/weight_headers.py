@@ -36,7 +36,7 @@ _WHOLE = "give a whole copy of the folder"
 _LAYERS = re.compile(r"^(num|n)_(\w+_)?layers?$|coder_layers$")
 _MOST_LABELS = 100_000
 _HOLDERS = nn.Linear | nn.Embedding | Conv1D
-_WIDEST = 2**20  # of a block with rank 0 and no entries, whose width no tensor in the files confirms
+_WIDEST = 2**20  # limit for a block with rank 0 and no entries, whose width no tensor in the files confirms
 
 
 class Header(NamedTuple):
@@ -77,10 +77,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
-    """Name → shape and dtype of every tensor in the files, of which only the headers are read.
+    """Return name → shape and dtype of every tensor in the files, of which only the headers are read.
 
     Raises:
-        UserError: one is no safetensors file, or is cut off.
+        UserError: a file is no safetensors file, or is cut off.
     """
     headers = {}
     for path in files:
@@ -95,7 +95,7 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, Header]:
 
 
 def headers_for(model: nn.Module, files: Iterable[str] | None) -> dict[str, Header]:
-    """Headers of the files that transformers is about to read for `model`; a UserError if one is outside its folder."""
+    """Return the headers of the files that transformers is about to read; a UserError if one is outside the folder."""
     folder, files = Path(model.config.name_or_path), list(files or ())
     if folder.is_dir():  # not a name on the hub, whose files are in its cache
         for path in map(Path, files):
@@ -104,14 +104,17 @@ def headers_for(model: nn.Module, files: Iterable[str] | None) -> dict[str, Head
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """`check_counts` for the folder that plain `from_pretrained` is about to open."""
+    """Apply `check_counts` to the folder that plain `from_pretrained` is about to open."""
     folder = Path(config.name_or_path)
     if any(is_file(folder / name) for name in (_SINGLE, _INDEX)):
         check_counts(config.to_dict(), len(read_headers(weight_files(folder))), folder / "config.json")
 
 
 def check_counts(config: Mapping[str, Any], tensors: int, place: Path) -> None:
-    """Raise a UserError for more layers than the files have tensors, before transformers builds any of them."""
+    """Raise a UserError if config.json names more layers than the files have tensors, before any layer is built.
+
+    The error is raised for more than `_MOST_LABELS` labels, too.
+    """
     for key, value in config.items():
         if isinstance(value, dict) and key != "quantization_config":
             check_counts(value, tensors, place)
@@ -124,7 +127,7 @@ def check_counts(config: Mapping[str, Any], tensors: int, place: Path) -> None:
 
 @contextmanager
 def few_parameters(tensors: int) -> Iterator[None]:
-    """Within this context a model with more parameters than `tensors` tensors could fill raises a ValueError."""
+    """Context manager in which building a model with more weights than `tensors` tensors can fill raises ValueError."""
     most = 8 * tensors + 64  # one tensor may hold three weights, and tied weights are created before they are tied
     count = 0
 
@@ -146,9 +149,9 @@ def check_room(model: nn.Module, headers: Headers, per_element: int = 1, beside:
 
     Args:
         model: the model on the meta device.
-        headers: those of the files.
+        headers: the headers of the files.
         per_element: numbers that one element of a file may hold, if a quantization packs them.
-        beside: numbers that are computed from others when the folder is opened.
+        beside: numbers that no file holds, as they are computed from others when the folder is opened.
     """
     stored = numbers(headers)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
@@ -169,7 +172,7 @@ def numbers(headers: Headers) -> int:
 
 
 def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Headers | None = None) -> tuple[int, int]:
-    """The shape (n, m) of the named block's weight.
+    """Return the shape (n, m) of the named block's weight, after checking that `rank` and `nnz` fit.
 
     Raises:
         UserError: there is no such matrix, it cannot have this rank or so many entries, or the files cannot fill it.
@@ -190,7 +193,7 @@ def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Heade
 
 
 def check_tensors(expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], headers: Headers) -> None:
-    """Raise a UserError if an expected tensor, name → shape and possible dtypes, is missing or another."""
+    """Raise a UserError if a tensor of `expected` (name → shape and possible dtypes) is missing or differs."""
     for name, (shape, dtypes) in expected.items():
         if name not in headers:
             raise UserError(f"the files lack {name}, which config.json speaks of; {_WHOLE}")
@@ -203,12 +206,12 @@ def check_tensors(expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def shape_and_types(tensor: Tensor) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The shape and the possible dtypes of a tensor in a file that fills `tensor`."""
+    """Return the shape, and the possible dtypes, that a stored tensor must have to be loaded into `tensor`."""
     return tuple(tensor.shape), TYPES[tensor.dtype]
 
 
 def check_entry(blocks: Any, count: int) -> dict[str, list[int]]:
-    """The blocks that config.json lists, name → `count` whole numbers from 0; a UserError if it is something else."""
+    """Return config.json's list of blocks; UserError unless it is name → `count` whole numbers from 0."""
     sound = isinstance(blocks, dict) and all(
         isinstance(sizes, list | tuple) and len(sizes) == count and all(is_count(size) for size in sizes)
         for sizes in blocks.values()
@@ -219,7 +222,7 @@ def check_entry(blocks: Any, count: int) -> dict[str, list[int]]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a whole number from 0 below 2^53."""
+    """Whether `value` is a whole number from 0 below 2^53."""
     return type(value) is int and 0 <= value < 2**53
 
 

@@ -8,11 +8,11 @@ from torch.nn.modules.conv import _ConvNd
 
 
 class Place(NamedTuple):
-    """A matrix of a model.
+    """Where a matrix of a model is stored.
 
     Args:
-        module: that holds the parameter.
-        key: name of the parameter in it.
+        module: the module that holds the parameter.
+        key: name of the parameter in this module.
         index: which matrix of a 3-D parameter; None where the parameter is the matrix.
     """
 
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of the matrix (n×m), in the memory of the parameter's."""
+        """The gradient of the matrix (n×m): the parameter's gradient or a view of it; None if there is none."""
         whole = self.parameter.grad
         return whole if self.index is None or whole is None else whole[self.index]
 
@@ -52,11 +52,11 @@ class Weights(Mapping[str, Tensor]):
         return self.places[name].weight
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """Iterate over the names."""
         return iter(self.places)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of matrices."""
         return len(self.places)
 
     @property
@@ -85,7 +85,7 @@ def matrices(model: nn.Module) -> dict[str, Place]:
 
 
 def place_of(model: nn.Module, name: str) -> Place | None:
-    """Where the matrix of this name is; None if the model has none."""
+    """Return the place of the matrix called `name`; None if the model has no such matrix."""
     try:
         module = model.get_submodule(name)
     except AttributeError:

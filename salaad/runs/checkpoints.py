@@ -3,12 +3,12 @@
 checkpoints/step-0001000/model/       a standard Hugging Face folder with its tokenizer
 checkpoints/step-0001000/surrogate/   a safetensors shard per rank, and index.json: which block lies where
 checkpoints/step-0001000/state/       the optimizer's state, a part per rank, random generators, data position,
-                                      records; for methods whose model/ is merged or factored, the weights as trained
+                                      counters; for methods whose model/ is merged or factored, the weights as trained
 checkpoints/step-0001000/checksums.json   SHA-256 of every file above
 checkpoints/latest                    the name of the newest complete one
 
-A save may be killed at any moment, as a launcher does whose patience ends: until the folder has its name, `latest` and
-what it names are as they were, and the next save or start clears away what was left.
+A save may be killed at any moment, for example by a launcher that waits no longer. Until the new folder has its name,
+`latest` and the checkpoint that it names are unchanged, and the next save or start removes what was left over.
 """
 
 import os
@@ -45,14 +45,14 @@ NAME = re.compile(r"step-\d{7,}")
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs to go on beside tensors: `state/trainer.json` of a checkpoint, or a run before its first step.
+    """The state of a run apart from tensors: `state/trainer.json` of a checkpoint; by default before the first step.
 
     Args:
         step: optimizer steps taken or discarded.
         tokens: non-padding tokens up to the last logged line.
         sums: loss, steps and tokens since that line (`training.step_totals`).
         discarded: steps that were not taken because a number was not finite.
-        due: an evaluation was interrupted and is to be done first.
+        due: whether an evaluation was interrupted, so that it has to be done first.
         seconds: wall time by phase since the last logged line.
         data: position in the text (`data.batches.merge_states`).
         method: `Method.state_dict`.
@@ -73,10 +73,10 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "RunState":
-        """The state in a checkpoint.
+        """Read the state in a checkpoint.
 
         Raises:
-            UserError: it is broken, or of another version.
+            UserError: the file is missing or broken, or another version wrote it.
         """
         path = checkpoint / "state" / "trainer.json"
         if not is_file(path) and is_file(checkpoint / "surrogate" / "index.json"):
@@ -105,8 +105,8 @@ class Checkpoints:
 
     Args:
         folder: the run's `checkpoints/`.
-        keep_last: how many of the newest stay; 0 keeps all.
-        keep_every: those at multiples of so many steps always stay; 0 names none.
+        keep_last: how many of the newest checkpoints are kept; 0 keeps all.
+        keep_every: checkpoints at multiples of this number of steps are always kept; 0 turns this off.
     """
 
     folder: Path
@@ -114,10 +114,10 @@ class Checkpoints:
     keep_every: int = 0
 
     def latest(self, patience: float = 0) -> Path | None:
-        """The newest complete checkpoint, if there is one; changes nothing, for whoever looks in beside a training.
+        """Return the newest complete checkpoint, if any; changes nothing on disk, as a run may be training here.
 
         Args:
-            patience: seconds to wait for what a network file system may not show yet.
+            patience: seconds to wait for files that a network file system may not show yet.
         """
         pointer = self.folder / "latest"
         if not pointer.is_file():
@@ -125,7 +125,7 @@ class Checkpoints:
         name = pointer.read_text(errors="replace").strip()
         if not NAME.fullmatch(name):
             raise UserError(f"{pointer} names {name[:80]!r}, which is no checkpoint; write a name such as step-0001000")
-        places = (name, f".replaced-{name}")  # the latter between the two renames of `save`
+        places = (name, f".replaced-{name}")  # the latter exists between the two renames of `save`
         for place, wait in (*((place, 0.0) for place in places), (name, patience)):
             if not unseen(self.folder, [f"{place}/state/trainer.json"], wait):
                 return self.folder / place
@@ -138,17 +138,17 @@ class Checkpoints:
         return any(True for _ in self._all())
 
     def newest_whole(self, read: Callable[[Path], Any] = lambda checkpoint: None) -> tuple[Path | None, list[str]]:
-        """The checkpoint to go on from, every file of it compared with its checksum; for the run that writes here.
+        """Return the checkpoint to go on from, after verifying its checksums; only for the run that writes here.
 
         Args:
-            read: raises a UserError of a checkpoint that is of no use.
+            read: called with a whole checkpoint; raises a UserError if the checkpoint cannot be used.
 
         Returns:
-            The one that `latest` names if it is whole, or else the newest before it that is; and what is wrong with
-            those passed over, a sentence each. None if there has never been any.
+            The checkpoint that `latest` names if it is whole, or else the newest whole one before it, or None if there
+            has never been any; and for each checkpoint passed over a sentence on what is wrong with it.
 
         Raises:
-            UserError: there are some, and none is whole.
+            UserError: there are checkpoints, but none is whole.
         """
         self._settle_replaced()
         patience, named, wrong = patience_for(self._all()), None, []
@@ -156,7 +156,7 @@ class Checkpoints:
             named = self.latest(patience)
         except UserError as error:
             wrong.append(str(error))
-        # Those behind it belong to a start that was given up, whose records are gone.
+        # Checkpoints after the one that `latest` names belong to an abandoned start, whose records are gone.
         for path in sorted((path for path in self._all() if named is None or path <= named), reverse=True):
             try:
                 verify(path, alone=True, patience=patience)
@@ -170,22 +170,22 @@ class Checkpoints:
         return None, []
 
     def save(self, step: int, write: Callable[[Path], Mapping[str, str] | None]) -> Path:
-        """Let every rank `write` into a hidden folder, then give it its name in one step; collective.
+        """Let every rank `write` into a hidden folder, then rename that to its final name in one step; collective.
 
         Args:
-            step: names it.
+            step: the step, which names the checkpoint.
             write: writes files and exchanges nothing with other ranks. It returns name in the folder → SHA-256 of
-                those that are on the disk and that nobody needs to read for their checksum.
+                those files that are on the disk and need not be read again for their checksum.
 
         Raises:
-            NotSavedError: on every rank, if any could not write. `latest` names what it did before.
+            NotSavedError: on every rank, if any could not write. `latest` is then unchanged.
         """
         final = self.folder / f"step-{step:07d}"
         partial = self.folder / f".partial-{final.name}"
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
             known = dict(ChainMap(*distributed.together(lambda: write(partial) or {})))
-            # Only now, as some libraries write into files of passing names first.
+            # The names are collected only now, as some libraries first write into files with temporary names.
             written = set().union(*distributed.together(lambda: names_below(partial)))
             distributed.together(lambda: self._finish(partial, final, written, known), only=0)
         except NotSavedError:
@@ -195,7 +195,7 @@ class Checkpoints:
         return final
 
     def adopt(self, checkpoint: Path) -> Path:
-        """Make another run's checkpoint the newest of this one, without a second copy of the data where that works."""
+        """Make another run's checkpoint the newest of this run, by hard links where possible, else by copies."""
         adopted = self.folder / checkpoint.resolve().name
         partial = self.folder / f".partial-{adopted.name}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -229,7 +229,7 @@ class Checkpoints:
         for path in (partial / CHECKSUMS, *(path for path in partial.rglob("*") if path.is_dir()), partial):
             flush(path)
         replaced = self.folder / f".replaced-{final.name}"
-        if final.exists():  # by an earlier start of this run, which was resumed from before it
+        if final.exists():  # written by an earlier start of this run, which was then resumed from before this step
             final.replace(replaced)
         partial.replace(final)
         self.point_to(final)
@@ -237,7 +237,7 @@ class Checkpoints:
         self._delete_old(final)
 
     def _settle_replaced(self) -> None:
-        """Delete what another checkpoint has replaced, or bring it back where that never came."""
+        """Delete checkpoints that a new one has replaced; bring one back if its replacement never appeared."""
         for replaced in self.folder.glob(".replaced-*"):
             final = self.folder / replaced.name.removeprefix(".replaced-")
             if final.exists():
@@ -246,8 +246,8 @@ class Checkpoints:
                 replaced.replace(final)
 
     def _delete_old(self, newest: Path) -> None:
-        """`latest` names `newest`."""
-        # Later ones belong to a start that this run has gone back from.
+        """Delete the checkpoints that `keep_last` and `keep_every` do not keep; `latest` names `newest` already."""
+        # Checkpoints of later steps come first, as they belong to a start that this run has gone back from.
         older = sorted((path for path in self._all() if path != newest), key=lambda path: (path < newest, path))
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
             if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
@@ -255,7 +255,10 @@ class Checkpoints:
 
 
 def patience_for(checkpoints: Iterable[Path]) -> float:
-    """Seconds to wait for files of these: other machines write them, or may have, where several ranks wrote one."""
+    """Return the seconds to wait for files of checkpoints that this machine may not see yet.
+
+    More than 0 if the run is on several machines, or if several ranks, perhaps on other machines, wrote a checkpoint.
+    """
     if distributed.machines() > 1:
         return UNSEEN
     for checkpoint in checkpoints:
@@ -266,7 +269,7 @@ def patience_for(checkpoints: Iterable[Path]) -> float:
 
 
 def _link(source: str, target: str) -> None:
-    """A file that is never written again may have two names."""
+    """Hard-link `source` as `target`, or copy it where that fails; files of a checkpoint are never written again."""
     try:
         os.link(source, target)
     except OSError:

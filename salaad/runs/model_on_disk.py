@@ -1,6 +1,6 @@
 """Where a model lies on disk: a run, a training checkpoint or any Hugging Face folder, and what is known about it.
 
-`Salaad.save` and `SalaadCallback` write a Hugging Face folder with L and S in a folder `surrogate` of its own.
+`Salaad.save` and `SalaadCallback` write a Hugging Face folder with L and S in its subfolder `surrogate`.
 """
 
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ class ModelOnDisk:
     """A model on disk, opened and checked.
 
     Args:
-        name: what tables call it.
-        folder: the Hugging Face folder, compared with its own config.json.
-        surrogate: the folder of its L and S, if it was trained with any.
-        weights: file of the weights as they were trained, where the method trains others than the folder's.
+        name: the name of the model in tables.
+        folder: the Hugging Face folder, whose files were compared with its config.json.
+        surrogate: the folder of the model's L and S, if it was trained with any.
+        weights: file of the weights as they were trained, where the method trains other weights than the folder's.
         second_moments: file of the mean squared gradients of the training, if it left any.
-        is_checkpoint: it is a checkpoint of train.py, so `run` says how all of it was trained.
-        run: the configuration of the run that trained it, as far as known.
-        parameters: of a folder with blocks as U·V + S, the paper's count; None of others.
-        base: name on the hub of the model that this is, or was made of, as far as known.
-        digest: changes when any of these files does.
-        cache: folder for what is derived from it.
-        output: folder for the tables made of it, unless the user names another.
+        is_checkpoint: whether this is a checkpoint of train.py, so that `run` says how all of the model was trained.
+        run: the configuration of the run that trained the model, as far as known.
+        parameters: the paper's count for a compressed folder or one with blocks as U·V + S; None for others.
+        base: name on the hub of the model that this is or was made from, as far as known.
+        digest: digest of the model's files, which changes when any of them does.
+        cache: folder for results that are derived from the model.
+        output: folder for the tables made from the model, unless the user names another.
     """
 
     name: str
@@ -59,20 +59,20 @@ class ModelOnDisk:
 
     @property
     def blocks(self) -> SalaadConfig:
-        """Which weights the run that trained it takes for blocks; all projections where that is not known."""
+        """Settings of the run that trained the model, which say what its blocks are; by default all projections."""
         return SalaadConfig(**self.run.get("salaad", {}))
 
     @classmethod
     def open(cls, path: Path, option: str = "--checkpoint") -> "ModelOnDisk":
-        """Find out what `path` is and compare its files with their checksums, where it has any.
+        """Return the model at `path`, after finding out what that is and comparing its files with any checksums.
 
         Args:
             path: a run, a checkpoint, a Hugging Face folder, the output folder of a Trainer, whose newest checkpoint is
                 taken, or the name of a model on the hub.
-            option: what the user gave it by, for errors.
+            option: the option by which the user gave `path`, for error messages.
 
         Raises:
-            UserError: it is nothing we know, or some file is not what was written.
+            UserError: `path` is none of these, or some file is not as it was written.
         """
         if is_hub_name(str(path)):
             return _model_folder(local_folder(str(path), option), str(path))
@@ -91,7 +91,7 @@ class ModelOnDisk:
 
 
 def _newest_of(checkpoints: Checkpoints) -> Path:
-    """The newest checkpoint of a run that may be training: not one that is deleted before it is read."""
+    """Return the newest checkpoint of a run that may be training, protected from deletion while it is read."""
     while not keep_from_deletion(newest := checkpoints.latest()):
         pass
     return newest
@@ -130,7 +130,7 @@ def _checkpoint(folder: Path) -> ModelOnDisk:
 
 
 def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
-    """A Hugging Face folder, by its name on the hub if it has one."""
+    """Open a Hugging Face folder; `hub_name` is the name of the model on the hub, if it came from there."""
     entry = read_object(folder / "config.json").get("quantization_config")
     elastic = is_any_size(entry)
     surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
@@ -139,7 +139,7 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
         places = [folder] if surrogate is None else [folder, surrogate]
         digest = digest_of(sorted(path for place in places for path in place.iterdir() if is_file(path)))
     elif elastic:
-        verify(folder, "config.json")  # alone, as a size reads a part of the rest
+        verify(folder, "config.json")  # only this file, as opening a size reads only a part of the others
         digest = digest_of([folder / CHECKSUMS])
     else:
         digest = verify(folder, "*.safetensors", "config.json", *(["surrogate/*"] if surrogate else []))
@@ -169,7 +169,10 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
 
 
 def _parameters_in_parts(folder: ModelFolder) -> int | None:
-    """The paper's count of a folder with blocks as U·V + S, which `save_pretrained` may have written: no record is."""
+    """Return the paper's count of parameters of a folder with blocks as U·V + S; None for other folders.
+
+    `save_pretrained` may have written the folder, so that it has no compression.json.
+    """
     entry = getattr(folder.config, "quantization_config", None) or {}
     if not is_fixed_size(entry):
         return None
@@ -183,14 +186,14 @@ def _parameters_in_parts(folder: ModelFolder) -> int | None:
 
 
 def _base_of(run: dict[str, Any]) -> str | None:
-    """The model on the hub that a run went on from."""
+    """Return the name of the hub's model that a run began with; None if there was none or it is not in the cache."""
     model = run.get("model")
     path = model.get("path") if isinstance(model, dict) else None
     return path if isinstance(path, str) and is_cached(path) else None
 
 
 def _run_of(config: Any, place: Path) -> dict[str, Any]:
-    """The configuration of a run, of which later commands take these sections over."""
+    """Return the configuration of a run, after checking the sections that later commands take over from it."""
     if not isinstance(config, dict):
         raise UserError(f"{place} has no configuration of a run in it; give a whole checkpoint")
     for name, kind in {"data": DataConfig, **SETTINGS}.items():

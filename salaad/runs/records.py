@@ -25,12 +25,12 @@ PHASES = ("train", "admm", "sync", "save", "evaluate")
 
 
 class Recorder:
-    """Writes every record once, on the main rank; the other ranks hold one that is silent.
+    """The writer of a run's records: every record is written once, by the main rank; on other ranks it does nothing.
 
     Args:
         folder: the run's folder.
         config: the run's configuration.
-        start: step the run goes on from; later lines of an interrupted start are dropped.
+        start: step that the run goes on from; later lines of an interrupted start are dropped.
         tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
@@ -63,7 +63,7 @@ class Recorder:
         self._wandb = _start_wandb(folder, config.wandb, config.to_dict())
 
     def log(self, *, new_tokens: int, seconds: dict[str, float], **values: Any) -> None:
-        """One line of metrics.jsonl: tokens since the last line, wall time by phase since then, and the values."""
+        """Write a line of metrics.jsonl: tokens and wall time by phase since the last line, and the values."""
         if not self.active:
             return
         self.tokens += new_tokens
@@ -88,13 +88,13 @@ class Recorder:
         self._bar.set_postfix({"loss": loss, "tok/s": speed, **means})
 
     def _say_progress(self, step: int, shown: Mapping[str, str]) -> None:
-        """A line in place of the bar, which needs a terminal."""
+        """Print a line of progress in place of the bar, which needs a terminal."""
         left = (time.monotonic() - self._began) / max(1, step - self._start) * (self._steps - step)
         figures = ", ".join(f"{value} {key}" if key == "tokens/s" else f"{key} {value}" for key, value in shown.items())
         self.say(f"step {step:,} of {self._steps:,}: {figures}, {tqdm.format_interval(left)} left")
 
     def blocks(self, records: Iterable[tuple[int, str, Mapping[str, Any], str | None]]) -> None:
-        """A line of blocks.jsonl for every (step, block, columns, remark); a remark is printed."""
+        """Write a line of blocks.jsonl for every (step, block, columns, remark), and print the remark, if any."""
         if not self.active:
             return
         for step, name, columns, remark in records:
@@ -110,7 +110,7 @@ class Recorder:
     def evaluation(
         self, step: int, variant: str, result: Perplexity, precision: str, figures: Mapping[str, float]
     ) -> None:
-        """One line of evaluations.jsonl: a variant's perplexity at a step, and its parameters and other figures."""
+        """Write a line of evaluations.jsonl: a variant's perplexity at a step, its parameters and other figures."""
         if not self.active:
             return
         row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
@@ -128,14 +128,14 @@ class Recorder:
         self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
 
     def skipped(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Say how much text could not be used, whenever there is more than the last time."""
+        """Print how much text could not be used, if it is more than at the last call."""
         bad, empty, lost = (sum(part[kind] for part in counts) for kind in ("bad", "empty", "lost"))
         if bad + empty + lost > self._skipped:
             self._skipped = bad + empty + lost
             self.say(f"documents skipped so far: {bad} broken, {empty} without text, {lost} parts of files lost")
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the bar; where that goes into a file on a full disk, it may be lost."""
+        """Print a line without breaking the bar; it is lost if the output cannot be written, as on a full disk."""
         if self.active:
             with suppress(OSError):
                 self._bar.write(text)
@@ -151,10 +151,10 @@ class Recorder:
             self._wandb.finish()
 
     def secure(self) -> None:
-        """Bring every line to the disk, before a checkpoint says that they are there.
+        """Flush every line to the disk, before a checkpoint that relies on these lines is complete.
 
         Raises:
-            OSError: they cannot be written now; they are kept for the next time.
+            OSError: the lines cannot be written now; they are kept for the next call.
         """
         for lines in self._files.values() if self.active else ():
             lines.write_out(to_disk=True)
@@ -167,7 +167,7 @@ class Recorder:
 
 
 class _Lines:
-    """A file of JSON lines that grows at its end, and loses none where the disk is full for a while."""
+    """A file to which JSON lines are appended; no line is lost while the disk is full for some time."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -199,7 +199,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; of one that no program of ours wrote, such as after a power cut, none that is kept."""
+    """Return the step of a line; infinity for a line that is not ours, as after a power cut, so that it is dropped."""
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -210,7 +210,7 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) ->
     """Start the Weights & Biases run, or go on with the one this folder began."""
     if settings.mode == "disabled":
         return None
-    import wandb  # a second of start-up that only those pay who ask for it
+    import wandb  # imported here, as it takes a second
 
     identity = folder / "wandb_id"
     if not identity.exists():

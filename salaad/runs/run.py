@@ -19,9 +19,9 @@ from salaad.model.folders import has_tokenizer, local_folder
 from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState, patience_for
 from salaad.runs.records import RECORDS
 
-_LOOKS = 20  # at a folder that another machine has written into
-# What may change when a run goes on without changing what is computed; and the batch, since the data goes on at any
-# size of it, losing and repeating nothing.
+_LOOKS = 20  # how often ranks look at a folder that another machine has written into
+# Settings that may change when a run goes on, as they do not change what is computed; and the size of the batch, as the
+# data goes on at any size without losing or repeating text.
 _FREE = (
     "train.batch",
     "train.micro_batch",
@@ -45,8 +45,8 @@ _FREE = (
 )
 
 
-# What a new folder may try differently from a checkpoint on, such as after a run that diverged. Methods name settings
-# of their own.
+# Settings that may change when a new folder goes on from a checkpoint, such as after a run that diverged. Methods name
+# further settings of their own.
 _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip")), "train.steps")
 
 
@@ -56,10 +56,10 @@ _OURS = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".
 
 
 def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint to go on from, if any, the same on every rank; collective.
+    """Return the run's folder and the checkpoint to go on from, if any, the same on every rank; collective.
 
-    Of a checkpoint every file is compared with its checksum first. Where the newest is not whole the newest that is
-    takes its place, and that is said. In a folder that is there already this becomes the process that writes.
+    Every file of the checkpoint is compared with its checksum first. If the newest checkpoint is not whole, the newest
+    whole one is taken instead and a message says so. If the folder holds a run already, this process locks it.
 
     Raises:
         UserError: the folder belongs to a run of another configuration, another process writes into it, or --resume
@@ -121,7 +121,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether a run took a step here; one that ended before leaves nothing to go on from or to lose."""
+    """Whether a run took a step in `folder`; a run that ended before leaves nothing to go on from or to lose."""
     metrics = folder / "metrics.jsonl"
     return Checkpoints(folder / "checkpoints").begun() or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -133,20 +133,20 @@ def _compare(
     tunable: tuple[str, ...] = (),
     elsewhere: tuple[str, ...] = (),
 ) -> None:
-    """Raise a UserError for a setting that is another than at the beginning of a run.
+    """Raise a UserError for a setting that differs from the one with which a run was begun.
 
     Args:
         old: the configuration that the run was begun with.
-        config: what is asked for.
+        config: the configuration that is asked for now.
         place: where `old` was found, a checkpoint or a run's folder.
         tunable: settings that may change.
-        elsewhere: those that might in a new folder.
+        elsewhere: settings that may change only in a new folder, which the error message then proposes.
     """
     # The settings of other methods change nothing that is computed.
     others = {name for name in SETTINGS if name != config.method}
     trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
     before_all, now_all = map(_flat, trees)
-    # A version that did not know a setting yet trained as its default does.
+    # A version that did not know a setting yet trained as if the setting had its default.
     defaults = {config.method: asdict(type(config.settings)()), "optimizer": {"projection_lr": 1.0}}
     before_all = _flat(defaults) | before_all
     for key in sorted(before_all.keys() | now_all.keys(), key=lambda key: (key != "method", key)):
@@ -169,7 +169,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> None:
     """Create the folder and its config.yaml, in which every start of the run leaves its versions and commit.
 
-    A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto finds the same way.
+    A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto goes on from it, too.
 
     Raises:
         UserError: another process writes into the folder.
@@ -182,7 +182,7 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     locks.claim(folder)
     if checkpoint is None and checkpoints.begun():
         raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
-    (folder / "summary.json").unlink(missing_ok=True)  # of a run that had ended, and now goes on from before
+    (folder / "summary.json").unlink(missing_ok=True)  # of a finished run that now goes on from an earlier checkpoint
     start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
     path = folder / "config.yaml"
     earlier = (
@@ -196,15 +196,15 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
 
 
 def resume_command() -> str:
-    """What was typed behind the launcher, so that it goes on from the newest checkpoint."""
+    """Return this run's command without the launcher, with the option to go on from the newest checkpoint."""
     return shlex.join(["train.py", *sys.argv[1:], "--resume", "auto"])
 
 
 def not_saved(folder: Path, train: TrainConfig, step: int, why: str, last: bool) -> str:
-    """What to say of a checkpoint that could not be written after `step`.
+    """Return the message about a checkpoint that could not be written after `step`.
 
     Raises:
-        UserError: it was the last attempt.
+        UserError: `last` is set: it was the last attempt, and the run ends.
     """
     newest = Checkpoints(folder / "checkpoints").latest()
     good = newest.name if newest else "the beginning"
@@ -221,10 +221,10 @@ def not_saved(folder: Path, train: TrainConfig, step: int, why: str, last: bool)
 
 
 def with_own_tokenizer(config: RunConfig) -> DataConfig:
-    """The data settings, in which a run from `model.path` without a tokenizer of its own takes the model's.
+    """Return the data settings, where a run from `model.path` without data.tokenizer gets the model's tokenizer.
 
     Raises:
-        UserError: the model's folder has none.
+        UserError: the model's folder has no tokenizer.
     """
     if config.model.path is None or config.data.tokenizer is not None:
         return config.data
@@ -249,7 +249,7 @@ def require_shared_storage(folder: Path) -> None:
 
 
 def _view(folder: Path) -> tuple[bool, str]:
-    """Whether a run is there, and its newest checkpoint; looking into a folder makes a network file system look too."""
+    """Return whether a run is there, and the text of `latest`; listing a folder refreshes a network file system."""
     with suppress(OSError):
         list((folder / "checkpoints").iterdir())
     latest = folder / "checkpoints" / "latest"

@@ -1,4 +1,4 @@
-"""What a finished run amounts to, read from its own records."""
+"""The summary of a finished run, read from the run's own records."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ from salaad.runs.run import BEGUN_FROM
 
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
-    """Where a run ended: perplexities, parameters, mean rank ratio and density, every block; speed and time by phase.
+    """Return a run's final perplexities, parameters, mean rank ratio and density, blocks, speed and time by phase.
 
-    Its `final_loss` is the mean over the last twentieth of the lines of metrics.jsonl. `after_last_line` is the wall
-    time by phase that no line of it holds.
+    `final_loss` is the mean over the last twentieth of the lines of metrics.jsonl. `after_last_line` is the wall time
+    by phase since the last of these lines.
     """
     metrics = read_json_lines(folder / "metrics.jsonl")
     last = metrics[-1]
@@ -38,7 +38,7 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
 
 
 def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the lines that have one: where every step was skipped, a line has none."""
+    """Return the mean loss of the lines that have one; a line has no loss if all its steps were discarded."""
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     return fmean(losses) if losses else None
 
@@ -51,9 +51,9 @@ def summarize(folder: Path, after_last_line: Mapping[str, float]) -> str:
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """The Markdown of a summary.json."""
+    """Return the content of a summary.json as Markdown."""
     variants = summary["variants"]
-    # Whatever a method says of its variants as a share, such as SALAAD of L + S.
+    # Shares that a method reports for its variants, as SALAAD does for L + S.
     shares = [key for key in ("rank_ratio", "density") if any(key in row for row in variants.values())]
     rows = [
         (
@@ -83,9 +83,9 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 def origin_of(folder: Path) -> dict[str, str]:
-    """The versions, commit and machine that a run was last started with, as it wrote them above its configuration.
+    """Return versions, commit and machine of a run's last start, which the run wrote above its configuration.
 
-    A checkpoint that it went on from is named by its run, not by where that lies on this machine.
+    The checkpoint that the run went on from is named as RUN/checkpoints/STEP, not by its full path on this machine.
     """
     lines = (folder / "config.yaml").read_text().splitlines()
     origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)

@@ -1,10 +1,10 @@
-"""What the ranks tell each other at every step: tokens, a request to stop, numbers gone wrong.
+"""What the ranks tell each other at every step: tokens, a request to stop, a gradient that is not finite.
 
-The answer is the one thing that the host reads of the device in every step, and it was enqueued a step before, ahead of
-that step's forward pass. So the host waits for nothing else that this step or the one before computes: it waits only
-when it is more than a step ahead of the device, which then has a whole step queued. To look whether the answer is there
-already would never wait, but each rank would look at another moment, and they have to stop and to give up at the same
-step.
+The sum over the ranks is the only value that the host reads from the device in every step, and its computation was
+enqueued in the step before, ahead of that step's forward pass. So the host waits for nothing else that this step or the
+one before computes: it waits only when it is more than a step ahead of the device, which then has a whole step queued.
+Polling for the sum would never wait, but each rank would see it at another moment, and the ranks have to stop or to
+give up at the same step.
 """
 
 import torch
@@ -14,11 +14,11 @@ from salaad.common import distributed
 
 
 class Agreement:
-    """One small sum over the ranks per step, whose answer is read a step later.
+    """One small sum over the ranks per step, whose result is read a step later.
 
     Attributes:
-        stop: a rank was asked to stop, as of the step before.
-        broken: a gradient was not finite, as of the step before that.
+        stop: whether a rank was asked to stop, as of the step before.
+        broken: whether a gradient was not finite, as of two steps before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,10 +29,10 @@ class Agreement:
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
     def exchange(self, tokens: int, stop: bool, broken: Tensor) -> Tensor:
-        """Give this rank's token count, its request to stop and whether its last gradient was broken (1 or 0).
+        """Add up over the ranks: token count, request to stop, and whether the last gradient was not finite (1 or 0).
 
         Returns:
-            The tokens of the global batch, without dimensions, on the device.
+            The number of tokens of the global batch (0-d, on the device).
         """
         values = torch.tensor([tokens, stop, 0.0], dtype=torch.float64).to(self._device, non_blocking=True)
         values[2] = broken
@@ -43,7 +43,7 @@ class Agreement:
         return values[0]
 
     def read(self) -> None:
-        """Take in the answer of the last exchange, which belongs to the step before."""
+        """Set `stop` and `broken` by the result of the last exchange, which belongs to the step before."""
         if self._answer is not None:
             if self._arrived:
                 self._arrived.synchronize()

@@ -1,4 +1,4 @@
-"""What becomes of a run that meets NaN or infinity.
+"""How a run handles NaN and infinity.
 
 A step whose loss or gradient is not finite is discarded on the device, before it reaches a weight. The host learns of
 it here, together with the next statistics, reports it and counts it.
@@ -16,18 +16,18 @@ from salaad.training.gradients import Gradients
 
 
 class NonFinite:
-    """Steps discarded so far, and when they are too many.
+    """The count of discarded steps, which ends the run when they are too many.
 
     Args:
-        gradients: which discards them.
-        config: `on_nonfinite` and `max_skipped`.
-        folder: of the run, for diagnosis.json.
-        recorder: tells of them.
-        discarded: in earlier starts of the run.
+        gradients: the gradients, which find and count the steps to discard.
+        config: the training settings, of which `on_nonfinite` and `max_skipped` are read.
+        folder: the run's folder, for diagnosis.json.
+        recorder: prints a line about discarded steps.
+        discarded: number of steps discarded in earlier starts of the run.
         remedy: what to change in the configuration after a divergence (`Method.remedy`).
 
     Attributes:
-        discarded: steps that the host knows of since the run began; the same on every rank.
+        discarded: discarded steps that the host knows of since the run began; the same on every rank.
 
     Raises:
         UserError: a weight is not finite to begin with.
@@ -51,10 +51,10 @@ class NonFinite:
             raise UserError(f"{weight} is not finite in the model to begin with; give another model or checkpoint")
 
     def check(self, step: int) -> None:
-        """Tell what was discarded up to `step`; waits for the device.
+        """Report the steps discarded up to `step`; waits for the device.
 
         Raises:
-            UserError: the run is to stop at such a step, or has met too many, or a weight is not finite.
+            UserError: a step was discarded and the run is to stop then, too many were, or a weight is not finite.
         """
         found = self._gradients.first_broken()
         if found:
@@ -72,16 +72,16 @@ class NonFinite:
             raise self.diverged(step, weight)
 
     def diverged(self, step: int, where: str, may_skip: bool = False) -> UserError:
-        """Write diagnosis.json for numbers that are not finite, and return the sentence to stop with.
+        """Write diagnosis.json for numbers that are not finite, and return the error that ends the run.
 
         Args:
-            step: at which they were first met.
+            step: the step at which they first occurred.
             where: the weight, gradient or block that holds them.
-            may_skip: no weight was changed, so passing over the batch is another cure.
+            may_skip: whether no weight was changed, so that skipping the batch is another remedy.
         """
         last = str(Checkpoints(self._folder / "checkpoints").latest() or "none")
         diagnosis = {"step": step, "block": where, "discarded_steps": self.discarded, "last_good_checkpoint": last}
-        with suppress(OSError):  # a full disk must not hide the sentence
+        with suppress(OSError):  # a full disk must not hide the error returned below
             write_json(diagnosis, self._folder / "diagnosis.json")
         skip = "--resume auto and --train.on_nonfinite skip or a higher --train.max_skipped, or with "
         return UserError(

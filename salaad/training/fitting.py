@@ -1,4 +1,4 @@
-"""What to change in a run that needs more memory than a device has: the first that fits, the cheapest in time first."""
+"""Options for a run that needs more memory than a device has: the first that fit, in order of their cost in time."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +15,9 @@ from salaad.training.plan import memory_by_kind, rows_at_once
 def changes_that_fit(
     config: RunConfig, description: PretrainedConfig, memory: float, ranks: int
 ) -> tuple[str | None, RunConfig]:
-    """Options with which a run on so many ranks needs less than `memory` bytes, and its configuration with them.
+    """Return options with which a run on `ranks` ranks needs less than `memory` bytes, and the configuration with them.
 
-    The options are "" where it fits as it is, and None where none of them would do.
+    The options are "" if the run fits as it is, and None if it fits with none of them.
     """
     model = outline(description)
     method_of(config).rebuild(model, config)
@@ -28,7 +28,11 @@ def changes_that_fit(
 
 
 def _ways(config: RunConfig, ranks: int) -> Iterator[tuple[str, RunConfig]]:
-    """Smaller micro-batches cost launches, a shared optimizer an exchange of weights, recomputation a third more."""
+    """Yield options and the configuration with them, the cheapest in time first.
+
+    Smaller micro-batches cost kernel launches, a sharded optimizer an exchange of weights, recomputation a third more
+    computation.
+    """
     train, micro = config.train, rows_at_once(config, ranks)
     sizes = [train.micro_batch, *(micro >> i for i in range(1, micro.bit_length()))]
     shards = ["optimizer"] if ranks > 1 and not method_of(config).reads_moments else []

@@ -1,4 +1,4 @@
-"""Clipping the coupled gradient, and knowing where it first went wrong without waiting for the device."""
+"""Clipping of the coupled gradient and, without waiting for the device, a record of where it was first not finite."""
 
 import torch
 from torch import nn
@@ -8,13 +8,13 @@ class Gradients:
     """The gradients of a model between backward and the optimizer.
 
     Args:
-        model: whose parameters are trained.
-        limit: largest norm of all gradients together; 0 leaves them alone.
+        model: the model; only its trainable parameters are covered.
+        limit: largest norm of all gradients together; 0 turns clipping off.
 
-    Attributes, all without dimensions and on the device:
+    Attributes, all 0-d and on the device:
         norm: norm of the last gradient before clipping.
-        broken: 1 if that was not finite, so that no step may follow it, else 0 (float32).
-        discarded: how many gradients were not (int64).
+        broken: 1 if this norm was not finite, so that no optimizer step may follow, else 0 (float32).
+        discarded: number of gradients whose norm was not finite (int64).
     """
 
     def __init__(self, model: nn.Module, limit: float) -> None:
@@ -35,7 +35,7 @@ class Gradients:
         self.norm = torch.linalg.vector_norm(norms)
         broken = ~self.norm.isfinite()
         first = (self._first_step == 0) & broken
-        # Where only the sum of their squares is too large, the largest is to blame.
+        # If all norms are finite and only the sum of their squares is too large, the largest norm is to blame.
         self._first = torch.where(first, ~norms.isfinite() | (norms == norms.max()), self._first)
         self._first_step = torch.where(first, step, self._first_step)
         self.broken = broken.float()
@@ -43,7 +43,7 @@ class Gradients:
         torch.nn.utils.clip_grads_with_norm_(self._named.values(), self._limit, self.norm)
 
     def first_broken(self) -> tuple[int, str] | None:
-        """Step and name of the first gradient since the last call that was not finite; waits for the device.
+        """Return step and name of the first gradient since the last call that was not finite; waits for the device.
 
         A loss that is not finite breaks every gradient at once; then no weight is to blame more than another.
         """
@@ -56,6 +56,6 @@ class Gradients:
         return step, where
 
     def broken_weight(self) -> str | None:
-        """Name of the first weight that is not finite; waits for the device."""
+        """Return the name of the first weight that is not finite, if any; waits for the device."""
         finite = torch.stack([p.isfinite().all() for p in self._named.values()]).tolist()
         return next((name for name, whole in zip(self._named, finite, strict=True) if not whole), None)

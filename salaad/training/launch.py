@@ -19,11 +19,11 @@ from salaad.data.retries import longest_wait
 from salaad.methods.optimizer import projection_weights
 from salaad.model.loss import SummedLoss
 
-_BUCKET = 25  # MiB; torch's own
+_BUCKET = 25  # MiB; torch's default
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
-    """Ranks, device and precision; refuses what is not supported."""
+    """Return the accelerator with the run's ranks, device and precision; a UserError for what is not supported."""
     follow_launcher()
     require_devices()
     logging.disable_progress_bar()  # every checkpoint would draw one
@@ -31,7 +31,7 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
     accelerator = Accelerator(
-        # Said outright, because several processes on a machine without a GPU would otherwise each run alone.
+        # Set explicitly, because several processes on a machine without a GPU would otherwise each run alone.
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
         kwargs_handlers=[
@@ -52,10 +52,10 @@ def start_accelerator(config: RunConfig) -> Accelerator:
 
 
 def patience(data: DataConfig) -> timedelta:
-    """How long a sum over the ranks may take, in a step or an evaluation: one of them may be waiting for its text.
+    """Return how long a sum over the ranks may take, in a step or an evaluation, while a rank waits for its text.
 
-    The retries of the hub alone take longer than the 10 minutes that GPUs are given otherwise. A rank reads more than
-    one file, so that it gets twice the longest wait for one; but no longer than anybody's disk.
+    The retries of the hub alone can take longer than 10 minutes, the default for GPUs. As a rank reads more than one
+    file, it gets twice the longest wait for a file, but no more than ranks wait for a disk (`distributed.PATIENCE`).
     """
     own = InitProcessGroupKwargs(backend="nccl" if torch.cuda.is_available() else "gloo").timeout
     text = 2 * longest_wait(data.retries) * (1 + data.max_lost_files)
@@ -66,8 +66,8 @@ def require_devices() -> None:
     """Refuse several processes where a machine has no working GPU, unless they were meant for the CPU.
 
     Raises:
-        UserError: they were not: accelerate was not told to use the CPU, and the devices were not set to -1. That none
-            is visible says nothing, as schedulers leave it so by mistake.
+        UserError: accelerate was not told to use the CPU, and CUDA_VISIBLE_DEVICES was not set to -1. An empty list of
+            devices does not count as such, as schedulers leave it by mistake.
     """
     ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as cpu2.yaml has it for its processes
@@ -83,10 +83,10 @@ def require_devices() -> None:
 def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parameter], config: RunConfig) -> nn.Module:
     """Wrap `loss` for data parallelism; the gradients of the parameters `apart` are averaged by `average_gradients`.
 
-    After its first backward the wrapper lays the gradients out anew, in the order in which they came. With three ranks
-    or more that changes the order of sums. So a gradient that nobody uses goes first, in every start of a run alike.
+    After its first backward pass the wrapper rearranges the gradients in the order in which they arrived. With three
+    ranks or more that changes the order of sums. So every start of a run first computes a gradient that is not used.
     """
-    distributed.barrier()  # reading the weights may have taken some longer than devices may take for a sum
+    distributed.barrier()  # reading the weights may have taken some ranks longer than a sum may take (`patience`)
     distributed.exclude_from_averaging(loss, apart)
     if config.train.compile:
         accelerator.ddp_handler.bucket_cap_mb = compiled_bucket(loss.model, apart)
@@ -101,12 +101,12 @@ def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parame
 
 
 def compiled_bucket(model: PreTrainedModel, apart: list[nn.Parameter]) -> int:
-    """MiB of gradients that are averaged at once beside a compiled backward pass: those of a layer, or torch's 25.
+    """Return the bucket size in MiB for averaging gradients during a compiled backward pass: a layer's, at least 25.
 
-    A backward that is one graph gives all its gradients at its end, too late to average any of them beside it. So torch
-    cuts the graph wherever a bucket is full. At 25 MiB that is five times in every layer of 1b: nothing is fused across
-    a cut, and every piece is compiled for itself, as none is like another. With a layer's gradients in a bucket there
-    is one cut a layer, and what is averaged when the backward has ended is still no more than one layer's.
+    A backward pass that is one graph yields all gradients at its end, too late to average any of them meanwhile. So
+    torch splits the graph wherever a bucket is full. At torch's 25 MiB that is five times in every layer of 1b: nothing
+    is fused across a split, and every piece is compiled separately, as no two are alike. With a layer's gradients in a
+    bucket there is one split per layer, and after the backward pass no more than one layer's remain to be averaged.
     """
     left_out = {id(parameter) for parameter in apart}
     averaged = sum(p.nbytes for p in projection_weights(model) if p.requires_grad and id(p) not in left_out)
@@ -115,10 +115,10 @@ def compiled_bucket(model: PreTrainedModel, apart: list[nn.Parameter]) -> int:
 
 
 def leave_together(accelerator: Accelerator) -> None:
-    """End a run that is finished: a rank that leaves before the others can make them wait for good.
+    """End a finished run on all ranks at once, as a rank that exits early can make the others wait forever; collective.
 
-    Several ranks leave without tidying up. The thread of torch's gloo group asks for the interpreter at its end, which
-    whoever takes the group down holds while it waits for that thread: now and then neither goes on.
+    Several ranks exit without cleaning up, as that now and then deadlocks: the thread of torch's gloo group needs the
+    interpreter lock to end, and whoever destroys the group holds this lock while waiting for that thread.
     """
     distributed.barrier()
     locks.release()

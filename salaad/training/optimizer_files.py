@@ -1,10 +1,10 @@
 """The optimizer's state in a checkpoint: a file per rank, which any number of ranks can open.
 
-    state/optimizer.pt                      of one rank; of any number before every rank wrote a part
+    state/optimizer.pt                      of one rank; in earlier versions, of any number of ranks
     state/optimizer-00001-of-00008.pt       the second rank's part of eight
 
-Where all ranks hold the whole state each writes a part of it, so that a save ends sooner by their number. Each file has
-the form of `Optimizer.state_dict`, and is read with `weights_only`.
+If all ranks hold the whole state, each writes a part of it, which divides the time of a save by their number. Each file
+has the form of `Optimizer.state_dict`, and is read with `weights_only`.
 """
 
 import heapq
@@ -26,13 +26,13 @@ _WHOLE, _PART = "optimizer.pt", "optimizer-{:05d}-of-{:05d}.pt"
 
 
 def save_optimizer(optimizer: Optimizer, folder: Path, sharded: bool, beside: int) -> dict[str, str]:
-    """Write what this rank is to write of the state, into a folder that is there.
+    """Write this rank's part of the optimizer's state into an existing folder.
 
     Args:
-        optimizer: with the state of all parameters, or of those that this rank owns.
+        optimizer: the optimizer, with the state of all parameters, or only of those that this rank owns.
         folder: `state/` of a checkpoint.
-        sharded: whether it is the latter (`sharding.shard`).
-        beside: bytes that the first rank writes beside this, for which it gets less of a state that all ranks hold.
+        sharded: whether it holds only the state of the parameters that this rank owns (`sharding.shard`).
+        beside: bytes that the first rank writes besides, so that it gets a smaller part of a state that all ranks hold.
 
     Returns:
         Name of the file in the folder → its SHA-256.
@@ -49,7 +49,7 @@ def save_optimizer(optimizer: Optimizer, folder: Path, sharded: bool, beside: in
 
 
 def writers_of(sizes: Mapping[int, int], ranks: int, beside: int) -> dict[int, int]:
-    """Index of a parameter → the rank that writes its state, of so many bytes; the first has `beside` to write too."""
+    """Return index of a parameter → rank that writes its state, evened out by bytes; rank 0 also writes `beside`."""
     loads = [(0, rank) for rank in range(1, ranks)]
     heapq.heappush(loads, (beside, 0))
     writers = {}
@@ -60,7 +60,7 @@ def writers_of(sizes: Mapping[int, int], ranks: int, beside: int) -> dict[int, i
 
 
 def load_optimizer(optimizer: Optimizer, folder: Path, sharded: bool) -> None:
-    """Take over what any number of ranks wrote with `save_optimizer`, or what this rank owns of it.
+    """Load the state that any number of ranks wrote with `save_optimizer`; if `sharded`, only what this rank owns.
 
     Raises:
         UserError: a file is missing, broken, or of another run.
@@ -70,7 +70,7 @@ def load_optimizer(optimizer: Optimizer, folder: Path, sharded: bool) -> None:
     state: dict[int, dict[str, Any]] = {}
     for path in _files(folder):
         with in_a_sentence(path):
-            # Mapped, so that of what others own nothing is read, and the ranks of a machine share what they all read.
+            # Memory-mapped, so that the state that others own is not read, and the ranks of a machine share one copy.
             part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             for i, entry in part["state"].items():
                 if owners[i] == distributed.rank():
@@ -81,12 +81,12 @@ def load_optimizer(optimizer: Optimizer, folder: Path, sharded: bool) -> None:
 
 
 def _own(value: Any, parameter: nn.Parameter) -> Any:
-    """A tensor on the CPU in memory of its own, not that of the file; on a device loading will copy it."""
+    """Return `value` in memory of its own, not the file's; for a parameter on a device, loading will copy it."""
     return value.clone() if torch.is_tensor(value) and parameter.device.type == "cpu" else value
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the state, of whatever number of ranks wrote it."""
+    """Return the files of the state, written by any number of ranks; a UserError if parts are missing."""
     found = sorted(folder.glob("optimizer-*.pt"))
     if (folder / _WHOLE).is_file() or not found:
         return [folder / _WHOLE]

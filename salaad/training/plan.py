@@ -14,7 +14,7 @@ from salaad.model.parameters import count_parameters
 from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
 
-KEPT_VALUES = 34  # of the hidden size, that a layer keeps of a token for its backward pass
+KEPT_VALUES = 34  # values that a layer keeps per token for its backward pass, in units of the hidden size
 
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_gpu: bool = False) -> str:
@@ -41,7 +41,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
 
 
 def text_table(config: DataConfig, vocab_size: int) -> str:
-    """What a run would read, a Markdown table; a UserError as `open_text`."""
+    """Return a Markdown table of the text that a run would read; raises the errors of `open_text`."""
     text = open_text(config, vocab_size=vocab_size)
     rows = []
     for part, files in (("training", text.train_files), ("validation", text.validation_files)):
@@ -53,11 +53,11 @@ def text_table(config: DataConfig, vocab_size: int) -> str:
 
 
 def check_run(config: RunConfig, description: PretrainedConfig) -> None:
-    """Find what is wrong with a configuration that its sections cannot see each for itself, before anything is made.
+    """Check a configuration for errors that no section can find by itself, before anything is built.
 
     Raises:
-        UserError: a model with logits the loss does not know, or whatever the method cannot train, such as with an
-            optimizer that torch does not have, or one that is to be shared by the ranks where it reads all of it.
+        UserError: the loss cannot compute the model's logits; the method cannot train this configuration, for example
+            as torch has no such optimizer; or the optimizer is to be sharded, but the method reads all of its state.
     """
     model, method = outline(description), method_of(config)
     SummedLoss(model)
@@ -70,7 +70,7 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
 
 
 def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool = True) -> dict[str, float]:
-    """Bytes of the rank that needs most, when it needs most; `model` is the rebuilt one without numbers."""
+    """Return the peak bytes by kind on the rank that needs most; `model` is the rebuilt model on the meta device."""
     method, train = method_of(config), config.train
     memory = method.memory(model, config, ranks)
     if train.shard == "optimizer":
@@ -89,14 +89,14 @@ def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu
     }
     moment, beside = method.memory_for_a_moment(model, config, ranks) if on_gpu else (0.0, False)
     if moment:
-        # It takes the place of what a forward and a backward pass have given back, or comes on top of that.
+        # Periodic work takes memory that a forward and a backward pass have released, or (`beside`) adds to theirs.
         where, taken = ("beside", 0) if beside else ("beyond", sum(passing.values()))
         passing[f"periodic work, {where} activations"] = max(0.0, moment - taken)
     return memory | passing
 
 
 def sizes_in_words(description: PretrainedConfig) -> str:
-    """The sizes of a model in words; of another architecture than LLaMA's those it has by the same names."""
+    """Return the sizes of a model in words; for another architecture than LLaMA, the sizes that have the same names."""
     names = {
         "hidden_size": "width",
         "intermediate_size": "feed-forward width",
@@ -108,7 +108,7 @@ def sizes_in_words(description: PretrainedConfig) -> str:
 
 
 def activation_bytes(config: RunConfig, description: PretrainedConfig, ranks: int) -> float:
-    """Bytes of the activations that a backward pass needs; of those that are recomputed a layer's are there at once."""
+    """Bytes of activations kept for a backward pass; with recomputation, the layers' inputs and all of one layer."""
     layers = description.num_hidden_layers
     kept = layers + KEPT_VALUES if config.train.gradient_checkpointing else layers * KEPT_VALUES
     tokens = rows_at_once(config, ranks) * config.data.sequence_length
@@ -116,10 +116,10 @@ def activation_bytes(config: RunConfig, description: PretrainedConfig, ranks: in
 
 
 def rows_at_once(config: RunConfig, ranks: int) -> int:
-    """Rows of a micro-batch."""
+    """The number of rows in a micro-batch of one rank."""
     return min(config.train.micro_batch, config.train.batch // ranks)
 
 
 def element_bytes(config: RunConfig) -> int:
-    """Bytes of a number in the activations."""
+    """Bytes of an element of the activations."""
     return 2 if config.train.precision.startswith("bf16") else 4

@@ -1,17 +1,18 @@
 """How long a run would take on a named GPU, by part, from counts of operations and bytes: `--dry-run --device h100`.
 
-Nothing here was measured: peaks and bandwidths are those of the data sheets, and the parts of them that are reached are
-assumptions, the same for all devices. A prediction is good for comparing settings and for planning, to a factor of two.
+Nothing here was measured: peaks and bandwidths are those of the data sheets, and the fractions of them that are reached
+are assumptions, the same for all devices. A prediction is good for comparing settings and for planning, to a factor of
+two.
 
-    products        operations of the model over the peak of the precision, of which `REACHED` is reached
-    activations     their bytes, written and read once forward and twice backward, over the memory's bandwidth
+    products        operations of the model, divided by the fraction `REACHED` of the precision's peak
+    activations     their bytes, written and read once forward and twice backward, divided by the memory's bandwidth
     optimizer       weights, gradients and moments, read and written
-    exchange        the gradients' bytes through every link of a ring, of which the last backward pass of a step hides
-                    what it can; with train.shard the new weights too, which nothing hides
-    periodic work   of the most loaded rank, by the period of the method: for SALAAD an ADMM update of every block, by
-                    the solver that is named, or the cheapest of `spectral.cost` at the target rank
-    evaluation, saving   by their periods; a disk that all processes share takes 1 GB/s
-    a stop          when told to: up to three steps until the ranks have agreed, then a save
+    exchange        the gradients' bytes through every link of a ring, as far as the last backward pass of a step does
+                    not hide them; with train.shard the new weights too, which nothing hides
+    periodic work   on the most loaded rank, divided by the method's period: for SALAAD an ADMM update of every block,
+                    by the solver that is named, or the cheapest of `spectral.cost` at the target rank
+    evaluation, saving   divided by their periods; a disk that all processes share takes 1 GB/s
+    a stop          on a request: up to three steps until the ranks have agreed, then a save
 
 Where activations are recomputed, the backward pass computes and moves all of a forward pass once more.
 """
@@ -36,9 +37,9 @@ from salaad.training.fitting import changes_that_fit
 from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rows_at_once
 from salaad.training.saving import PATIENCE, RATE, STEPS_BEFORE, plan_saving, stop_seconds
 
-REACHED = 0.4  # of a peak, by the products of a well-tuned trainer
-LAUNCH, KERNELS = 5e-6, 60  # seconds of a kernel however small, and how many a layer takes, forward and backward
-FORWARD, BACKWARD = 1 / 3, 2 / 3  # of the time of a pass without recomputation; beside BACKWARD gradients are exchanged
+REACHED = 0.4  # fraction of the peak that the products of a well-tuned trainer reach
+LAUNCH, KERNELS = 5e-6, 60  # least seconds of a kernel, and kernels of a layer, forward and backward together
+FORWARD, BACKWARD = 1 / 3, 2 / 3  # shares of a pass's time without recomputation; gradients are exchanged in BACKWARD
 MOVED = 3  # times that activations are written and read, forward and backward together
 PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
 _WORTH_SAYING = 0.1  # hours of a run below which no other precision is proposed
@@ -51,10 +52,10 @@ class Passes(NamedTuple):
     """The forward and backward passes of a step on one rank.
 
     Args:
-        products: seconds of all of them.
-        activations: seconds in which activations are moved.
-        count: how many there are.
-        again: their time over that without recomputation.
+        products: seconds of the matrix products of all passes.
+        activations: seconds of moving the activations of all passes.
+        count: the number of passes.
+        again: the time of the passes relative to their time without recomputation.
     """
 
     products: float
@@ -69,12 +70,12 @@ class Passes(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Seconds of one backward pass, and of what is recomputed in it."""
+        """Seconds of one backward pass, including what is recomputed in it."""
         return (self.products + self.activations) / self.count - self.forward
 
 
 def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
-    """Seconds of an average step by part; `exchange` is what the backward pass does not hide."""
+    """Return the seconds of an average step by part; `exchange` is what the backward pass does not hide."""
     model, train = rebuilt_outline(config, description), config.train
     work, memory = method_of(config).work(model, config, ranks, device.rates), memory_by_kind(config, model, ranks)
     passes = _passes(config, model, work, device, ranks)
@@ -96,18 +97,18 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
 
 
 def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
-    """The model as the method trains it, without numbers."""
+    """Return the model as the method trains it, on the meta device."""
     model = outline(description)
     method_of(config).rebuild(model, config)
     return model
 
 
 def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int) -> str | None:
-    """A sentence for a run whose launcher is likely to kill it before it has stopped as told; None for others."""
+    """Return a warning if the launcher is likely to kill the run before it has stopped on request; else None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher of another kind, or none, waits
         return None
     patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", PATIENCE))
-    step = 0.0  # on a CPU nothing is known of it
+    step = 0.0  # unknown on a CPU
     if torch.cuda.is_available():
         step = sum(predict(config, description, gpu_called(torch.cuda.get_device_name()), ranks).values())
     saving = plan_saving(config, rebuilt_outline(config, description), ranks)
@@ -140,17 +141,17 @@ def flops_of_passes(model: PreTrainedModel, work: Work, config: RunConfig) -> fl
 
 
 def _flops(model: PreTrainedModel, parameters: float, config: RunConfig) -> float:
-    """Operations of a forward and a backward pass per token, in which so many parameters take part."""
+    """Operations per token of a forward and a backward pass in which this number of parameters takes part."""
     return training_flops(model, config.data.sequence_length) + 6 * (parameters - count_parameters(model))
 
 
 def _reached(config: RunConfig, device: Gpu) -> float:
-    """Operations a second."""
+    """The operations per second that products reach on the device."""
     return device.peaks[config.train.precision] * REACHED
 
 
 def prediction_table(config: RunConfig, description: PretrainedConfig, name: str) -> str:
-    """Milliseconds of a step by part, tokens a day, hours and memory on several numbers of a device, as Markdown."""
+    """Return a Markdown table of a step's milliseconds by part, tokens a day, hours and memory, by number of GPUs."""
     device, train = GPUS[name], config.train
     counts = [count for count in COUNTS if train.batch % count == 0]
     found = [predict(config, description, device, count) for count in counts]
@@ -177,19 +178,22 @@ def _hours(hours: float) -> str:
 
 
 def memory_of(config: RunConfig, description: PretrainedConfig, ranks: int) -> dict[str, float]:
-    """Bytes by kind of the rank that needs most."""
+    """Return the bytes by kind on the rank that needs most."""
     return memory_by_kind(config, rebuilt_outline(config, description), ranks)
 
 
 def memory_rows(memory: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, ...]]:
-    """Kind and gigabytes of every kind of memory that any of these needs, each of which has the same kinds."""
+    """Yield a row (kind, gigabytes in each of `memory`) for every kind of memory that any of them needs.
+
+    All of `memory` have the same kinds.
+    """
     for kind in memory[0]:
         if any(kinds[kind] for kinds in memory):
             yield kind, *(f"{kinds[kind] / 1e9:.2f}" for kinds in memory)
 
 
 def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts: list[int]) -> list[str]:
-    """What does not fit and what would, what is not counted, and what another precision would do."""
+    """Return notes on what does not fit and what would, what is not counted, and what another precision would do."""
     notes = []
     for ranks in counts:
         words, _ = changes_that_fit(config, description, device.memory, ranks)
@@ -205,7 +209,7 @@ def _notes(config: RunConfig, description: PretrainedConfig, device: Gpu, counts
 
 
 def unused_cores(config: RunConfig, description: PretrainedConfig, device: Gpu) -> list[str]:
-    """What bf16-mixed would save and cost, where this precision leaves most of a device unused."""
+    """Return a note on what bf16-mixed would save and cost, if fp32 leaves most of a device unused; else nothing."""
     train = config.train
     if train.precision != "fp32" or device.peaks["bf16-mixed"] < 1.5 * device.peaks["fp32"]:
         return []

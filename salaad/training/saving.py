@@ -1,7 +1,7 @@
-"""What a checkpoint holds, who writes how much of it and how long that takes, counted from shapes alone.
+"""What a checkpoint holds, how much of it each process writes and how long that takes, counted from shapes alone.
 
-The first process writes the weights; the optimizer's state is dealt to all (`optimizer_files`), and each writes the
-ADMM's state of its blocks. Tokenizer, records and random generators are small.
+The first process writes the weights; the optimizer's state is divided among all (`optimizer_files`), and each writes
+the ADMM's state of its blocks. Tokenizer, records and random generators are small.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from salaad.methods.registry import method_of
 from salaad.training.optimizer_files import writers_of
 from salaad.training.sharding import owners_of
 
-RATE = 1e9  # bytes a second of a disk, assumed, and no less of a core that hashes what is written
-STEPS_BEFORE = 3  # at most, after a request: the ranks agree a step later, and a host runs a step ahead of its device
+RATE = 1e9  # bytes per second that a disk is assumed to write; a core hashes no more slowly
+STEPS_BEFORE = 3  # most steps after a request to stop: ranks agree a step later, a host runs a step ahead of its device
 PATIENCE = 30  # seconds that torch's launcher waits unless it is told otherwise
 
 
@@ -24,8 +24,8 @@ class Saving:
 
     Args:
         parts: what is saved → its bytes.
-        most: bytes that the process writes that has most to write.
-        alone: bytes that the first process would write if it wrote the optimizer's state alone.
+        most: bytes that are written by the process that writes most.
+        alone: bytes that the first process would write if no other wrote a part of the optimizer's state.
     """
 
     parts: dict[str, float]
@@ -34,17 +34,17 @@ class Saving:
 
     @property
     def whole(self) -> float:
-        """All bytes."""
+        """The bytes of the whole checkpoint."""
         return sum(self.parts.values())
 
 
 def stop_seconds(step: float, saving: Saving) -> float:
-    """How long a run takes to end that is told to stop, with steps of so many seconds, on a disk that all share."""
+    """Seconds from a request to stop to the end of the run, with steps of `step` seconds and a disk that all share."""
     return STEPS_BEFORE * step + saving.whole / RATE
 
 
 def plan_saving(config: RunConfig, model: PreTrainedModel, ranks: int) -> Saving:
-    """The checkpoint of a run on so many processes; `model` is the rebuilt one without numbers."""
+    """Return the sizes of a checkpoint of a run on `ranks` ranks; `model` is the rebuilt model on the meta device."""
     method = method_of(config)
     memory, admm = method.memory(model, config, 1), method.memory(model, config, ranks).get("ADMM", 0.0)
     weights = memory["weights"] * (2 if method.replaces_modules else 1)
@@ -65,7 +65,7 @@ def plan_saving(config: RunConfig, model: PreTrainedModel, ranks: int) -> Saving
 
 
 def saving_rows(saving: Saving) -> list[tuple[str, str]]:
-    """Rows of --dry-run."""
+    """Return the rows on saving in the table of --dry-run."""
     parts = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in saving.parts.items())
     return [
         ("a checkpoint", f"{saving.whole / 1e9:.2f} GB ({parts}), {saving.most / 1e9:.2f} by the fullest process"),

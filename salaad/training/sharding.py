@@ -1,13 +1,13 @@
 """`--train.shard optimizer`: every rank keeps the optimizer's state of some weights only (ZeRO-1).
 
-A rank owns some of the parameters. Before a step of the optimizer it drops the gradients of all others, so that the
-optimizer neither makes a state for those nor moves them; after the step each owner sends its new weights. A step of
-torch's optimizers treats every parameter for itself, so the result is that of plain training, to the bit.
+Each rank owns some of the parameters. Before a step of the optimizer it drops the gradients of all other parameters, so
+that the optimizer neither creates a state for them nor changes them; after the step each owner sends its new weights.
+Torch's optimizers treat every parameter separately, so the result is that of plain training, to the bit.
 
-The owners are dealt by the bytes of the parameters, the largest first to the rank that has least. They are not the
-owners of the ADMM: those share the blocks evenly, but the embedding and LM head are often no blocks, and on top of an
-even share they leave the fullest rank of eight with 1.29 times the mean at 1b, of 32 with 2.40 times. This way it is
-1.01 and 1.57 times (results/scaling).
+Parameters are assigned to ranks by their bytes, the largest first, each to the rank that has least. The owners differ
+from those of the ADMM. These share the blocks evenly, but embedding and LM head are often no blocks, and on top of an
+even share they leave the fullest rank of eight with 1.29 times the mean at 1b, of 32 with 2.40 times. With owners of
+their own it is 1.01 and 1.57 times (results/scaling).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from salaad.methods.salaad.ownership import assign_owners
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters, in the order by which `state_dict` counts them."""
+    """Return the parameters of an optimizer, in the order in which its `state_dict` numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -33,7 +33,7 @@ def owners_of(parameters: Sequence[nn.Parameter], ranks: int) -> list[int]:
 
 
 def largest_share(parameters: Sequence[nn.Parameter], ranks: int) -> float:
-    """The part of all bytes of these parameters that the rank with most of them owns."""
+    """The fraction of the bytes of these parameters that is owned by the rank with most of them."""
     loads = [0] * ranks
     for parameter, owner in zip(parameters, owners_of(parameters, ranks), strict=True):
         loads[owner] += parameter.nbytes
@@ -41,7 +41,7 @@ def largest_share(parameters: Sequence[nn.Parameter], ranks: int) -> float:
 
 
 def shard(optimizer: Optimizer) -> None:
-    """Let this rank keep the state of its own parameters only, from now on; the optimizer has taken no step yet."""
+    """Make this rank's optimizer keep the state of the rank's own parameters only; call it before the first step."""
     ranks = distributed.world_size()
     parameters = parameters_of(optimizer)
     owners = owners_of(parameters, ranks)
@@ -50,7 +50,7 @@ def shard(optimizer: Optimizer) -> None:
         owned[owner].append(parameter)
     others = [p for rank, part in enumerate(owned) if rank != distributed.rank() for p in part]
     for parameter in others:
-        optimizer.state.pop(parameter, None)  # some optimizers begin with one
+        optimizer.state.pop(parameter, None)  # some optimizers have a state from the start
 
     def drop(*_: Any) -> None:
         for parameter in others:
@@ -61,7 +61,7 @@ def shard(optimizer: Optimizer) -> None:
         for rank, part in enumerate(owned):
             distributed.broadcast_all(part, rank)
 
-    # After the hooks that are registered already, which may look at all gradients; and what draws the weights after
-    # the step (`methods.salaad.decoupled`) is a hook of all optimizers, which torch calls last.
+    # These run after the hooks registered earlier, which may look at all gradients. The decoupled pull on the weights
+    # after a step (`methods.salaad.decoupled`) is a hook of all optimizers, which torch calls last.
     optimizer.register_step_pre_hook(drop)
     optimizer.register_step_post_hook(send)

@@ -1,4 +1,4 @@
-"""The parts of a run that a checkpoint holds beside `RunState`: model, optimizer, method, random generators."""
+"""The parts of a run that a checkpoint holds besides `RunState`: model, optimizer, method, random generators."""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -32,14 +32,14 @@ from salaad.training.optimizer_files import load_optimizer, save_optimizer
 def model_to_train(
     source: NewModel | ModelFolder, config: RunConfig, checkpoint: Path | None, pad_id: int | None, eos_id: int | None
 ) -> PreTrainedModel:
-    """The model in float32 on the CPU as the run's method trains it, with the weights of `checkpoint` if there is one.
+    """Return the model as the run's method trains it, in float32 on the CPU, with the weights of `checkpoint` if given.
 
     Args:
-        source: what a new run begins with.
-        config: the run's.
-        checkpoint: what the run goes on from.
-        pad_id: of the tokenizer.
-        eos_id: of the tokenizer.
+        source: the model that a new run begins with.
+        config: the run's configuration.
+        checkpoint: the checkpoint that the run goes on from, if any.
+        pad_id: the tokenizer's padding id.
+        eos_id: the tokenizer's end-of-sequence id.
 
     Raises:
         UserError: the checkpoint cannot be opened.
@@ -54,7 +54,7 @@ def model_to_train(
         model = source.without_weights(pad_id, eos_id)
     if exported:
         with suppress(UserError):  # a model of no known family has none
-            for layer in projections(model).values():  # what is made of them is loaded: nothing need be computed
+            for layer in projections(model).values():  # their replacements are loaded, so nothing need be computed
                 layer.to("meta")
     method.rebuild(model, config)
     if exported:  # model/ is another form of the model; the weights as they are trained lie beside it
@@ -76,7 +76,7 @@ class TrainingParts:
         tokenizer: saved, never changed.
         method: its tensors go into `surrogate/` or `state/`.
         optimizer: its moments go into `state/`.
-        schedule: placed by the step.
+        schedule: restored from the step alone.
         sharded: whether each rank keeps the moments of some weights only.
     """
 
@@ -89,20 +89,20 @@ class TrainingParts:
     sharded: bool = False
 
     def writer(self, state: RunState, recorder: Recorder) -> Callable[[Path], dict[str, str]]:
-        """What writes this rank's part of a checkpoint and the records' lines up to it; collective.
+        """Return a function that writes this rank's part of a checkpoint and flushes the records' lines; collective.
 
         Args:
-            state: the step, the data position and what else JSON can say.
-            recorder: its lines are on the disk before the checkpoint is.
+            state: the step, the data position and other state that is written as JSON.
+            recorder: its lines are flushed to the disk before the checkpoint is complete.
 
         Returns:
             A function of the checkpoint's folder that exchanges nothing with other ranks. It returns name in the folder
             → SHA-256, of files that were hashed while they were written.
 
         Raises:
-            NotSavedError: on every rank, if any cannot prepare it.
+            NotSavedError: on every rank, if any cannot prepare the function.
         """
-        kept = [{}]  # by each rank
+        kept = [{}]  # the second moments that each rank keeps
         if self.sharded and not self.method.replaces_modules:
             kept = distributed.together(lambda: second_moments(self.model, self.optimizer))
         write_method = self.method.writer()
@@ -147,15 +147,15 @@ class TrainingParts:
             recorder.say(f"{folder.name}/ of this checkpoint holds no weights ({error})")
 
     def restore(self, checkpoint: Path, state: RunState) -> None:
-        """Take over what `write` wrote, at any world size. The model has its weights from `model_to_train` already."""
+        """Load what `writer` saved, at any world size; `model_to_train` has loaded the weights already."""
         self.method.load_state_dict(state.method)
         with in_a_sentence(checkpoint):
             self.method.load(checkpoint)
         load_optimizer(self.optimizer, checkpoint / "state", self.sharded)
-        # The step alone places the schedule, so that a new folder may go on with another peak.
+        # The schedule follows from the step alone, so that a new folder may go on with another peak learning rate.
         place_schedule(self.schedule, state.step)
         random = checkpoint / "state" / _random_file()
-        if random.exists():  # a rank that the earlier world did not have goes on with its own
+        if random.exists():  # a rank that the earlier start did not have keeps its own random state
             with in_a_sentence(random):
                 _restore_random_state(torch.load(random, weights_only=True))
 

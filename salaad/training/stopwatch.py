@@ -11,10 +11,10 @@ from salaad.runs.records import PHASES
 
 
 class Stopwatch:
-    """Wall time by phase since the last `take`.
+    """A stopwatch of wall time by phase, since the last `take`.
 
-    On a GPU a phase is timed between two events in its stream: the host runs ahead of it, and its clock would book the
-    step before towards the first phase that has to wait.
+    On a GPU a phase is timed between two events in its stream, as the host runs ahead of the device: the host's clock
+    would count the step before towards the first phase that waits for the device.
     """
 
     def __init__(self, device: torch.device, earlier: Mapping[str, float] | None = None) -> None:
@@ -25,7 +25,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`."""
+        """Context manager that counts the time spent inside towards the phase `name`."""
         if self._cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -50,7 +50,7 @@ class Stopwatch:
         return {"train": time.perf_counter() - self._begun - sum(others.values()), **others}
 
     def take(self) -> dict[str, float]:
-        """`read`, and begin anew."""
+        """Return the result of `read` and start again from zero."""
         seconds = self.read()
         self._seconds.clear()
         self._begun += sum(seconds.values())

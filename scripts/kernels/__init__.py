@@ -1,1 +1,1 @@
-"""What inspect_kernels.py finds out about the kernels for a GPU without one."""
+"""The measurements of inspect_kernels.py: errors and resources of the GPU kernels, without a GPU."""

@@ -1,6 +1,6 @@
-"""How far every kernel is from float64 over shapes that do not divide: on a GPU, or by Triton's interpreter on the CPU.
+"""Errors of every kernel against float64 on shapes that no block size divides: on a GPU, or interpreted on the CPU.
 
-To be imported with `TRITON_INTERPRET=1` where there is no GPU. The interpreter rounds bfloat16 towards zero, a GPU to
+Without a GPU `TRITON_INTERPRET=1` must be set before the import. The interpreter rounds bfloat16 towards zero, a GPU to
 nearest, so errors in bfloat16 are up to twice those of a GPU.
 """
 
@@ -18,7 +18,7 @@ from salaad.methods.salaad import gpu_kernels as admm
 from salaad.methods.salaad import passes
 from salaad.model import gpu_kernels as loss
 
-# Of float16 the ADMM knows nothing: it is a dtype of models that are deployed, not of those that are trained.
+# The ADMM does not take float16, which is a dtype of deployed models, not of training.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRAINED = (torch.float32, torch.bfloat16)
 
@@ -31,10 +31,10 @@ class Case(NamedTuple):
         m: columns.
         rank: r of U·V.
         nnz: entries of S.
-        rows: of x.
-        layers: that share a launch.
-        wide: the columns of S have 32 bits, as a row of more than 2¹⁵ needs.
-        shifted: V does not lie at a multiple of 16 bytes.
+        rows: rows of x.
+        layers: number of layers that share a launch.
+        wide: whether the column indices of S have 32 bits, as rows of more than 2¹⁵ entries need.
+        shifted: whether V lies at an address that is no multiple of 16 bytes.
     """
 
     n: int
@@ -47,7 +47,8 @@ class Case(NamedTuple):
     shifted: bool = False
 
 
-# Nothing divides; the third has more columns, entries and rows than a program reads at once, the fourth more terms.
+# No block size divides these. The third has more columns, entries and rows than a program reads at once, the fourth a
+# higher rank.
 PRODUCTS = {
     "one row": Case(13, 45, 6, 150, 1),
     "three rows": Case(13, 45, 6, 150, 3),
@@ -68,11 +69,11 @@ LARGE = {
 
 
 def errors(device: str | torch.device = "cpu", large: bool = False) -> Iterator[dict[str, Any]]:
-    """The largest error of every kernel and case, relative to the largest number of the exact result.
+    """Yield the largest error of every kernel and case, relative to the largest magnitude in the exact result.
 
     Args:
         device: a GPU, or the CPU with an interpreting Triton.
-        large: shapes of a real model too.
+        large: whether to measure shapes of a real model too.
 
     Raises:
         RuntimeError: the kernels are not used on this device.
@@ -91,7 +92,7 @@ def errors(device: str | torch.device = "cpu", large: bool = False) -> Iterator[
 
 @torch.no_grad()
 def product_errors(case: Case, dtype: torch.dtype, device: str | torch.device) -> dict[str, float]:
-    """Of y = U(Vx) + Sx + b, of U·V + S, and of rows of it."""
+    """Return kernel → error of y = U(Vx) + Sx + b, and of U·V + S as a whole and by rows."""
     n, m, rank, nnz, rows, *_ = case
     weights = [random_slr(n + 2 * i, m, rank + i * (rank > 0), nnz, dtype) for i in range(case.layers)]
     exact = [slr.to("cpu", torch.float64).dense() for slr in weights]
@@ -110,7 +111,7 @@ def product_errors(case: Case, dtype: torch.dtype, device: str | torch.device) -
 
 
 def admm_errors(dtype: torch.dtype, device: str | torch.device) -> dict[str, float]:
-    """Of T and the statistics of an update, and of the penalty, in float32 or with X and the gradient in `dtype`."""
+    """Return kernel → error of an update's T and statistics, and of the penalty; X and the gradient are in `dtype`."""
     X, L, R = torch.randn(3, 37, 61).to(dtype), torch.randn(3, 37, 61), torch.randn(3, 37, 61)
     tau = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
     exact_tau = passes.Thresholds(*(each.double() for each in tau))
@@ -126,7 +127,7 @@ def admm_errors(dtype: torch.dtype, device: str | torch.device) -> dict[str, flo
 
 
 def loss_error(tokens: int, vocabulary: int, dtype: torch.dtype, device: str | torch.device) -> float:
-    """Of the losses and the gradient of logits, one token ignored, more logits than are read at once."""
+    """Return the error of losses and logits' gradient, with one token ignored and more logits than are read at once."""
     logits, targets = (5 * torch.randn(tokens, vocabulary)).to(dtype), torch.randint(vocabulary, (tokens,))
     targets[-1] = -100
     exact = logits.double().requires_grad_()
@@ -138,7 +139,7 @@ def loss_error(tokens: int, vocabulary: int, dtype: torch.dtype, device: str | t
 
 
 def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
-    """Random parts of an n×m matrix."""
+    """Return random U, V and S of an n×m matrix."""
     U, V, values = torch.randn(n, rank) / 4, torch.randn(rank, m) / 4, torch.randn(nnz)
     return Slr((n, m), U.to(dtype), V.to(dtype), torch.randperm(n * m)[:nnz].int(), values.to(dtype))
 
@@ -146,7 +147,7 @@ def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
 def products_of(
     slr: Slr, device: str | torch.device, wide: bool, shifted: bool
 ) -> tuple[gpu_products.Products, gpu_products.Parts]:
-    """The products of the kernels with a matrix on a device, and its tensors, which lie there as `Case` says.
+    """Return the kernels' products with a matrix, and its tensors on the device, stored as `wide` and `shifted` say.
 
     Raises:
         RuntimeError: the kernels are not used on this device.
@@ -162,7 +163,7 @@ def products_of(
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest number."""
+    """The largest difference, relative to the largest magnitude in `exact`."""
     return ((found.cpu().double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
 
 

@@ -25,13 +25,13 @@ class Case:
     """A kernel as it is launched.
 
     Args:
-        kernel: to be compiled.
+        kernel: the kernel to compile.
         dtype: of the weights, the gradient or the logits.
-        types: argument → type, where that is no integer of 32 bits; of a tuple the types in it.
+        types: argument → its type, if that is no 32-bit integer; for a tuple the types of its elements.
         constants: the constexpr arguments.
-        warps: of a program.
-        what: to tell it from other cases of the kernel.
-        aligned: V lies at a multiple of 16 bytes, as all other tensors do.
+        warps: warps of a program.
+        what: what distinguishes the case from others of its kernel.
+        aligned: whether V lies at a multiple of 16 bytes, as all other tensors do.
     """
 
     kernel: Any
@@ -44,12 +44,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The kernel, dtype and what tells it apart."""
+        """The names of kernel and dtype, and `what`."""
         return " ".join(filter(None, (self.kernel.__name__, self.dtype, self.what)))
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel in every dtype that it takes: of the ADMM only those that are trained in."""
+    """Yield every kernel in every dtype that it takes; the ADMM takes only dtypes of training."""
     for dtype, pointer in _TYPES.items():
         yield from product_cases(dtype, pointer)
         if dtype != "float16":
@@ -61,7 +61,7 @@ def cases() -> Iterator[Case]:
 
 
 def product_cases(dtype: str, pointer: str) -> Iterator[Case]:
-    """The products for every number of rows of x that a program has; for a group's layers; and in other layouts."""
+    """Yield the products for every number of rows of x per program, for groups of layers, and for other layouts."""
     for B in (1, 2, 4, 8):
         yield from launches(dtype, pointer, B, what=f"B={B}")
     for layers in (2, 3):
@@ -81,14 +81,14 @@ def launches(
     layer = {"V": pointer, "U": pointer, "STARTS": "*i32", "COLUMNS": columns, "VALUES": pointer, "BIAS": pointer}
     fields = tuple({**layer, "Y": pointer, "RANK": "i32", "N": "i32"}.values())
     given = {"layers": (fields,) * layers, "x": pointer, "hidden": "*fp32"}
-    rows = {"rows": 1} if B == 1 else {}  # Triton knows an argument that is 1
+    rows = {"rows": 1} if B == 1 else {}  # Triton compiles an argument that is 1 as a constant
     of_V, of_U = {"B": B, "K": max(256, 1024 // B)}, {"B": B, "K": max(128, 512 // B)}
     yield Case(products.multiply_by_V, dtype, given, {**rows, **of_V}, 4, what, aligned)
     yield Case(products.multiply_by_U_and_S, dtype, given, {**rows, **of_U}, 1, what, aligned)
 
 
 def admm_cases(dtype: str, pointer: str) -> Iterator[Case]:
-    """The elementwise part of an update, and the penalty."""
+    """Yield the kernels of an update's elementwise part and of the penalty."""
     block = dict.fromkeys(("L", "old_R", "R", "T", "thresholds", "partial"), "*fp32")
     yield Case(admm.divide_kernel, dtype, {"X": pointer, **block}, {"BLOCK": 2048}, 8)
     gradient = {"gradient": pointer, "X": pointer, "T": "*fp32", "factor": "fp32", "seed": "i64"}
@@ -112,7 +112,7 @@ def resources(case: Case, architecture: int) -> dict[str, Any]:
 
 
 def compile_for(case: Case, architecture: int) -> Any:
-    """The case compiled down to a cubin; tensors and rows of m numbers lie at multiples of 16 bytes, unless it says."""
+    """Compile a case to a cubin; tensors and rows of m numbers lie at multiples of 16 bytes, V only if `aligned`."""
     names = case.kernel.arg_names
     given = {name: case.types.get(name, "i32") for name in names}
     types = {name: "constexpr" if name in case.constants else given[name] for name in names}
@@ -123,7 +123,7 @@ def compile_for(case: Case, architecture: int) -> Any:
 
 
 def _aligned(types: Mapping[str, str | tuple], case: Case) -> Iterator[tuple[int, ...]]:
-    """Where among the arguments stands what is a multiple of 16: addresses, the width of x, and sizes by 16."""
+    """Yield the positions of arguments that are multiples of 16: addresses, the width m of x, and a layer's sizes."""
     for at, (name, kind) in enumerate(types.items()):
         if isinstance(kind, tuple):
             for layer, fields in enumerate(kind):
@@ -134,7 +134,7 @@ def _aligned(types: Mapping[str, str | tuple], case: Case) -> Iterator[tuple[int
 
 
 def _assembled(ptx: str, architecture: int) -> str:
-    """What the assembler that comes with Triton says of a kernel."""
+    """Return the report of Triton's assembler (ptxas) on a kernel."""
     tools = triton.knobs.nvidia
     assembler = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]

@@ -1,1 +1,1 @@
-"""What gpu_checks.py compares on a device, a file per kind, and the page that gpu.py makes of all results."""
+"""The checks of gpu_checks.py by topic, and the page that gpu.py makes of all results."""

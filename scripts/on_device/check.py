@@ -1,4 +1,4 @@
-"""A check: what a device computed beside what it should have, how far apart they are, and how far they may be."""
+"""A check: the error of a device's result against a reference, and the largest error that is allowed."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ class Check(NamedTuple):
     """One thing that was compared.
 
     Args:
-        name: of what.
+        name: what was compared.
         error: relative to the reference, or a count; NaN where there is none.
         limit: the largest error that passes.
-        problem: why it does not pass, whatever the error.
-        left_out: why it was not made, which is no failure.
+        problem: why the check does not pass, whatever the error.
+        left_out: why the check was not made, which is no failure.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Check(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Check":
-        """The check that `row` was made from, whatever else stands in it."""
+        """Return the check that `row` was made from; other keys of the row are ignored."""
         fields = {name: row[name] for name in cls._fields}
         return cls(**{**fields, "error": math.nan if row["error"] is None else row["error"]})
 
     @property
     def row(self) -> dict[str, Any]:
-        """The check for JSON, which has no number that is not finite."""
+        """The check as a row of JSON, where None stands for an error that is not finite."""
         return {**self._asdict(), "error": self.error if math.isfinite(self.error) else None}
 
     @property
@@ -47,7 +47,7 @@ class Check(NamedTuple):
 
     @property
     def found(self) -> str:
-        """The error in words."""
+        """The error as text, or the reason why the check was left out or fails."""
         return self.left_out or self.problem or (f"{self.error:.1e}" if math.isfinite(self.error) else "not finite")
 
 
@@ -57,9 +57,9 @@ def not_made(name: str, why: str) -> Check:
 
 
 def matrix(n: int, m: int) -> Tensor:
-    """n×m in float64 on the CPU, the same in every call of a shape; its singular values fall evenly from 1 to 0.02.
+    """Return a fixed random n×m matrix in float64 on the CPU; its singular values fall geometrically from 1 to 0.02.
 
-    That is less than in most weights, but as far as all solvers can follow at every threshold above the smallest.
+    They fall less than in most weights, but as far as all solvers can follow at every threshold above the smallest.
     """
     generator = torch.Generator().manual_seed(n * m)
     U, V = (torch.linalg.qr(torch.randn(k, min(n, m), generator=generator).double())[0] for k in (n, m))

@@ -1,4 +1,4 @@
-"""Models with U·V + S in their blocks: their logits beside those of the dense model in float64, and in a CUDA graph."""
+"""Checks of models with U·V + S in their blocks: logits against the dense model in float64, also by a CUDA graph."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,7 +21,7 @@ Step = Callable[[], Tensor]
 
 @torch.no_grad()
 def layers(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Logits of a model with U·V + S in its blocks beside those of the same model, dense, in float64."""
+    """Yield checks of the logits of a model with U·V + S in its blocks against the dense model in float64."""
     small, exact = models(tiny)
     for dtype, limit in DTYPES.items():
         there = small.to(device, dtype)
@@ -33,7 +33,7 @@ def layers(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def models(tiny: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model with its embedding and projections in parts, and the same model, dense, in float64."""
+    """Return a model whose embedding and projections are U·V + S, and the same model, dense, in float64."""
     width = 32 if tiny else 512
     config = LlamaConfig(
         hidden_size=width,
@@ -58,7 +58,7 @@ def models(tiny: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def graphs(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """One decoding step captured in a CUDA graph and replayed, beside the model, dense, in float64."""
+    """Yield checks of a decoding step captured in a CUDA graph and replayed, against the dense float64 model."""
     if device.type == "cpu":
         yield not_made("decoding in a CUDA graph", "it takes a GPU")
         return
@@ -67,9 +67,9 @@ def graphs(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 @torch.no_grad()
 def decoding(device: torch.device, tiny: bool, capture: Callable[[Step], Step]) -> Iterator[Check]:
-    """Logits of tokens that are decoded one by one, by what `capture` makes of the step.
+    """Yield checks of the logits of tokens decoded one by one, with the function that `capture` makes of a step.
 
-    The step reads the token from a place that stays, and counts the tokens in its cache itself.
+    A step reads its token from a fixed tensor, and its cache counts the tokens itself.
     """
     small, exact = models(tiny)
     ids = torch.randint(0, VOCABULARY, (1, LENGTH))
@@ -78,7 +78,7 @@ def decoding(device: torch.device, tiny: bool, capture: Callable[[Step], Step]) 
         there, token = small.to(device, dtype), ids[:, :1].to(device, copy=True)
         cache = StaticCache(config=there.config, max_cache_len=LENGTH)
         step = capture(lambda there=there, token=token, cache=cache: there(token, past_key_values=cache).logits)
-        cache.reset()  # a capture begins with trials
+        cache.reset()  # capturing has run the step before
         there(ids[:, :PROMPT].to(device), past_key_values=cache)
         found = []
         for place in range(PROMPT, LENGTH):
@@ -88,7 +88,7 @@ def decoding(device: torch.device, tiny: bool, capture: Callable[[Step], Step]) 
 
 
 def captured(step: Step) -> Step:
-    """A function that replays `step` as a CUDA graph; called beforehand, since the first call compiles kernels."""
+    """Return a function that replays `step` as a CUDA graph; `step` runs first, since its first call compiles."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

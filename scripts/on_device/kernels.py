@@ -1,6 +1,6 @@
-"""Every kernel by itself beside float64, and whether the package uses them where it should.
+"""Checks of every kernel by itself against float64, and of whether the package uses the kernels where it should.
 
-On a CPU an interpreter of Triton runs them, in a process of its own, since Triton decides at its import.
+On a CPU Triton's interpreter runs them in a separate process, since Triton decides at its import whether to interpret.
 """
 
 import math
@@ -27,13 +27,13 @@ from scripts.on_device.check import Check, matrix, not_made
 from scripts.on_device.factored import models
 from scripts.trainings import ROOT
 
-# Sums in float32, with a GPU's own exponential; else two roundings, of which the interpreter's of bfloat16 are cut off.
+# float32: sums, with a GPU's own exponential. Else two roundings, in bfloat16 towards zero by the interpreter.
 LIMITS = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-9}
 USED = "kernels are used"
 
 
 def kernels(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """That they are used, and the largest error of every kernel and case relative to the largest number."""
+    """Yield a check that kernels are used, and checks of the largest relative error of every kernel and case."""
     if device.type == "cpu" and not native.INTERPRETED:
         yield from interpreted()
         return
@@ -46,12 +46,12 @@ def kernels(device: torch.device, tiny: bool) -> Iterator[Check]:
 
     for row in errors(device, large=not tiny):
         name = ", ".join(filter(None, (row["kernel"], row["dtype"], row["case"])))
-        # Of an update all but X is float32, whatever X is.
+        # In an update all but X is float32, whatever the dtype of X.
         yield Check(name, row["error"], LIMITS["float32" if row["kernel"] == "divide_kernel" else row["dtype"]])
 
 
 def interpreted() -> Iterator[Check]:
-    """The same checks from a process whose Triton interprets, if there is one."""
+    """Yield the checks of `kernels` from a process in which Triton interprets, if Triton is installed."""
     if find_spec("triton") is None:
         yield not_made("kernels", "Triton is not installed")
         return
@@ -67,7 +67,7 @@ def interpreted() -> Iterator[Check]:
 
 @torch.no_grad()
 def used(device: torch.device) -> Check:
-    """Whether a factored model, an ADMM update, the penalty and the loss launch kernels; the error counts those not."""
+    """Check that factored model, ADMM update, penalty and loss launch kernels; the error counts those that do not."""
     from salaad.methods.salaad import gpu_kernels as admm  # Triton, which may be missing
     from salaad.model import gpu_kernels as loss
 

@@ -1,4 +1,4 @@
-"""Every solver of the singular-value threshold, and updates of the ADMM, beside float64 and beside the CPU."""
+"""Checks of every solver of the singular-value threshold against float64, and of ADMM updates against the CPU."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +16,12 @@ from salaad.spectral.products import product_stack
 from salaad.spectral.stacks import gram_stack
 from scripts.on_device.check import Check, matrix, relative
 
-# `threshold` takes no `regularised`: it comes where a full SVD in float32 does not converge.
+# Solver → the one to ask `threshold` for: `regularised` only follows a full SVD in float32 that does not converge.
 RUNGS = {"exact": "exact", "gram": "gram", "subspace": "subspace", "regularised": "exact"}
 
 
 def solvers(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """SVT_τ by every solver, on matrices with falling singular values, square and not."""
+    """Yield checks of SVT_τ by every solver, on square and other matrices with falling singular values."""
     for n, m in ((24, 24), (40, 24)) if tiny else ((512, 512), (1376, 512), (2048, 5461)):
         Z = matrix(n, m)
         U, sigma, Vh = torch.linalg.svd(Z, full_matrices=False)
@@ -39,13 +39,13 @@ def solvers(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def moved(basis: Tensor) -> Tensor:
-    """A basis (n×q) a little off, as an update leaves it to the next one."""
+    """Return a slightly perturbed basis (n×q), as one update leaves it to the next."""
     noise = torch.randn(basis.shape, generator=torch.Generator().manual_seed(1), dtype=basis.dtype)
     return torch.linalg.qr(basis + 1e-3 * noise)[0]
 
 
 def stacks(Z: Tensor, tau: float, L: Tensor) -> Iterator[Check]:
-    """SVT_τ of a stack of one matrix (n×m, n ≤ m) by the two solvers that make no host wait."""
+    """Yield checks of SVT_τ of a stack of one matrix (n×m, n ≤ m) by the two solvers without reads by the host."""
     taus = torch.tensor([tau], device=Z.device)
     for solver, found in (
         ("gram", gram_stack(Z[None], taus)),
@@ -69,7 +69,7 @@ def svd_that_fails() -> AbstractContextManager:
 
 
 def updates(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """T of a block after ten rounds, its weight moving in between, beside the same on the CPU."""
+    """Yield a check of a block's T after ten rounds, between which its weight moves, against the CPU."""
     n, m = (24, 40) if tiny else (512, 1376)
     config, X = SalaadConfig(delta_alpha=0.05, delta_beta=0.005), matrix(n, m).float()
     D = X.flip(0)

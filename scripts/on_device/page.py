@@ -13,10 +13,10 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def page(folder: Path, outcomes: Mapping[str, str]) -> str:
-    """What the JSON files in a folder say, as Markdown.
+    """Return the page of the results in a folder as Markdown.
 
     Args:
-        folder: of the results.
+        folder: folder with the JSON files of the stages.
         outcomes: stage → how it ended.
     """
     results = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
@@ -55,7 +55,7 @@ def of_kind(results: Results, kind: str) -> Results:
 
 
 def checks_table(checks: list[Check]) -> str:
-    """A line a check."""
+    """Return a Markdown table, a line per check."""
     rows = []
     for check in checks:
         outcome = f"**{FAILED}**" if check.outcome == FAILED else check.outcome
@@ -64,7 +64,7 @@ def checks_table(checks: list[Check]) -> str:
 
 
 def training_table(results: Results) -> str:
-    """Full-rank training and SALAAD side by side, a line a size and precision."""
+    """Return a Markdown table of full-rank training and SALAAD side by side, a line per size and precision."""
     rows = []
     for name, found in results.items():
         if "left_out" in found:
@@ -87,7 +87,7 @@ def training_table(results: Results) -> str:
 
 
 def admm_table(results: Results) -> str:
-    """A round of all blocks in every phase of training beside the authors' way, and the largest error of its L."""
+    """Return a Markdown table: time to update all blocks by phase, ours and the authors', and our largest error."""
     rows = []
     for name, found in results.items():
         for phase, seconds in found["rounds"].items():
@@ -101,7 +101,7 @@ def admm_table(results: Results) -> str:
 
 
 def reproduction(found: Mapping[str, Any]) -> str:
-    """The tables of an item of `scripts/reproduce.py`, its notes, and where it was trained."""
+    """Return the tables and notes of an item of `scripts/reproduce.py`, and a table of its trainings."""
     parts = [f"{caption}\n\n{table}" for caption, table in found["tables"].items()] + found["notes"]
     rows = [
         (run["name"], f"{run['tokens']:,}", f"{run['hours']:.1f}", run["machine"], run["commit"])

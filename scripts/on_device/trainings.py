@@ -1,4 +1,4 @@
-"""Trainings on a device beside the same on the CPU: steps of every method; whole runs, interrupted, on all GPUs."""
+"""Checks of trainings on a device against the CPU: steps of every method; whole runs, also resumed and on all GPUs."""
 
 import math
 import sys
@@ -21,22 +21,22 @@ from scripts.bench_training import Contender
 from scripts.on_device.check import Check, not_made
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments, write_text, write_tokenizer
 
-ROUNDING = 2e-3  # of products and reductions in float32 that are summed in another order, after some steps of Adam
-REPEATED = 5e-5  # of a training that is repeated on one device, where some sums are made in another order each time
-FLIPPED = 2e-2  # of rank and density, of which rounding may flip a few
-PATIENCE, GRACE = 600, 60  # seconds of a training that takes some, and in which it has to end when it is told to
-MIDDLE = 8  # the step after which one goes on
-# The dual and both thresholds have left zero by then, and the pull is strong enough to show in the loss.
+ROUNDING = 2e-3  # limit after some steps of Adam where float32 sums are made in another order
+REPEATED = 5e-5  # limit of a training repeated on one device, where some sums are made in another order each time
+FLIPPED = 2e-2  # limit of rank and density, where rounding may flip a few entries
+PATIENCE, GRACE = 600, 60  # seconds after which a training is told to end, and that it then has to do so
+MIDDLE = 8  # the step from which the resumed training goes on
+# With these settings the dual and both thresholds have left zero by `MIDDLE`, and the penalty shows in the loss.
 TOY = {"salaad__every": 1, "salaad__rho_constant": 20}
 STEPS = 10
-# A device draws other numbers than the CPU does, so nothing is dropped. The loss falls by a sixth or more, and SALAAD's
-# pull is strong enough to show in it.
+# A device draws other random numbers than the CPU, so there is no dropout. The loss falls by a sixth or more, and
+# SALAAD's penalty is strong enough to show in it.
 LEARNING = ("--lora.dropout=0", "--relora.dropout=0", "--optimizer.warmup=0", "--salaad.rho_constant=10")
 TINY_METHODS = ("full_rank", "salaad", "lora", "relora")
 
 
 def steps(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """The loss after ten steps of every method, beside the same on the CPU."""
+    """Yield checks of the loss after ten steps of every method, against these steps on the CPU."""
     for method in TINY_METHODS if tiny else SETTINGS:
         config = read_command_line([*small_run(tiny), *LEARNING, "--method", method])[0]
         there, here = (loss_after_steps(config, place) for place in (device, torch.device("cpu")))
@@ -44,7 +44,7 @@ def steps(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def compiled(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """The loss after ten steps of a compiled model, beside the same on the same device without compiling."""
+    """Yield a check of the loss after ten steps of a compiled model, against one not compiled on the same device."""
     words = [*small_run(tiny), *LEARNING, "--method=salaad", "--model.num_hidden_layers=1"]
     before = counters["frames"]["ok"]
     there, here = (
@@ -56,7 +56,7 @@ def compiled(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def small_run(tiny: bool) -> list[str]:
-    """Options of train.py."""
+    """Return options of train.py for a small model and short sequences."""
     words = ["--config", "nano", "--data.sequence_length=64"]
     return words + ["--model.hidden_size=32", "--model.intermediate_size=48", "--model.vocab_size=256"] * tiny
 
@@ -69,7 +69,7 @@ def batches_of(config: RunConfig, count: int) -> list[dict[str, Tensor]]:
 
 
 def loss_after_steps(config: RunConfig, device: torch.device) -> float:
-    """The loss of a batch after some steps on it and on another one in turns."""
+    """Return the loss of a batch after `STEPS` steps that alternate between this batch and another."""
     torch.manual_seed(0)
     contender = Contender(config, device)
     batches = batches_of(config, 2)
@@ -80,7 +80,7 @@ def loss_after_steps(config: RunConfig, device: torch.device) -> float:
 
 
 class Ended(NamedTuple):
-    """What a training came to.
+    """The result of a finished training.
 
     Args:
         losses: variant (X, L+S) → the logarithm of its perplexity.
@@ -96,10 +96,10 @@ class Toy:
     """Whole trainings of a toy model on a device.
 
     Args:
-        device: where they compute, unless it is hidden from them.
+        device: where the trainings compute, unless GPUs are hidden from them.
         work: folder of the runs.
-        texts: files by part, as of `write_text`.
-        tokenizer: its folder.
+        texts: files by part, as `write_text` returns them.
+        tokenizer: folder of the tokenizer.
     """
 
     device: torch.device
@@ -108,7 +108,7 @@ class Toy:
     tokenizer: str
 
     def trained(self, name: str, processes: int = 1, hidden: bool = False, **options: object) -> Ended:
-        """Train to the end.
+        """Train to the end, on the CPU if `hidden`, and return the result.
 
         Raises:
             RuntimeError: the training failed, or did not end within `PATIENCE`.
@@ -128,7 +128,7 @@ class Toy:
 
 
 def perform(command: list[str], environment: dict[str, str]) -> None:
-    """Run a command of a training; errors as of `Toy.trained`."""
+    """Run the command of a training; errors are raised as `Toy.trained` says."""
     with Popen(command, cwd=ROOT, env=environment, stdout=DEVNULL, stderr=PIPE, text=True) as process:
         try:
             _, said = process.communicate(timeout=PATIENCE)
@@ -144,10 +144,10 @@ def perform(command: list[str], environment: dict[str, str]) -> None:
 
 
 def runs(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Validation loss of whole trainings, of X and of L + S.
+    """Yield checks of the validation loss of X and of L + S after whole trainings.
 
-    One on the device stands beside one on the CPU. One with updates beside it, one that goes on from the middle and
-    those of several processes stand beside the first on the same device.
+    A training on the device is compared with one on the CPU. A training with overlapping updates, one resumed from the
+    middle and those on several processes are compared with the first on the same device.
     """
     with tempfile.TemporaryDirectory() as work:
         toy = Toy(device, Path(work), write_text(Path(work)), write_tokenizer(Path(work) / "tokenizer"))
@@ -171,7 +171,7 @@ def runs(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def repeated(name: str, again: Ended, alone: Ended) -> Iterator[Check]:
-    """A training that should have ended as another on the same device."""
+    """Yield checks that the training `again` ended as `alone` did on the same device."""
     yield Check(name, largest_difference(again.losses, alone.losses), REPEATED)
     yield Check(f"{name}, L and S", largest_difference(again.structure, alone.structure), FLIPPED)
 
@@ -182,6 +182,6 @@ def largest_difference(found: Mapping[str, float], wanted: Mapping[str, float]) 
 
 
 def most_processes(device: torch.device) -> int:
-    """GPUs of this machine, of which there are 1, 2, 4 or 8; two processes on a CPU."""
+    """Return the most of 1, 2, 4 or 8 processes for which the machine has GPUs; two on a CPU."""
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     return max(power for power in (1, 2, 4, 8) if power <= count)

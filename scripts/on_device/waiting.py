@@ -1,4 +1,4 @@
-"""How often the host waits for a GPU: never in a training step, once in a round of the ADMM and in each eigensolver."""
+"""Checks of how often the host waits for a GPU: never in a step, once in an ADMM round and in each eigensolver."""
 
 import tempfile
 import warnings
@@ -22,17 +22,17 @@ from salaad.training.agreement import Agreement
 from scripts.on_device.check import Check, matrix, not_made
 from scripts.reliability.toy_run import toy_arguments, write_text, write_tokenizer
 
-SAID = "called a synchronizing CUDA operation"  # torch's warning in the mode that watches for waits
+SAID = "called a synchronizing CUDA operation"  # in torch's warnings of waits, which `set_sync_debug_mode` turns on
 NAMES = ("a training step", "a training step with a round of the ADMM", "a round of the ADMM")
-STEPS, EVERY = 12, 3  # of the training; its first round comes before kernels are compiled and is not counted
-# Wide enough for the rates of a GPU to choose products.
+STEPS, EVERY = 12, 3  # steps of the training and of a period; the first round, which compiles kernels, is not counted
+# Wide enough for `products` to be the cheapest solver by the rates of a GPU.
 WIDE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
 BEFORE = 2  # rounds after which the host knows how many singular values lie above the threshold
-Found = tuple[Counter[str], int]  # waits of the host by file and line, and stacks whose eigenvectors were looked for
+Found = tuple[Counter[str], int]  # waits of the host by file and line, and the number of stacks by eigenvectors
 
 
 def waits(device: torch.device, tiny: bool) -> Iterator[Check]:
-    """Waits of the host in the steps of a training and in a round, each against what it may have."""
+    """Yield checks of the host's waits in training steps and in a round of the ADMM, against the number allowed."""
     if device.type == "cpu":
         for name in NAMES:
             yield not_made(f"waits in {name}", "nothing waits for a CPU")
@@ -48,7 +48,7 @@ def waits(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 
 def most(name: str, found: list[Found], allowed: int) -> Check:
-    """The check of the part with the most waits beyond one for each stack by eigenvectors."""
+    """Return the check of the part with the most waits, less one for each stack solved by eigenvectors."""
     places, stacks = max(found, key=lambda part: part[0].total() - part[1])
     count = places.total() - stacks
     told = ", ".join(f"{place}: {waits}" for place, waits in places.items())
@@ -56,30 +56,30 @@ def most(name: str, found: list[Found], allowed: int) -> Check:
 
 
 class Watch:
-    """Waits that torch has warned of and stacks by eigenvectors, in parts."""
+    """The waits that torch warned of, and the stacks solved by eigenvectors, in each part of some work."""
 
     def __init__(self, said: list[warnings.WarningMessage]) -> None:
         self._said, self.stacks = said, 0
         self._ends: list[tuple[int, int]] = []
 
     def next(self) -> None:
-        """Another part begins."""
+        """Begin another part."""
         self._ends.append((len(self._said), self.stacks))
 
     def parts(self) -> list[Found]:
-        """What was found in each, from the beginning on."""
+        """Return the waits and stacks of each part, the first one first."""
         ends = [(0, 0), *self._ends, (len(self._said), self.stacks)]
         return [(places_of(self._said[a:b]), after - before) for (a, before), (b, after) in pairwise(ends)]
 
 
 def places_of(said: list[warnings.WarningMessage]) -> Counter[str]:
-    """How often the host waited, by file and line."""
+    """Return how often the host waited, by file and line."""
     return Counter(f"{note.filename}:{note.lineno}" for note in said if SAID in str(note.message))
 
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Within this context every wait is noted."""
+    """Context manager that notes every wait of the host, and every stack solved by eigenvectors."""
     mode, by_eigenvectors = torch.cuda.get_sync_debug_mode(), admm_round.gram_stack
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -98,7 +98,7 @@ def watching() -> Iterator[Watch]:
 
 
 def steps_of_a_training(tiny: bool) -> list[Found]:
-    """Of each step of the trainer but the last, which writes what was measured."""
+    """Return the waits of each step of a training but the last, which writes the records."""
     look = Agreement.read
     with tempfile.TemporaryDirectory() as work, watching() as watch:
 
@@ -112,7 +112,7 @@ def steps_of_a_training(tiny: bool) -> list[Found]:
 
 
 def train_a_toy(folder: Path, tiny: bool) -> None:
-    """A training by train.py, in this process and on the device that it finds."""
+    """Train a toy model with train.py, in this process and on the device that it finds."""
     sizes = {} if tiny else {f"model__{key}": value for key, value in WIDE.items()}
     steps = {"train__steps": STEPS, "train__log_every": STEPS, "salaad__every": EVERY}
     texts, tokenizer = write_text(folder), write_tokenizer(folder / "tokenizer")
@@ -124,7 +124,7 @@ def train_a_toy(folder: Path, tiny: bool) -> None:
 
 
 def round_(device: torch.device, tiny: bool) -> Callable[[], object]:
-    """One round of two blocks by the solver that is predicted to be the cheapest; those before it are done."""
+    """Return a function that runs a round of two blocks by the cheapest solver; the rounds before are done here."""
     config = SalaadConfig(delta_alpha=0.0, delta_beta=0.0)
     blocks = []
     for n, m in ((24, 40), (40, 40)) if tiny else ((512, 1376), (512, 512)):

@@ -12,7 +12,7 @@ from scripts.reliability.folder_damage import plain, texts
 
 
 def known_keys() -> list[tuple[str, ...]]:
-    """Every key a configuration has, as a path."""
+    """Return every key that a configuration has, as a path: ("train",), ("train", "steps")."""
     keys: list[tuple[str, ...]] = []
     for name in [field.name for field in dataclasses.fields(RunConfig) if field.name != "sections"] + ["salaad"]:
         inner = getattr(RunConfig(), name)
@@ -73,12 +73,12 @@ fitting = {
 
 
 def fitting_values(path: tuple[str, ...]) -> st.SearchStrategy:
-    """Values of the type that a key has."""
+    """Return the strategy that draws YAML values of the type that a key has."""
     return st.sampled_from(fitting[kind_of(path)])
 
 
 def kind_of(path: tuple[str, ...]) -> type:
-    """The type of a key's default."""
+    """Return the type of a key's default; `str` if the default is None."""
     value: Any = RunConfig()
     for name in path:
         value = getattr(value, name)
@@ -106,7 +106,7 @@ config_cases = st.one_of(
 
 
 def config_bytes(case: list, folders: dict[str, Path]) -> bytes:
-    """The YAML file of a case."""
+    """Return the content of the YAML file of a case; `folders` is kind → folder of a model."""
     kind, drawn = case
     if kind == "keys":
         tree: dict[str, Any] = {}

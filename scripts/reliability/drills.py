@@ -1,7 +1,7 @@
 """Every way to break a training run: each drill starts the trainer, breaks it from outside, and compares the result.
 
-A drill is a method of `Drills` that yields rows of the table. What is compared is what `training_process.differences`
-compares: weights, L and S, optimizer, place in the data, and every line of the records, to the bit.
+A drill is a method of `Drills` that yields rows of the table. The comparison is that of `training_process.differences`:
+weights, L and S, optimizer, position in the data, and every line of the records, to the bit.
 """
 
 import json
@@ -35,18 +35,18 @@ from scripts.reliability.training_process import (
     spoil,
 )
 
-GRACE = 30  # seconds that a cluster leaves between its two signals
-POISON = 97  # every so many steps a gradient is spoiled
-DRIFT = 1e-4  # the most by which a loss may differ, relatively, after a change of the number of processes
+GRACE = 30  # seconds that a cluster leaves between SIGTERM and SIGKILL
+POISON = 97  # steps from one spoiled gradient to the next
+DRIFT = 1e-4  # the largest relative difference in the loss after a change of the number of processes
 
 
 class Drills:
-    """Every way to break a run.
+    """All drills, one method for each way to break a run.
 
     Args:
         work: folder for the runs.
         quick: a few tries instead of many.
-        seed: of the moments at which something happens.
+        seed: determines the moments at which something happens.
     """
 
     def __init__(self, work: Path, quick: bool, seed: int) -> None:
@@ -66,12 +66,12 @@ class Drills:
         return toy_arguments(self.text, self.tokenizer, **usual | more)
 
     def whole(self, name: str, arguments: list[str], processes: int = 1) -> Path:
-        """A run that is left alone."""
+        """Train a run that is not broken, to compare others with; return its folder."""
         Training(arguments, self.work / name, processes).finish()
         return self.work / name
 
     def kill(self) -> Iterator[Row]:
-        """SIGKILL at random moments: while it starts, between two steps, in the middle of a save."""
+        """Send SIGKILL at random moments: while the trainer starts, between two steps, in the middle of a save."""
         for processes in (1, 2):
             tries = (3 if processes == 1 else 2) if self.quick else 25
             arguments = self.options(steps=400 if self.quick else 2500)
@@ -98,19 +98,19 @@ class Drills:
             yield row
 
     def _go_on(self, row: Row, training: Training, whole: Path) -> None:
-        """Finish a run that was broken off, and compare it with the one that was left alone."""
+        """Resume a broken run to its end, and add the recovery time and the differences from `whole` to the row."""
         row.recovery.append(training.recovered())
         training.finish()
         row.lost += differences(whole, training.output)
 
     def _moment(self, number: int) -> str:
-        """When the kill of this number comes: each in turn if there are few, otherwise mostly in mid-run."""
+        """Return when kill `number` comes: at each moment in turn if there are few kills, else mostly in mid-run."""
         if self.quick:
             return ("save", "step", "start")[number % 3]
         return self.pick.choice(["save", "step"] * 4 + ["start"])
 
     def preempt(self) -> Iterator[Row]:
-        """SIGTERM: save within the grace time, say how to go on, leave with 0."""
+        """Send SIGTERM: the trainer has to save and end within the grace time, and say how to resume."""
         for processes in (1, 2):
             arguments = self.options(steps=400 if self.quick else 2500)
             whole = self.work / f"whole-{processes}"
@@ -136,9 +136,9 @@ class Drills:
             yield row
 
     def world(self) -> Iterator[Row]:
-        """Checkpoints of 1, 2 and 3 processes go on with 1, 2 and 3."""
+        """Resume checkpoints of 1, 2 and 3 processes with 1, 2 and 3 processes."""
         row = Row("another number of processes")
-        # Few steps: what rounds differently drifts apart, exponentially.
+        # Few steps: differences in rounding grow exponentially.
         arguments = self.options(steps=20, train__batch=6, train__save_every=10, train__keep_last=0)
         sizes = (1, 2, 3)
         for size in sizes:
@@ -170,7 +170,7 @@ class Drills:
         yield row
 
     def disk(self) -> Iterator[Row]:
-        """A disk that is full for a while: from outside the kernel refuses the trainer's files beyond some size."""
+        """Simulate a full disk for a while: a limit set from outside makes the kernel refuse files beyond some size."""
         arguments = self.options(steps=400 if self.quick else 1500)
         whole, run = self.whole("whole-disk", arguments), self.work / "disk"
         row, training = Row("disk full for a while"), Training(arguments, run)
@@ -192,7 +192,7 @@ class Drills:
         yield row
 
     def files(self) -> Iterator[Row]:
-        """Files of the newest checkpoint cut off, with one bit flipped, or gone."""
+        """Truncate a file of the newest checkpoint, flip one bit of it, or delete it."""
         arguments = self.options(steps=40, train__save_every=10, train__keep_last=0)
         whole, row = self.whole("whole-files", arguments), Row("checkpoint file truncated, flipped or missing")
         newest = whole / "checkpoints" / "step-0000040"
@@ -215,7 +215,7 @@ class Drills:
         yield row
 
     def shards(self) -> Iterator[Row]:
-        """A shard that vanishes in mid-run and comes back, for a moment or after the run has stopped."""
+        """Take a shard of the text away in mid-run and bring it back, after a moment or after the run has stopped."""
         arguments = self.options(steps=300, data__workers=0, data__shuffle_window=5, data__retries=3)
         whole, run = self.whole("whole-shards", arguments), self.work / "shards"
         row, training = Row("shard of the text gone in mid-run"), Training(arguments, run)
@@ -242,7 +242,7 @@ class Drills:
         yield row
 
     def hub(self) -> Iterator[Row]:
-        """A hub that answers 503 or 429, resets, stalls, or sends half a shard."""
+        """Read from a hub that answers 503 or 429, resets the connection, stalls, or sends half a shard."""
         command = [sys.executable, "scripts/reliability/faulty_hub.py", self.tokenizer]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         row = Row("hub refuses, resets, stalls, cuts off", note="every document once")
@@ -254,7 +254,7 @@ class Drills:
         yield row
 
     def numbers(self) -> Iterator[Row]:
-        """NaN in a gradient, now and then."""
+        """Put NaN into a gradient every POISON steps."""
         steps = 300 if self.quick else 2000
         arguments = self.options(steps, train__on_nonfinite="skip", train__max_skipped=steps)
         run = self.work / "numbers"
@@ -271,7 +271,7 @@ class Drills:
         yield row
 
     def hostile(self) -> Iterator[Row]:
-        """Configurations and folders that scripts/reliability/fuzz.py has tampered with."""
+        """Run scripts/reliability/fuzz.py, which opens configurations and folders that it has tampered with."""
         verdict = self.work / "fuzz.json"
         command = [
             sys.executable,
@@ -290,7 +290,7 @@ class Drills:
         yield row
 
     def second(self) -> Iterator[Row]:
-        """Another trainer into a folder that one writes into."""
+        """Start a second trainer in a folder that a trainer is writing to."""
         row, run, arguments = Row("second run into one folder"), self.work / "second", self.options(steps=100_000)
         training = Training(arguments, run)
         training.recovered()
@@ -336,7 +336,7 @@ class Drills:
 
 
 def train_poisoned() -> None:
-    """train.py with a gradient of NaN every so many steps."""
+    """Run train.py with NaN in a gradient every POISON steps."""
     import train
     from salaad.config.command_line import read_command_line
     from salaad.training.gradients import Gradients

@@ -14,7 +14,7 @@ from salaad.common.provenance import provenance
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """One row of the table: the tries of a fault, what was lost, and the seconds to recover."""
 
     fault: str
     tries: int = 0
@@ -38,7 +38,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def require_table(path: Path) -> None:
-    """Put an empty table into the file if there is none; raise a UserError if none of ours can be there."""
+    """Write an empty table if there is no file; raise a UserError if the file is no table of ours or not writable."""
     try:
         rows = read_rows(path)
         require_writable(path)
@@ -48,11 +48,11 @@ def require_table(path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows in a file, none if there is no file; what is no table of ours is a UserError."""
+    """Return the rows in a file, none if there is no file; raise a UserError if the file is no table of ours."""
     if not path.exists():
         return []
     found = None
-    with suppress(UserError):  # whose cure is for checkpoints
+    with suppress(UserError):  # the message of read_json gives advice for checkpoints
         found = read_json(path)
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "fault" in row for row in rows):

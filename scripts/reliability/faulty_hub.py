@@ -2,8 +2,8 @@
 
     python scripts/reliability/faulty_hub.py TOKENIZER
 
-reads every shard through it, in a process of its own, since the hub's client reads its settings when it is imported;
-prints what came of it as JSON. The back-off of the client and our own is cut short; nothing else is replaced.
+reads every shard through the server, in a process of its own, since the hub's client reads its settings when it is
+imported, and prints the outcome as JSON. The back-off of the client and our own is cut short; nothing else is replaced.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 REPOSITORY = "/api/datasets/allenai/c4"
 TIMES = 3  # answers that go wrong before a shard is served whole
-FAULTS = ("none", "503", "429", "reset", "stall", "short", "cut")  # what happens to a shard of this name
+FAULTS = ("none", "503", "429", "reset", "stall", "short", "cut")  # each with a shard of this name
 NAME = "c4-train.{:05d}-of-00003.json.gz"
 GONE = NAME.format(1)
 DOCUMENTS = 700
@@ -38,18 +38,18 @@ def texts_of(name: str) -> list[str]:
 
 
 def shard(name: str) -> bytes:
-    """As C4 has them: JSON lines, gzip."""
+    """Return the content of a shard as C4 has it: JSON lines, gzipped."""
     return gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts_of(name)).encode())
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as huggingface_hub expects, some of them wrongly."""
+    """The request handler: answers as huggingface_hub expects, or with a fault."""
 
     asked: ClassVar[Counter] = Counter()
     shards: ClassVar[dict[str, bytes]] = {}
 
     def do_GET(self) -> None:
-        """A shard, or the hub's description of a repository."""
+        """Send a shard, or the hub's description of a repository, or a fault in its place."""
         name = self.path.rpartition("/")[2].partition(".json.gz")[0]
         name = name if name in (*FAULTS, "down") else self.path.rpartition("/")[2]
         self.asked[name] += 1
@@ -70,10 +70,10 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
 
     def answer(self, body: bytes, fault: str = "none") -> None:
-        """The body from where it is asked for, or half of that and then the fault."""
+        """Send the body from the offset that the request asks for, or half of that and then the fault."""
         start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
         self.send_response(206 if start else 200)
-        if fault != "cut":  # without a length an early end looks like the end
+        if fault != "cut":  # without a length the client takes an early end for the end
             self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
         rest = body[start:]
@@ -87,25 +87,25 @@ class Hub(BaseHTTPRequestHandler):
             self.connection.close()
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Print nothing: requests are not logged."""
 
 
 class Server(ThreadingHTTPServer):
-    """One thread a request."""
+    """A server with one thread per request."""
 
     daemon_threads = True
 
     def shutdown_request(self, request: socket.socket) -> None:
-        """Close it, if it is still open."""
+        """Close the connection of a request, if it is still open."""
         with contextlib.suppress(OSError):  # the handler has reset it already
             super().shutdown_request(request)
 
     def handle_error(self, *args: object) -> None:
-        """Nothing: clients that go away in the middle of an answer are what this is about."""
+        """Print nothing: clients that disconnect in the middle of an answer are expected here."""
 
 
 def main(tokenizer: str) -> None:
-    """Read every shard through the server, and train's batches from those of C4."""
+    """Read every shard through the server, and training batches from the C4 shards; print the outcome as JSON."""
     names = [*FAULTS, *(NAME.format(k) for k in range(3)), "c4-validation.00000-of-00001.json.gz"]
     Hub.shards = {name: shard(name) for name in names}
     server = Server(("127.0.0.1", 0), Hub)

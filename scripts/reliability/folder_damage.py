@@ -1,6 +1,6 @@
-"""All kinds of damage to a model folder or a checkpoint: JSON, headers, tensors, bytes and kinds of files.
+"""Damage of all kinds to a model folder or a checkpoint: to JSON, headers, tensors, bytes and kinds of files.
 
-What is done is drawn as plain data (`folder_cases`), so that a case can be printed and done again; `tamper` does it.
+`folder_cases` draws a case as plain data, so that it can be printed and repeated; `tamper` does the damage.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def built(value: Any) -> Any:
 
 
 def dumped(tree: Any) -> str:
-    """JSON, in which some values are nested deeper than the library writes."""
+    """Return the JSON of a tree, with `{"deep": n}` as n nested lists, which may be deeper than `json` can write."""
     marks: dict[str, str] = {}
 
     def marked(value: Any) -> Any:
@@ -125,7 +125,7 @@ def dumped(tree: Any) -> str:
 
 
 def tamper(folder: Path, steps: list) -> None:
-    """Do what the steps say to the files of a model folder, or of a checkpoint; what is not there stays so."""
+    """Do the damage of each step to the files of a model folder or of a checkpoint; skip steps that do not apply."""
     for step in steps:
         kind, *rest = step
         with contextlib.suppress(Exception):  # a step that does not apply after those before it changes nothing

@@ -6,9 +6,9 @@
 Half of the cases are YAML files, as `train.py --config` reads and checks them before it reads a batch. The other half
 are folders: dense, factored, elastic, in several files, with tied weights, and training runs, in which JSON, headers,
 tensors, bytes and the kinds of files were tampered with. Mostly the checksums are written anew, so that they do
-not reveal the damage. What opens is used: a few tokens go through the model. A case fails that raises anything but a
-`UserError` of one line, that takes longer than --seconds, or that asks for memory out of proportion. All run in one
-process. The last line is the verdict.
+not reveal the damage. If a folder opens, a few tokens go through the model. A case fails if it raises anything but a
+`UserError` of one line, takes longer than --seconds, or asks for memory out of proportion. All cases run in one
+process. The last line printed is the verdict.
 """
 
 import argparse
@@ -54,14 +54,14 @@ GROWTH = 2**29  # bytes that one case may take beyond the peak of those before; 
 
 
 class TooSlow(BaseException):
-    """A case took longer than it may; a BaseException, so that no `except Exception` catches it."""
+    """Raised when a case takes too long; a BaseException, so that no `except Exception` catches it."""
 
 
 # ---- what is done with a case
 
 
 def open_config(path: Path) -> None:
-    """What train.py does before it reads a batch."""
+    """Do what train.py does with a configuration before it reads a batch."""
     config, _ = read_command_line(["--config", str(path), "--output", str(path.parent / "run")])
     description = describe_model(config.model, config.data.sequence_length)
     plan_table(config, description, 1)
@@ -69,7 +69,7 @@ def open_config(path: Path) -> None:
 
 
 def open_folder(folder: Path, run: bool) -> None:
-    """What evaluate.py and compress.py do with a folder: find out what it is, cut it, open it and use it."""
+    """Do what evaluate.py and compress.py do with a folder: find out what it is, cut it, open it and use it."""
     source = ModelOnDisk.open(folder)
     deployment = open_deployment(source)
     elastic = isinstance(deployment, ElasticDeployment)
@@ -103,13 +103,13 @@ class Fuzz:
         self.before = peak_memory()
 
     def config(self, case: list) -> None:
-        """One configuration."""
+        """Run the case of a configuration."""
         path = self.root / "case.yaml"
         path.write_bytes(config_bytes(case, self.folders))
         self._end(case, lambda: open_config(path))
 
     def folder(self, case: list) -> None:
-        """One folder."""
+        """Run the case of a folder."""
         kind, steps, checksums = case
         copy = self.root / "case" / kind
         shutil.rmtree(copy.parent, ignore_errors=True)
@@ -153,7 +153,7 @@ class Fuzz:
         print(f"FAILED ({what}): --replay {json.dumps(case)!r}\n{text}", flush=True)
 
     def report(self, cases: int) -> dict[str, Any]:
-        """What --output writes."""
+        """Return what --output writes: counts, times and memory."""
         return {
             "cases": cases,
             "refused": self.refused,
@@ -167,7 +167,7 @@ class Fuzz:
 
 
 def _rewrite(folder: Path) -> None:
-    """Checksums that fit what lies there now, of what can be read at all."""
+    """Write checksums that fit the files that are there now; a listed file that is missing stays listed."""
     listed = json.loads((folder / CHECKSUMS).read_text())
     (folder / CHECKSUMS).unlink()
     write_checksums(folder)
@@ -192,13 +192,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def peak_memory() -> int:
-    """Bytes that this process had in memory at the most."""
+    """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextlib.contextmanager
 def bounded_memory(room: int) -> Iterator[None]:
-    """Within this context the process gets no more than `room` bytes of addresses beside those it has."""
+    """Context manager under which the process gets at most `room` bytes of addresses beyond those that it has."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
@@ -209,7 +209,7 @@ def bounded_memory(room: int) -> Iterator[None]:
 
 
 def fuzz(root: Path, cases: int, start: int = 0, seconds: float = 30) -> Fuzz:
-    """Run so many cases, the same ones whenever `start` is the same."""
+    """Run `cases` cases, half of each kind; the same `start` gives the same cases."""
     made = Fuzz(root, seconds)
     half = cases // 2
     for strategy, run, count in ((config_cases, made.config, cases - half), (folder_cases, made.folder, half)):
@@ -235,10 +235,10 @@ def _runner(run: Callable[[list], None]) -> Callable[[list], None]:
 
 
 def read_case(text: str) -> list:
-    """The case of a folder (three parts) or of a configuration (two) that was printed as `text`.
+    """Return the case of a folder (three parts) or of a configuration (two) that was printed as `text`.
 
     Raises:
-        UserError: it is none.
+        UserError: `text` is no case.
     """
     try:
         case = json.loads(text)
@@ -268,11 +268,11 @@ def _is_line(line: Any) -> bool:
 
 
 def main() -> None:
-    """The command line.
+    """Run the command line.
 
     Raises:
         UserError: an option is wrong; no case has begun.
-        SystemExit: with the verdict.
+        SystemExit: at the end; its code is 1 if a case failed, else 0.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000, help="how many, half of each kind (default: %(default)s)")

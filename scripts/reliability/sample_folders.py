@@ -32,7 +32,7 @@ WORDS = ("a", "b", "c")
 
 
 def make_folders(root: Path) -> dict[str, Path]:
-    """Kind → folder: small, of random weights, one of each form that the programs open."""
+    """Write small folders of random weights, one of each form that the programs open; return kind → folder."""
     makers = {
         "dense": lambda folder: llama().save_pretrained(folder),
         "factored": lambda folder: factor(llama(), parts_of(llama())).save_pretrained(folder),
@@ -54,20 +54,20 @@ def make_folders(root: Path) -> dict[str, Path]:
 
 
 def llama() -> LlamaForCausalLM:
-    """One layer, sixteen wide; the same weights every time."""
+    """Return a LLaMA of one layer of width 16, with the same weights every time."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=40, max_position_embeddings=32, **sizes)).eval()
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """One layer, whose head is its embedding."""
+    """Return a GPT-2 of one layer whose LM head is tied to the embedding."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
-    """L + S of some of its matrices, small enough to be stored in parts."""
+    """Return L + S of some matrices of a model, small enough to be stored in parts."""
     ends = ("q_proj", "up_proj", "down_proj", "embed_tokens", "c_attn", "c_fc", "wte")
     chosen = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith(ends)}
     largest = {name: W.abs() >= W.abs().flatten().sort(descending=True).values[12] for name, W in chosen.items()}
@@ -75,7 +75,7 @@ def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
 
 
 def make_elastic(model: PreTrainedModel, folder: Path) -> None:
-    """As compress.py --elastic does."""
+    """Write an elastic folder with two ranges of sizes, as compress.py --elastic does."""
     parts = parts_of(model)
     queue = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
     fixed = sum(p.numel() for p in model.parameters()) - sum(prod(slr.shape) for slr in parts.values())
@@ -87,7 +87,7 @@ def make_elastic(model: PreTrainedModel, folder: Path) -> None:
 
 
 def make_run(folder: Path) -> None:
-    """A run with one checkpoint, of which L + S have been read before, so that they are in the cache."""
+    """Write a run with one checkpoint, and read its L + S once, so that they are in the cache."""
     checkpoint, model = folder / "checkpoints" / "step-0000001", llama()
     for part in ("model", "surrogate", "state"):
         (checkpoint / part).mkdir(parents=True)
@@ -104,7 +104,7 @@ def make_run(folder: Path) -> None:
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word each."""
+    """Return a tokenizer that has one token for each of WORDS."""
     ids = {word: index for index, word in enumerate(("<pad>", "</s>", "<unk>", *WORDS))}
     backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

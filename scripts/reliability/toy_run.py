@@ -17,13 +17,13 @@ MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def make_documents(count: int, seed: int) -> list[str]:
-    """Distinct sentences of 3 to 60 words; some share most of their words, none are equal."""
+    """Return distinct documents: two numbers, `seed` and that of the document, then 3 to 60 random words."""
     pick = random.Random(seed)
     return [f"{seed} {k} " + " ".join(pick.choices(WORDS, k=pick.randint(3, 60))) for k in range(count)]
 
 
 def write_text(folder: Path) -> dict[str, list[str]]:
-    """JSON lines: three files under `train`, with 150, 100 and 75 documents, and one of 60 under `validation`."""
+    """Write JSON lines; return split → files: `train` with 150, 100 and 75 documents, `validation` with 60."""
     files: dict[str, list[str]] = {"train": [], "validation": []}
     for name, split, count in FILES:
         path = folder / f"{name}.jsonl"
@@ -34,7 +34,7 @@ def write_text(folder: Path) -> dict[str, list[str]]:
 
 
 def write_tokenizer(folder: Path) -> str:
-    """A Hugging Face folder with a BPE tokenizer of at most 512 ids: pad 0, eos 1, unk 2."""
+    """Write a Hugging Face folder with a BPE tokenizer of at most 512 ids: pad 0, eos 1, unk 2; return its path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

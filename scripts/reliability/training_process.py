@@ -1,4 +1,4 @@
-"""A training that was started as users do, and what two finished runs differ in."""
+"""A training process that is started as users start it, and the comparison of two finished runs."""
 
 import json
 import subprocess
@@ -22,13 +22,13 @@ RECORDS = ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl")
 
 
 class Broken(Exception):
-    """A training hangs, or ended before its time; the text says what it printed last."""
+    """Raised when a training hangs or ends before its time; the message has its last output."""
 
 
 class Training:
-    """A trainer that was started as users do."""
+    """A training process that is started as users start it."""
 
-    started: ClassVar[list["Training"]] = []  # all of this process, so that none has to be left behind
+    started: ClassVar[list["Training"]] = []  # all that this process has started, so that none is left running
 
     def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
         command, environment = launch_command(arguments, output, processes)
@@ -48,7 +48,7 @@ class Training:
         return self.process.poll() is None
 
     def said(self) -> str:
-        """What it has printed so far."""
+        """Return the output that the process has printed so far."""
         return "".join(self._lines)
 
     def trainers(self) -> list[psutil.Process]:
@@ -57,7 +57,7 @@ class Training:
         return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
 
     def kill(self) -> None:
-        """SIGKILL to everything at once."""
+        """Send SIGKILL to the launcher and all its descendants at once."""
         for process in (self.process, *self.process.children(recursive=True)):
             try:
                 process.kill()
@@ -66,7 +66,7 @@ class Training:
         self.process.wait()
 
     def wait(self, seconds: float = PATIENCE * 10) -> int:
-        """Its exit code."""
+        """Wait for the end of the process and return its exit code; after `seconds` kill it and raise Broken."""
         try:
             code = self.process.wait(seconds)
             self._reader.join(seconds)
@@ -76,12 +76,12 @@ class Training:
             raise Broken(f"hangs after {seconds} s:\n{self.said()[-3000:]}") from None
 
     def finish(self) -> None:
-        """Wait for the end of the run."""
+        """Wait for the end of the run; raise Broken if the run did not finish."""
         if self.wait() or not (self.output / "summary.json").exists():
             raise Broken(f"the run in {self.output} did not finish:\n{self.said()[-3000:]}")
 
     def until(self, condition: Callable[[], bool], pause: float = 0.005) -> float:
-        """Wait for a condition while the trainer lives; seconds since its start."""
+        """Wait for a condition and return the seconds since the start; raise Broken if the trainer ends or hangs."""
         while not condition():
             if not self.alive:
                 raise Broken(f"ended before its time:\n{self.said()[-3000:]}")
@@ -92,13 +92,13 @@ class Training:
         return time.monotonic() - self.begun
 
     def recovered(self) -> float:
-        """Wait until a step beyond the newest checkpoint is logged; seconds since the start."""
+        """Wait until a step beyond the newest checkpoint is logged; return the seconds since the start."""
         saved, metrics = saved_step(self.output), self.output / "metrics.jsonl"
-        # Lines behind the checkpoint are dropped when the run goes on, so that this is a new one.
+        # Lines after the checkpoint are dropped when the run resumes, so this line is a new one.
         return self.until(lambda: last_step(self.output) > saved and metrics.stat().st_mtime > self._since)
 
     def saving(self) -> bool:
-        """Whether it has begun to write a checkpoint and not finished; what an earlier start left does not count."""
+        """Return whether a checkpoint is being written; unfinished ones that an earlier start left do not count."""
         for partial in (self.output / "checkpoints").glob(".partial-*"):
             with suppress(FileNotFoundError):
                 if partial.stat().st_ctime > self._since:
@@ -123,7 +123,7 @@ def last_step(run: Path) -> int:
 
 
 def records(run: Path, name: str) -> list[dict[str, Any]]:
-    """The whole lines of a record, without what measures time."""
+    """Return the complete lines of a record file, without the fields that measure time."""
     path = run / name
     text = path.read_text() if path.exists() else ""
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -131,7 +131,7 @@ def records(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def differences(whole: Path, broken: Path) -> list[str]:
-    """What is not the same, to the bit, in two finished runs."""
+    """Return the names of the records and checkpoint files that differ, by even a bit, between two finished runs."""
     found = [name for name in RECORDS if records(whole, name) != records(broken, name)]
     one, two = (run / "checkpoints" / f"step-{saved_step(run):07d}" for run in (whole, broken))
     names = {path.relative_to(one) for path in one.rglob("*") if path.is_file()}
@@ -159,12 +159,12 @@ def _plain(value: Any) -> Any:
 
 
 def deviation(lines: list[dict[str, Any]], truth: list[dict[str, Any]]) -> float:
-    """The largest relative difference in the loss of a step."""
+    """The largest relative difference between the losses of two records at a step."""
     return max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, truth, strict=True))
 
 
 def spoil(path: Path, way: str) -> None:
-    """Damage one file."""
+    """Damage one file: delete it (`missing`), flip one bit (`flipped`), or cut it in half."""
     content = bytearray(path.read_bytes())
     if way == "missing":
         path.unlink()
@@ -173,5 +173,5 @@ def spoil(path: Path, way: str) -> None:
         content[len(content) // 2] ^= 1
     else:
         del content[len(content) // 2 :]
-    path.unlink()  # a checkpoint's files may have a second name elsewhere
+    path.unlink()  # a checkpoint's files may have hard links elsewhere
     path.write_bytes(bytes(content))

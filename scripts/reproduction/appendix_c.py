@@ -1,4 +1,4 @@
-"""Appendix C: what the ADMM takes of memory and operations, up to 70B, by the counts that the code itself goes by."""
+"""Appendix C: memory and operations of the ADMM, up to 70B, by the counts that the library itself uses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ from scripts.reproduction.items import Measured
 GPUS = 8
 SEVENTY = {"hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 80, "num_attention_heads": 64}
 PAPER_K = 40  # of the paper's example
-# Shape of a block of the 70B model → gigabytes of L, S and Y, operations of a singular value decomposition, and of it
-# per training step.
+# Shape of a block of the 70B model → gigabytes of L, S and Y, operations of a singular value decomposition, and these
+# operations per training step.
 PRINTED = {(8192, 8192): (0.4, 6.6e12, 1.6e11), (22016, 8192): (1.0, 1.0e13, 2.6e11)}
-PRINTED_PASS = (1e13, 1e14)  # of a forward and backward pass of a 70B model
+PRINTED_PASS = (1e13, 1e14)  # operations of a forward and backward pass of a 70B model
 
 
 def svd_flops(n: int, m: int) -> float:
@@ -32,7 +32,10 @@ def svd_flops(n: int, m: int) -> float:
 
 
 def memory_and_operations(scale: Scale) -> Measured:
-    """Every size of the paper, at every scale the same; and the blocks of its 70B example beside what it prints."""
+    """Count bytes and operations of every size of the paper, and of its 70B example's blocks beside the printed ones.
+
+    The result is the same at every scale.
+    """
     configs = {name: read_command_line(["--config", name])[0] for name in PAPERS}
     large = configs["1b"]
     every = replace(large.salaad, every=PAPER_K)
@@ -65,7 +68,7 @@ def memory_and_operations(scale: Scale) -> Measured:
 
 
 def _tables(rows: Sequence[Mapping[str, Any]], blocks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Caption → the sizes, and the blocks, as Markdown."""
+    """Return caption → Markdown table: one of the sizes, one of the blocks."""
     header = ("size", "parameters", "blocks", *(f"ADMM, GB a GPU, {one}" for one in (f"{GPUS} GPUs", "a GPU a block")))
     header += ("weights, gradients, Adam, GB", "operations of a step", "ADMM by full SVD", "ADMM by Gram matrix")
     lines = [
@@ -103,14 +106,14 @@ def _tables(rows: Sequence[Mapping[str, Any]], blocks: Sequence[Mapping[str, Any
 
 
 def bytes_per_parameter(config: RunConfig) -> float:
-    """Of a block, as the plan of a run counts them."""
+    """Return the ADMM's bytes per parameter of a block, as the plan of a run counts them."""
     model = outline(describe_model(config.model, config.data.sequence_length))
     blocks = find_blocks(model, config.salaad)
     return SalaadMethod.memory(model, config, 1)["ADMM"] / sum(X.numel() for X in blocks.values())
 
 
 def costs(config: RunConfig) -> dict[str, Any]:
-    """What a training step takes, and the ADMM of it."""
+    """Return the bytes and the operations of a training step, and those of the ADMM."""
     model = outline(describe_model(config.model, config.data.sequence_length))
     shapes = [tuple(X.shape) for X in find_blocks(model, config.salaad).values()]
     few, many = (SalaadMethod.memory(model, config, ranks) for ranks in (GPUS, len(shapes)))

@@ -39,7 +39,7 @@ def rpca(rows: Sequence[RpcaRow], path: Path) -> None:
 
 
 def rpca_truth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """What robust PCA finds beside what a matrix is made of, in a shallow, a middle and a deep layer.
+    """Draw rank ratio and density as found by robust PCA and the true ones, in a shallow, a middle and a deep layer.
 
     Args:
         rows: with `block`, `rank_ratio`, `density`, `true_rank_ratio` and `true_density`.
@@ -95,14 +95,14 @@ def hpa_blocks(
 
 
 def dress_bars(panel: Axes, names: str) -> None:
-    """A panel of bars: the grid lies behind them, and only across; `names` is the axis that has their names."""
+    """Format a panel of bars: grid lines behind the bars, and none for `names`, the axis with the names of the bars."""
     dress(panel)
     panel.set_axisbelow(True)
     panel.grid(visible=False, axis=names)
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer in a block's name; the embedding and the LM head have none."""
+    """Return the number of the layer in a block's name; None for the embedding and the LM head."""
     number = re.search(r"\.(\d+)\.", name)
     return int(number[1]) if number else None
 
@@ -114,12 +114,12 @@ def trio(names: Iterable[str]) -> tuple[int, int, int]:
 
 
 def _layers(rows: Mapping[str, Mapping[str, Any]], bars: Bars, marks: Mapping[str, str] | None = None) -> Figure:
-    """A panel per representative layer, in it a group of bars per kind of projection.
+    """Draw a panel for each of the first, the middle and the last layer, with a group of bars per kind of projection.
 
     Args:
         rows: block name → values.
         bars: key of a value → label and look.
-        marks: key of a bar → key of the value that is marked across it.
+        marks: key of a bar → key of the value that is drawn as a line across the bar.
     """
     depths = dict(zip(trio(rows), ("shallow", "middle", "deep"), strict=True))
     names, width = sorted(rows, key=_place), 0.8 / len(bars)
@@ -149,7 +149,7 @@ def _kind(name: str) -> str:
 
 
 def _place(name: str) -> tuple[float, int]:
-    """Sorts blocks as data passes through them."""
+    """Return the sort key of a block: its place in the forward pass."""
     kind, depth = _kind(name), layer_of(name)
     if depth is None:
         depth = -1 if kind == "embed" else float("inf")
@@ -168,7 +168,7 @@ def _name_blocks(panel: Axes, names: list[str]) -> None:
         labels = [" ".join(str(part) for part in (layer_of(name), _kind(name)) if part is not None) for name in names]
         panel.set_xticks(range(len(names)), labels, rotation=90)
     else:
-        # One line lower, the name of a single block may be wider than the block.
+        # The name of a block outside the layers goes one line lower, where it may be wider than the bar.
         labels = [f"\n{layer}" if isinstance(layer, str) else f"{layer}" for layer in layers]
         panel.set_xticks([sum(places) / len(places) for places in layers.values()], labels)
         panel.set_xlabel("layer")

@@ -1,4 +1,4 @@
-"""Every table and figure of the paper, in its order."""
+"""Every table and figure of the paper, in the paper's order, then our experiments beyond it."""
 
 from scripts.reproduction import appendix_c, curves, deployments, diagrams, experiments, tables
 from scripts.reproduction import trainings as t
@@ -10,7 +10,7 @@ TABLE_1 = t.every_seed(t.VANILLA, t.SALAAD)
 SEEDS = t.every_seed(t.SALAAD)
 BOTH = t.once(t.VANILLA, t.SALAAD)
 BF16 = t.every_seed(t.VANILLA_BF16, t.SALAAD_BF16, t.VANILLA, t.WITH_EMBEDDING)
-RECORDS = t.once()  # no folder: what was recorded of each training is enough
+RECORDS = t.once()  # opens no run folder: the records of the trainings are enough
 # fmt: off
 ITEMS = (
     Item("table1", "Perplexity and parameters", "5.1, Table 1", TABLE_1, tables.table1, reads=OTHER),

@@ -1,4 +1,4 @@
-"""The claims of the paper, and three of ours: what each says, by what it is judged, the paper's numbers, and ours."""
+"""The claims of the paper, and two of ours: what each says, by what it is judged, the paper's numbers, and ours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from scripts.reproduction.grid import Scale
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a claim came to.
+    """The verdict on a claim at one scale.
 
     Args:
-        numbers: ours, each with its limit if it has one; none where it is not measured.
-        missing: the command that measures what is missing, and why if results are there.
-        fresh: whether what it is judged from was committed, and the code behind it is what it was.
+        numbers: our numbers, each with its limit if it has one; empty if the claim is not measured.
+        missing: the command that measures the missing results; if results are there, with the reason to repeat them.
+        fresh: whether the results come from committed code that has not changed since.
     """
 
     numbers: Sequence[Number] = ()
@@ -28,7 +28,7 @@ class Verdict:
 
     @property
     def answer(self) -> str:
-        """Yes, no, or why it is neither; with a mark if it is not fresh."""
+        """Yes, no, not shown or not measured, as text; with a mark if the results are not fresh."""
         if not self.numbers:
             return "not measured"
         return ANSWERS[self.agrees] if self.fresh else f"{ANSWERS[self.agrees]} {MARK}"
@@ -44,17 +44,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim.
+    """A claim of the paper or of ours, and how it is judged.
 
     Args:
         name: in a few words.
-        section: of the paper.
-        statement: what the paper says.
-        measure: what is computed, and when that agrees.
+        section: section and table of the paper.
+        statement: the claim as a sentence.
+        measure: what is computed, and for which values the claim agrees.
         paper: the paper's value.
-        items: names of those it is judged from.
-        judge: from their results to numbers.
-        beside: names of experiments that say why; the numbers of those that are measured stand beside ours.
+        items: names of the items that the claim is judged from.
+        judge: function from the results of these items to numbers.
+        beside: names of experiments that explain the outcome; if measured, their numbers are listed after the others.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Claim:
     beside: tuple[str, ...] = ()
 
     def verdict(self, folder: Path, scale: Scale) -> Verdict:
-        """Judged from the results in a folder."""
+        """Return the verdict from the results in `folder`."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
             return Verdict(missing=scale.command(*missing))
@@ -236,7 +236,7 @@ CLAIMS = (
 
 
 def verdicts(scale: Scale, folder: Path | None = None) -> list[tuple[Claim, Verdict]]:
-    """Every claim with its verdict at a scale; `folder` holds its results, if not the usual one."""
+    """Return every claim with its verdict at a scale; `folder` holds the results, `scale.results` unless given."""
     return [(claim, claim.verdict(folder or scale.results, scale)) for claim in CLAIMS]
 
 

@@ -1,6 +1,6 @@
-"""What a user should conclude, a sentence a purpose, made of the recorded numbers; left out where one is missing.
+"""What a user should conclude: a sentence per purpose, made of recorded numbers; None if a number is missing.
 
-Whatever a sentence compares is compared over the seeds that all of it has, which are counted at its end.
+A sentence compares models over the seeds that all of them were measured with, and ends with the number of these seeds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,32 +15,32 @@ from scripts.results_tables.elastic import bench_of
 
 ELASTIC = "[elastic](elastic/README.md)"
 PAIR = ("salaad", "full_rank")
-SCALES = ("nano-20", "nano")  # the longer training first, which counts where it is measured
+SCALES = ("nano-20", "nano")  # in order of preference: the longer training, if it is measured
 NOT_OF_FULL_SIZE = (
     "dense, ",
     "full-rank, one rate",
-)  # how the labels begin of what is smaller, or has a rate of its own
+)  # beginnings of labels: of smaller models, and of the training with one learning rate for all weights
 
 
 def nano_20(results: Path) -> Trainings:
-    """What is recorded of the sizes of one training, in the paper's regime."""
+    """Return the trainings recorded at nano-20, which has the paper's tokens per parameter."""
     return recorded(results, SCALES[0])
 
 
 def recorded(results: Path, scale: str) -> Trainings:
-    """What is recorded of a scale, which may be nothing yet."""
+    """Return the trainings that compare_elastic.py recorded at a scale; there may be none yet."""
     found = _json(results / "elastic" / f"{scale}.json")
     return Trainings(found["rows"] if found else ())
 
 
 def conclusions(results: Path) -> list[str]:
-    """The sentences whose numbers are there, each with the page that has them."""
+    """Return the sentences whose numbers are recorded; each names the page that has them."""
     found = [sentence(results) for sentence in SENTENCES]
     return [sentence for sentence in found if sentence is not None]
 
 
 def full_size(results: Path) -> str | None:
-    """What to train where one size is wanted, and what SALAAD's X costs."""
+    """Return the sentence on what to train for the best model of full size, and on what SALAAD's X costs."""
     trainings = nano_20(results)
     bench = _json(bench_of(results, SCALES[0]))
     costs = {
@@ -53,7 +53,7 @@ def full_size(results: Path) -> str | None:
     best = min(costs, key=costs.get)
     how = best if best == FULL_RANK.label else f"{best}, {costs[best]:+.1%} from full-rank training in perplexity"
     methods = dict(bench["methods"])
-    methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # with the settings of the rows, where it was timed
+    methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     return (
         f"**The best model of full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} from full-rank training "
@@ -64,7 +64,7 @@ def full_size(results: Path) -> str | None:
 
 
 def rates(results: Path) -> str | None:
-    """What rates of their own are worth."""
+    """Return the sentence on what a higher learning rate of embedding and head is worth."""
     for scale in SCALES:
         trainings, one_rate = recorded(results, scale), Model("full-rank, one rate")
         cost = trainings.over(one_rate)
@@ -78,7 +78,7 @@ def rates(results: Path) -> str | None:
 
 
 def many_sizes(results: Path) -> str | None:
-    """Cuts without text, of SALAAD and of a full-rank model."""
+    """Return the sentence on cuts without text, of SALAAD and of a full-rank model."""
     return _half_and_fifth(
         results,
         "**Many sizes, no text**: cut to half and to a fifth of the compressible parameters, SALAAD's model is {ours} "
@@ -90,7 +90,7 @@ def many_sizes(results: Path) -> str | None:
 
 
 def many_sizes_with_text(results: Path) -> str | None:
-    """One elastic folder, matched and distilled."""
+    """Return the sentence on one elastic folder, matched and distilled."""
     costs = nano_20(results).costs("SALAAD", "head, tuned")
     takes = ("", "") if costs is None else (f" ({megabytes(costs[1])})", f", for {costs[0]:.0%} of its operations")
     return _half_and_fifth(
@@ -104,7 +104,7 @@ def many_sizes_with_text(results: Path) -> str | None:
 
 
 def with_text(results: Path) -> str | None:
-    """Matched and distilled, every size by itself."""
+    """Return the sentence on cuts of which every size is matched and distilled by itself."""
     return _half_and_fifth(
         results,
         "**One size, and text**: match the cut to the whole model and distil it on a twentieth of the training tokens. "
@@ -116,7 +116,7 @@ def with_text(results: Path) -> str | None:
 
 
 def head(results: Path) -> str | None:
-    """What splitting the head is worth."""
+    """Return the sentence on what splitting the LM head is worth."""
     trainings = nano_20(results)
     models = [Model("SALAAD", way, FIFTH) for way in ("cut, head", "cut")]
     if not trainings.seeds(FULL_RANK, *models):
@@ -130,7 +130,7 @@ def head(results: Path) -> str | None:
 
 
 def trained_small(results: Path) -> str | None:
-    """Small dense models."""
+    """Return the sentence on small dense models."""
     trainings = nano_20(results)
     models = [Model(f"dense, {share:g}") for share in (HALF, FIFTH)]
     if not trainings.seeds(FULL_RANK, *models):
@@ -144,7 +144,7 @@ def trained_small(results: Path) -> str | None:
 
 
 def way_to_cut(results: Path) -> str | None:
-    """HPA and energy, of a model trained as in the paper, beside the way that is recommended."""
+    """Return the sentence on HPA and energy, for a model trained as in the paper, against the recommended way."""
     return _half_and_fifth(
         results,
         "**How to cut**: a model trained as in the paper is at half and at a fifth {by_HPA} from the whole full-rank "
@@ -157,7 +157,7 @@ def way_to_cut(results: Path) -> str | None:
 
 
 def headline(results: Path) -> str | None:
-    """L + S beside X and full-rank training."""
+    """Return the sentence on L + S against X and full-rank training."""
     scale, (table,) = _first(results, "table1")
     if table is None:
         return None
@@ -174,7 +174,7 @@ def headline(results: Path) -> str | None:
 
 
 def bfloat16(results: Path) -> str | None:
-    """What training in bfloat16 costs both."""
+    """Return the sentence on what training in bfloat16 costs SALAAD and full-rank training."""
     scale, (measured, table) = _first(results, "bf16", "table1")
     if measured is None or table is None:
         return None
@@ -204,12 +204,12 @@ SENTENCES: Sequence[Callable[[Path], str | None]] = (
 
 
 def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> str | None:
-    """A sentence with half and a fifth of each way over the whole full-rank model; None if no seed has them all.
+    """Return a sentence on how far half and a fifth by each way are from the full-rank model; None if no seed has all.
 
     Args:
         results: folder of all results.
-        sentence: with a place for every way.
-        ways: place → label and way.
+        sentence: format string with a field for every way.
+        ways: field → label of the model and way to cut it; the field gets the changes from the whole full-rank model.
     """
     trainings = nano_20(results)
     models = [Model(label, way, share) for label, way in ways.values() for share in (HALF, FIFTH)]
@@ -226,7 +226,7 @@ def _seeds(trainings: Trainings, *models: Model) -> str:
 
 
 def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | None]]:
-    """The first scale that has all of these items of the paper, and their results; of none, None for each."""
+    """Return the first scale that has results of all these items, and the results; "" and None for each if none has."""
     for scale in SCALES:
         found = [_json(results / scale / "reproduce" / f"{item}.json") for item in items]
         if None not in found:

@@ -1,4 +1,4 @@
-"""What a training takes: operations, and hours on a few kinds of machine."""
+"""The hours that a training takes on a few kinds of machine, measured or estimated from its operations."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from scripts.reproduction.grid import Run, Scale
 
 CORES = 9e10  # operations per second of two cores, as measured on this project's own runs
 GPUS = {"1 H200": 1, "8 H100": 8}
-PEAK = DATA_SHEETS["h100"].peaks  # operations per second of either by precision; well-tuned trainers reach 40 % of it
+PEAK = DATA_SHEETS["h100"].peaks  # precision → operations per second of an H100 or H200; well-tuned trainers reach 40 %
 REACHED = 0.4
-LAUNCHES = 0.03  # seconds that a step takes on a GPU however small it is
+LAUNCHES = 0.03  # least seconds of a step on a GPU, however small the model
 MACHINES = ("2 cores", *GPUS)
 
 
 def hours(run: Run, scale: Scale, machine: str) -> float:
-    """Hours of a training; measured where such a machine has trained it, else estimated from its operations."""
+    """Return the hours of a training: for "2 cores" those on record, if any; else an estimate from its operations."""
     if machine == "2 cores" and run.recorded(scale):
         return measured_hours(run.record(scale))
     if machine == "2 cores":
@@ -26,5 +26,5 @@ def hours(run: Run, scale: Scale, machine: str) -> float:
 
 
 def measured_hours(record: Path) -> float:
-    """Wall time of a recorded training."""
+    """Return the wall time, in hours, of the training in a record file."""
     return sum(read_json(record)["summary"]["seconds"].values()) / 3600

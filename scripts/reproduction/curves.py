@@ -12,7 +12,7 @@ from scripts.reproduction.records import summary
 
 
 def time_breakdown(scale: Scale) -> Measured:
-    """Where the wall time of a run went."""
+    """Measure the wall time of a SALAAD run and a vanilla run by phase."""
     summaries = {"SALAAD": summary(trainings.SALAAD, scale), "vanilla": summary(trainings.VANILLA, scale)}
     pictures.time_breakdown(summaries, scale.results / "time.png")
     rows = [{"method": label, **found["seconds"]} for label, found in summaries.items()]
@@ -23,7 +23,7 @@ def time_breakdown(scale: Scale) -> Measured:
 
 
 def learning_dynamics(scale: Scale) -> Measured:
-    """Loss, mean δ, and one block's structure and δ, over training; at its end every block's error and growth of τ_S.
+    """Draw loss and δ over training; measure the course of δ and, at its end, every block's error and growth of τ_S.
 
     With J = 1, X − L − S is the change of the dual, whose entries are at most τ_S: δ is bounded while τ_S is.
     """
@@ -45,14 +45,14 @@ def learning_dynamics(scale: Scale) -> Measured:
 
 
 def growth(values: list[float]) -> float:
-    """The mean of the last quarter over that of the third; 1 where both are zero."""
+    """The mean of the last quarter of the values over that of the third quarter; 1 if both are zero."""
     quarter = max(1, len(values) // 4)
     third, last = fmean(values[-2 * quarter : -quarter] or values), fmean(values[-quarter:])
     return last / third if third else math.inf if last else 1.0
 
 
 def peaks(course: list[dict[str, Any]], stretches: int) -> list[dict[str, Any]]:
-    """The largest δ of each of so many stretches, and the end: a long course thinned, without losing its height."""
+    """Return the row of largest δ in each of `stretches` parts, and the last row: fewer rows with the same peaks."""
     length = -(-len(course) // stretches)
     highest = [max(course[i : i + length], key=lambda row: row["delta"]) for i in range(0, len(course), length)]
     return highest if highest[-1] is course[-1] else [*highest, course[-1]]

@@ -1,4 +1,4 @@
-"""What decides the claims about what a checkpoint deploys: the elastic curve, small dense models, κ, robust PCA."""
+"""The judges of the claims about deployment: the elastic curve, small dense models, κ, robust PCA."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,18 +27,18 @@ from scripts.reproduction.judges import STRUCTURE, Results
 
 Curve = dict[tuple[int, int], tuple[float, float]]  # (seed, budget) → perplexity of SALAAD and of vanilla + RPCA
 
-LARGEST = 2**62  # stands for the size of L + S, above every budget
+LARGEST = 2**62  # stands for the budget of a model that is not cut, above every budget
 DEPLOYED = ("SALAAD", "vanilla + RPCA")
-_OF_A_STEP = 1e-9  # of κ, which is a multiple of 0.05 only up to rounding
+_OF_A_STEP = 1e-9  # tolerance of κ, which is a multiple of 0.05 only up to rounding
 
 
 def elastic_by_hpa(results: Results) -> list[Number]:
-    """SALAAD and vanilla + RPCA at every budget below L + S and every seed, by the paper's cut."""
+    """Judge SALAAD against vanilla + RPCA at every budget below L + S and every seed, cut by HPA as in the paper."""
     return _elastic(results, "HPA at κ*")
 
 
 def elastic_by_energy(results: Results) -> list[Number]:
-    """The same by energy, refined."""
+    """Judge SALAAD against vanilla + RPCA at every budget below L + S and every seed, cut by energy and refined."""
     return _elastic(results, "energy, refined")
 
 
@@ -87,7 +87,7 @@ def against_small_dense(results: Results) -> list[Number]:
 
 
 def _whole_models(rows: Sequence[Row], variant: str) -> Curve:
-    """A variant of both before any cut."""
+    """Return the perplexities of X or L+S before any cut, for every seed, with LARGEST as the budget."""
     return {
         (seed, LARGEST): tuple(the_row(rows, label=one, seed=seed, variant=variant)["perplexity"] for one in DEPLOYED)
         for seed in distinct(rows, "seed")
@@ -95,7 +95,7 @@ def _whole_models(rows: Sequence[Row], variant: str) -> Curve:
 
 
 def _elastic_curve(rows: Sequence[Row], way: str) -> Curve:
-    """Both at every budget below SALAAD's L + S, cut in one way."""
+    """Return the perplexities at every seed and every budget below SALAAD's L + S, cut in one way."""
     curve = {}
     for seed in distinct(rows, "seed"):
         whole = the_row(rows, label=DEPLOYED[0], seed=seed, variant="L+S")["parameters"]
@@ -109,17 +109,20 @@ def _elastic_curve(rows: Sequence[Row], way: str) -> Curve:
 
 
 def _gaps(curve: Curve) -> str:
-    """The least and the largest change from vanilla + RPCA to SALAAD."""
+    """Return the least and the largest relative change of perplexity from vanilla + RPCA to SALAAD, as text."""
     return percent_span([ours / theirs - 1 for ours, theirs in curve.values()])
 
 
 def _over_own_X(curve: Curve, X: Curve) -> list[tuple[float, float]]:
-    """Each perplexity over that of the same seed's X."""
+    """Return each perplexity over that of X of the same model and seed."""
     return [tuple(finite(one / x) for one, x in zip(curve[key], X[key[0], LARGEST], strict=True)) for key in curve]
 
 
 def _steps(curve: Curve, side: int) -> list[float]:
-    """Factors of perplexity from each budget of a seed to the next smaller one."""
+    """Return 1 and, of all seeds, the factors of perplexity from each budget to the next smaller one.
+
+    `side` is 0 for SALAAD and 1 for vanilla + RPCA.
+    """
     factors = [1.0]
     for seed in {seed for seed, _ in curve}:
         falling = [curve[key][side] for key in sorted(curve, reverse=True) if key[0] == seed]
@@ -162,7 +165,7 @@ def kappa(results: Results) -> list[Number]:
 
 
 def rpca(results: Results) -> list[Number]:
-    """What robust PCA finds in vanilla weights, in noise, and in weights that have a structure to be found."""
+    """Judge what robust PCA finds in vanilla weights, against noise, and in SALAAD weights, against their L and S."""
     vanilla, both = (results[f"rpca_{name}"]["rows"] for name in ("vanilla", "salaad"))
     salaad, cut = ([row for row in both if row.get("of", "L+S") == of] for of in ("L+S", "L̃+S̃"))
     split = [row for row in results["flexible"]["rows"] if row["label"] == "vanilla + RPCA"]
@@ -191,7 +194,7 @@ def rpca(results: Results) -> list[Number]:
 
 
 def _found_less_true(what: str, key: str, rows: Sequence[Row]) -> list[Number]:
-    """How far robust PCA is from what a model has: over all blocks, as the paper tells it, and block by block."""
+    """Judge the error of the found `key`: its mean over the blocks, as in the paper, and its mean absolute value."""
     most = criteria.FOUND_LESS_TRUE[key]
     names = (f"{what}, of the means at most ±{most}", f"{what}, of a block, mean at most {criteria.FOUND_OF_A_BLOCK}")
     if not rows:

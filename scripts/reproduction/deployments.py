@@ -1,4 +1,4 @@
-"""The paper's figures of what checkpoints deploy: the elastic curve, κ, HPA's cuts, robust PCA, downstream accuracy."""
+"""The paper's figures about deployment: the elastic curve, κ, HPA's cuts, robust PCA, downstream accuracy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +29,7 @@ from scripts.reproduction.tables import paper, paper_note
 
 
 def flexible(scale: Scale) -> Measured:
-    """SALAAD against vanilla + RPCA, by HPA at κ*, by energy, and refined."""
+    """Measure the elastic curves of SALAAD and of vanilla + RPCA: by HPA at κ*, by energy, and by energy refined."""
     curves = {"SALAAD": [], "vanilla + RPCA": []}
     for seed in scale.seeds:
         salaad, vanilla = trainings.SALAAD.seeded(seed), trainings.VANILLA.seeded(seed)
@@ -48,7 +48,7 @@ def flexible(scale: Scale) -> Measured:
 
 
 def kappa_sweep(scale: Scale) -> Measured:
-    """κ* at every budget and its range, on the half of the text that chooses it, and what it gives on the other."""
+    """Measure κ* at every budget, and its range, on the first half of the text, and perplexity at κ* on the second."""
     rows, tables = [], {}
     for seed in scale.seeds:
         measure = evaluation(trainings.SALAAD.seeded(seed).folder(scale), scale)
@@ -98,7 +98,7 @@ def rpca_vanilla(scale: Scale) -> Measured:
 
 
 def rpca_salaad(scale: Scale) -> Measured:
-    """Robust PCA of a SALAAD run's L + S, and of its cut of Table 1, each as one dense matrix, beside what it is of."""
+    """Apply robust PCA to SALAAD's L + S and its cut of Table 1, as dense matrices; compare with the true L and S."""
     rows = []
     for seed in scale.seeds:
         run = trainings.SALAAD.seeded(seed)
@@ -120,7 +120,7 @@ def rpca_salaad(scale: Scale) -> Measured:
 
 
 def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:
-    """A row per block in the layers: what robust PCA finds in L + S as one dense matrix, and what it is made of."""
+    """Return a row per layer block: rank ratio and density as robust PCA finds them in dense L + S, and as they are."""
     rows = []
     for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
         slr = parts[row.name]
@@ -154,7 +154,7 @@ def downstream(scale: Scale) -> Measured:
 
 
 def accuracies(rows: Sequence[dict[str, Any]], theirs: Mapping[str, Mapping[str, float]]) -> str:
-    """The paper's layout: a line a model, a column a task; the paper's own lines below, where it has any."""
+    """Return a table in the paper's layout, a line per model and a column per task; the paper's own lines come last."""
     tasks, found = list(DEFAULT_TASKS), {(row["variant"], row["task"]): 100 * row["acc"] for row in rows}
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     lines = [(variant, *(f"{found[variant, task]:.1f}" for task in tasks)) for variant in variants]

@@ -53,5 +53,5 @@ flowchart LR
 
 
 def overview(scale: Scale) -> Measured:
-    """The two pipelines, at every scale the same."""
+    """Return the diagrams of the two pipelines, which are the same at every scale."""
     return Measured(tables={"pretraining": PRETRAINING, "deployment": DEPLOYMENT})

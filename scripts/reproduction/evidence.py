@@ -1,4 +1,4 @@
-"""What the judges of claims compare, and how a number is written: rows looked up, values over seeds."""
+"""What the judges of claims share: looking up rows, comparing values over seeds, and formatting numbers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from scripts.reproduction.criteria import HEAD_STRUCTURE
 
 Row = Mapping[str, Any]
-NOT_SHOWN = "not shown"  # a limit that would be kept by chance, as what it is about is not there
+NOT_SHOWN = "not shown"  # of a limit that is kept by chance, because what it is about is missing
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Number:
     """One line of the evidence for a claim.
 
     Args:
-        what: is measured, with its limit if it has one.
-        ours: the number, or one per seed.
-        holds: whether it keeps the limit, or NOT_SHOWN; None where it has none and decides nothing.
+        what: what is measured, with its limit if it has one.
+        ours: our number as text, or one per seed.
+        holds: whether the number keeps its limit, or NOT_SHOWN; None if it has no limit and decides nothing.
     """
 
     what: str
@@ -29,7 +29,7 @@ class Number:
 
 
 def the_row(rows: Sequence[Row], **values: Any) -> Row:
-    """The one row that has these values."""
+    """Return the row that has these values; raise StopIteration if there is none."""
     return next(row for row in rows if all(row[key] == value for key, value in values.items()))
 
 
@@ -39,22 +39,22 @@ def distinct(rows: Sequence[Row], key: str) -> list[Any]:
 
 
 def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of every seed."""
+    """Return the rows grouped by seed."""
     return [[row for row in rows if row["seed"] == seed] for seed in distinct(rows, "seed")]
 
 
 def ratios(one: Row, other: Row) -> list[float]:
-    """One spread over the other, seed by seed."""
+    """Return the values of spread `one` over those of spread `other`, seed by seed."""
     return [a / b for a, b in zip(one["values"], other["values"], strict=True)]
 
 
 def changes(one: Row, other: Row) -> list[float]:
-    """How far one spread is above the other, seed by seed."""
+    """Return the relative changes from spread `other` to spread `one`, seed by seed."""
     return [share - 1 for share in ratios(one, other)]
 
 
 def finite(value: float) -> float:
-    """A perplexity that overflowed is the worst there is, and no comparison with it may pass by accident."""
+    """Return infinity for NaN, else the value: a perplexity that overflowed must pass no comparison by accident."""
     return math.inf if math.isnan(value) else value
 
 
@@ -64,7 +64,7 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def mean_row(rows: Iterable[Row]) -> Row:
-    """A row of means over seeds; of what is no number, the first row's."""
+    """Return one row with the means over seeds; text is taken from the first row."""
     rows = list(rows)
     return {key: value if isinstance(value, str) else fmean(row[key] for row in rows) for key, value in rows[0].items()}
 
@@ -80,12 +80,12 @@ def is_rising(values: Sequence[float]) -> bool:
 
 
 def is_structured(row: Row) -> bool:
-    """Whether a block is of low rank and sparse enough to be worth its parts."""
+    """Return whether rank ratio and density of a block are both low enough for L and S to be worth storing."""
     return max(row["rank_ratio"], row["density"]) <= HEAD_STRUCTURE
 
 
 def part_of(cases: Iterable[bool]) -> float:
-    """Part of the cases that hold; of none, none."""
+    """The fraction of the cases that hold; 0 if there are no cases."""
     cases = list(cases)
     return sum(cases) / len(cases) if cases else 0.0
 
@@ -94,7 +94,7 @@ def part_of(cases: Iterable[bool]) -> float:
 
 
 def span(values: Iterable[float]) -> str:
-    """The smallest and the largest of the seeds, or the one value."""
+    """Return the smallest and the largest value as text; one number if both are written alike."""
     values = list(values)
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
@@ -116,7 +116,7 @@ def shares(parts: Iterable[float], digits: int = 1) -> str:
 
 
 def percent_span(changes: Sequence[float]) -> str:
-    """The least and the largest change."""
+    """Return the least and the largest relative change as text, in percent."""
     return f"{percent(min(changes))} to {percent(max(changes))}"
 
 

@@ -17,14 +17,14 @@ from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import REFINE, choose_kappas, evaluation, perplexity, post_hoc, summary
 
-LEFT = (1, 0.6, 0.3)  # of the singular values of L and of the entries of S, the largest
-RANKS, DENSITIES = (0, 0.05, 0.1, 0.15, 0.2, 1), (0, 0.05, 0.1, 0.2, 1)  # borders of the table
-CORNER = 0.2  # of rank ratio and density: below it robust PCA can be hoped for
-KEPT = (0.8, 0.65)  # of the parameters of L + S inside the blocks
+LEFT = (1, 0.6, 0.3)  # fractions of L's singular values and of S's entries to keep, the largest ones
+RANKS, DENSITIES = (0, 0.05, 0.1, 0.15, 0.2, 1), (0, 0.05, 0.1, 0.2, 1)  # bounds of the ranges in the table
+CORNER = 0.2  # rank ratio and density below which robust PCA can be expected to succeed
+KEPT = (0.8, 0.65)  # fractions of the parameters of L + S inside the blocks that a cut keeps
 
 
 def kappa_share(scale: Scale) -> Measured:
-    """κ* of trainings whose L + S holds more or less of L: does κ* go by the share of L?"""
+    """Measure κ* of trainings that differ in L's share of L + S: does κ* follow that share?"""
     rows = []
     for run in trainings.SHARES:
         measure = evaluation(run.folder(scale), scale)
@@ -60,7 +60,7 @@ def kappa_share(scale: Scale) -> Measured:
 
 
 def rpca_limit(scale: Scale) -> Measured:
-    """Robust PCA of the same blocks with fewer singular values and entries: up to where does it find their S?"""
+    """Apply robust PCA to blocks, whole and cut to fewer units: up to which rank ratio and density does it find S?"""
     parts = evaluation(trainings.SALAAD.folder(scale), scale).deployment.parts
     rows = []
     for kept_L, kept_S in product(LEFT, repeat=2):
@@ -78,7 +78,7 @@ def rpca_limit(scale: Scale) -> Measured:
 
 
 def one_training(scale: Scale) -> Measured:
-    """Perplexity over size: SALAAD cut by energy and refined, full-rank cut so after the fact, small dense models."""
+    """Measure perplexity over size: SALAAD and full-rank + RPCA, cut by energy and refined, and small dense models."""
     rows = []
     for label, run, split in (
         ("SALAAD, one training", trainings.SALAAD, None),
@@ -106,12 +106,12 @@ def one_training(scale: Scale) -> Measured:
 
 
 def _has_size(row: dict[str, Any], budget: int) -> bool:
-    """Whether a model is of this size; a cut may stay one unit, a dense model half a unit of width off it."""
+    """Return whether a model has this size to 0.5 %: a cut may be off by a unit, a dense model by half a width step."""
     return abs(row["parameters"] / budget - 1) < 0.005
 
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(Span of the rank ratio, of the density) → in how many blocks the density is found to 0.1, and of how many."""
+    """Return (range of rank ratio, range of density) → (blocks whose density is found to 0.1, blocks in the range)."""
     cells = {}
     for (r0, r1), (d0, d1) in product(pairwise(RANKS), pairwise(DENSITIES)):
         mine = [row for row in rows if r0 <= row["true_rank_ratio"] < r1 and d0 <= row["true_density"] < d1]
@@ -137,7 +137,7 @@ def limit_numbers(rows: list[dict[str, Any]]) -> list[Number]:
 
 
 def embedding_why(scale: Scale) -> Measured:
-    """The embedding's structure, and what it costs, under settings stronger than those of Table 1."""
+    """Measure the embedding's rank ratio and density, and perplexity, under settings stronger than those of Table 1."""
     rows = []
     for setting, run in trainings.embedding_why(scale).items():
         ended = summary(run, scale)
@@ -169,7 +169,7 @@ def embedding_why(scale: Scale) -> Measured:
 
 
 def embedding_numbers(rows: list[dict[str, Any]]) -> list[Number]:
-    """Rank ratio and density of the embedding under every setting, and what that costs of X."""
+    """Return rank ratio and density of the embedding under every setting, and the change of the perplexity of X."""
     first = rows[0]
     return [
         Number(
@@ -181,7 +181,7 @@ def embedding_numbers(rows: list[dict[str, Any]]) -> list[Number]:
 
 
 def kappa_numbers(rows: list[dict[str, Any]]) -> list[Number]:
-    """How κ* goes with the share of L."""
+    """Return how κ* depends on the share of L: ranges, difference, correlation and slope."""
     shares, kappas = (np.array([row[key] for row in rows]) for key in ("share", "kappa"))
     away = kappas - shares
     numbers = [
@@ -195,5 +195,5 @@ def kappa_numbers(rows: list[dict[str, Any]]) -> list[Number]:
     return numbers
 
 
-# Item → what its rows come to in a few numbers, for its section of the report and beside the claim it explains.
+# Item → function from its rows to a few numbers, for its section of the report and for the claim it explains.
 NUMBERS = {"kappa_share": kappa_numbers, "rpca_limit": limit_numbers, "embedding_why": embedding_numbers}

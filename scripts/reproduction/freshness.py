@@ -1,4 +1,4 @@
-"""Whether the code behind a recorded figure is still what it was: from git, comments and docstrings left out."""
+"""Whether the code behind a recorded number has changed since, by git; comments and docstrings do not count."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.reproduction.grid import ROOT
 
-# What a figure comes out of: its training, the cut, the evaluation, and what makes an item's numbers of them.
+# Files and folders that a recorded number depends on: training, cut, evaluation, and the computation of items.
 BEHIND = (
     *("train.py", "configs", "scripts/elastic_ways.py"),
     *(f"salaad/{one}.py" for one in ("prox", "rpca", "hpa", "energy_allocation")),
@@ -24,18 +24,18 @@ LEGEND = f"{MARK}: measured before some of the code behind it changed, or with c
 
 
 def is_fresh(commits: Iterable[str]) -> bool:
-    """Whether all that was measured at these commits was committed, and would be measured by the same code today."""
+    """Return whether the code at each of these commits was committed and, in all of BEHIND, is the same at HEAD."""
     return not any(commit.endswith("-dirty") or changed_since(commit) for commit in commits)
 
 
 def commits_of(result: Mapping[str, Any]) -> list[str]:
-    """Those of an item's result and of its trainings."""
+    """Return the commits at which an item's result and its trainings were computed."""
     return [result["commit"], *(one["commit"] for one in result["trainings"])]
 
 
 @cache
 def changed_since(commit: str) -> list[str]:
-    """Which of the places that figures depend on say something else now; none where git does not know the commit."""
+    """Return the entries of BEHIND whose code differs between `commit` and HEAD; none if git does not know `commit`."""
     clean = commit.removesuffix("-dirty")
     try:
         names = _git("diff", "--name-only", clean, "HEAD", "--", *BEHIND).split()
@@ -47,7 +47,7 @@ def changed_since(commit: str) -> list[str]:
 
 @cache
 def _meaning(commit: str, name: str) -> str | None:
-    """What a file says to the interpreter; the text itself of what is no Python, None where it was not there."""
+    """Return the syntax tree of a Python file without docstrings, the text of any other file; None if it is missing."""
     if not _git("ls-tree", commit, "--", name):
         return None
     text = _git("show", f"{commit}:{name}")

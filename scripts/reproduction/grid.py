@@ -30,32 +30,32 @@ SHORT = {
 }
 
 
-# Where the user's own files stand in a command; a path of one machine would be of no use on another.
+# Placeholders for the user's own files in a command: a path of one machine would be of no use on another.
 PLACES = {"c4": "FOLDER", "tokenizer": "FILE", "other-text": "FILE", "task-data": "DIR"}
 PAPERS = ("60m", "130m", "350m", "1b")
-TRAINED_ON = ("c4", "tokenizer")  # without these no training is the same
+TRAINED_ON = ("c4", "tokenizer")  # options that every training depends on, so every command names them
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A size at which everything is done.
+    """A model size with its text, seeds and budgets, at which the paper is reproduced.
 
     Args:
-        name: as typed, and of its folders.
-        size: name of its file in configs/; its own name unless given.
-        text: folder with train-*.jsonl.xz and validation.jsonl.xz; what the config says unless given.
-        options: of train.py, beside its config and text.
-        seeds: of the runs behind a headline claim.
-        budgets: of the elastic curve, as fractions of the dense model.
-        table_budget: of L̃ + S̃ in Table 1.
-        embedding_budget: of L̃ + S̃ where the embedding is among the blocks; that of Table 1 unless given.
-        dtype: of the evaluations.
-        tokens: validation tokens of an evaluation.
-        max_length: tokens of a row of a downstream task; those of the model unless given, which a small tokenizer's
-            longest choices exceed.
-        task_data: folder of the downstream tasks; the hub unless given.
+        name: as typed for --scale; also the name of its folders in runs/ and results/.
+        size: name of its YAML file in configs/; `name` unless given.
+        text: folder with train-*.jsonl.xz and validation.jsonl.xz; the text of the config unless given.
+        options: further options of train.py, after those for config and text.
+        seeds: the seeds of trainings behind a headline claim.
+        budgets: sizes of the elastic curve, as fractions of the dense model's parameters.
+        table_budget: budget of L̃ + S̃ in Table 1.
+        embedding_budget: budget of L̃ + S̃ where the embedding is among the blocks; `table_budget` unless given.
+        dtype: name of the dtype of the evaluations.
+        tokens: validation tokens per evaluation.
+        max_length: tokens per row of a downstream task; the model's maximum unless given, which the longest choices
+            exceed with a small tokenizer.
+        task_data: folder with the downstream tasks' data; read from the hub unless given.
         other_text: a second validation file, on which Table 1 is measured too.
-        asked: names of the options that were typed beside its own.
+        asked: names of the options in PLACES that the user gave.
     """
 
     name: str
@@ -75,35 +75,35 @@ class Scale:
 
     @property
     def is_the_papers(self) -> bool:
-        """Whether the paper trained it too, so that its absolute numbers hold."""
+        """Whether the paper trained at this scale too, so that its absolute numbers apply."""
         return self.name in PAPERS
 
     @property
     def config(self) -> RunConfig:
-        """Its settings before any factor."""
+        """The configuration of this scale before any factor is applied."""
         return _config(tuple(self.command_options))
 
     @property
     def command_options(self) -> list[str]:
-        """What every train.py of this scale is given."""
-        # As the other comparisons are told to type them, so that a training of theirs can stand here too.
+        """The options of train.py that all trainings of this scale have in common."""
+        # The globs of the documented commands of the other comparisons, so that their trainings can be used here.
         globs = {"files": "train-*", "validation_files": "valid*"} if self.text else {}
         files = [f"--data.{key}={self.text / glob}" for key, glob in globs.items()]
         return ["--config", f"{self.size or self.name}.yaml", *(TEXT if self.text else ()), *files, *self.options]
 
     def command(self, *items: str, reads: Sequence[str] = ()) -> str:
-        """What makes some of its items, with a place for each option they read that was given."""
+        """Return the command that makes `items`, with a placeholder for every given option that they read."""
         options = [f"--{name} {PLACES[name]}" for name in self.asked if name in (*TRAINED_ON, *reads)]
         return " ".join(["python scripts/reproduce.py --scale", self.name, *options, *items])
 
     @property
     def runs(self) -> Path:
-        """Where its trainings go."""
+        """The folder of this scale's trainings."""
         return ROOT / "runs" / "reproduce" / self.name
 
     @property
     def results(self) -> Path:
-        """Where its results are kept."""
+        """The folder of this scale's results."""
         return ROOT / "results" / self.name / "reproduce"
 
 
@@ -124,7 +124,7 @@ TEXT = ("--data.source=files", "--data.packing=true")
 WIKIPEDIA = Path("runs/wikipedia")
 ON_WIKIPEDIA = {"text": WIKIPEDIA, "tokens": "600K", "max_length": 512}
 MICRO = (f"--data.tokenizer={WIKIPEDIA}-6400.model", "--train.eval_tokens=300000")
-# Two epochs of 93 M tokens, in so few steps that c is far above the paper's, as in all short runs.
+# Two epochs of 93 M tokens, in so few steps that c of eq. 7 is far above the paper's, as in all short runs.
 SHORT_60M = (
     "--train.steps=1400",
     "--salaad.every=5",
@@ -132,7 +132,7 @@ SHORT_60M = (
     "--salaad.delta_alpha=0.1",
     "--salaad.delta_beta=0.003",
 )
-# Without the embedding, 0.56 of this model is never compressed.
+# With the embedding not among the blocks, 0.56 of the parameters are never compressed.
 SIZE_60M = {"size": "60m", "budgets": ("0.9", "0.8", "0.75", "0.7", "0.64")}
 SCALES = {
     "nano": Scale("nano", seeds=(0, 1, 2), max_length=512),
@@ -158,14 +158,14 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training, described by what differs from the settings of a scale.
 
     Args:
         method: salaad or full_rank.
-        seed: of weights and order of the text.
-        factors: (setting, factor) on the scale's own value.
-        settings: (setting, value), other than the scale's own.
-        printed: (setting, value) as the paper prints them, which at its own scales stand in place of the factors.
+        seed: determines the initial weights and the order of the text.
+        factors: (setting, factor) pairs; the factor multiplies the scale's own value.
+        settings: (setting, value) pairs that replace the scale's own values.
+        printed: (setting, value) pairs as the paper prints them; at the paper's scales they replace the factors.
     """
 
     method: str = "salaad"
@@ -175,11 +175,11 @@ class Run:
     printed: tuple[tuple[str, str], ...] = ()
 
     def seeded(self, seed: int) -> "Run":
-        """The same with another seed."""
+        """Return this training with another seed."""
         return replace(self, seed=seed)
 
     def changes(self, scale: Scale) -> dict[str, str]:
-        """Settings that differ from the scale's, by name; so two ways to say the same are the same run."""
+        """Return name → value of the settings that differ from the scale's, so that equal trainings get equal names."""
         by_factors = not (self.printed and scale.is_the_papers)
         tree, changed = scale.config.to_dict(), {} if by_factors else dict(self.printed)
         for name, factor in self.factors if by_factors else ():
@@ -194,31 +194,31 @@ class Run:
         }
 
     def name(self, scale: Scale) -> str:
-        """Folder and file name, such as salaad,da=0.08,seed=1."""
+        """Return the name of the run folder and of the record, such as salaad,da=0.08,seed=1."""
         parts = [f"{SHORT[key]}={value}" for key, value in self.changes(scale).items()]
         return ",".join([self.method, *parts, *([f"seed={self.seed}"] if self.seed else [])])
 
     def folder(self, scale: Scale) -> Path:
-        """Where it is trained."""
+        """Return the run folder."""
         return scale.runs / self.name(scale)
 
     def record(self, scale: Scale) -> Path:
-        """What is kept of it."""
+        """Return the path of the training's record, a JSON file under results/."""
         return scale.results / "runs" / f"{self.name(scale)}.json"
 
     def recorded(self, scale: Scale) -> bool:
-        """Whether what is kept of it is there; its folder may be gone, or be on another machine."""
+        """Return whether the record exists; the run folder may be deleted or on another machine."""
         return self.record(scale).exists()
 
     def done(self, scale: Scale) -> bool:
-        """Whether its folder is here, finished, and the record is of this very run."""
+        """Return whether the run folder is here and finished, and the record is of this very run."""
         summary = self.folder(scale) / "summary.json"
         return (
             self.recorded(scale) and summary.exists() and read_json(self.record(scale))["summary"] == read_json(summary)
         )
 
     def command(self, scale: Scale) -> list[str]:
-        """Its train.py, as typed behind a launcher."""
+        """Return the train.py command, as typed after a launcher."""
         changes = [word for name, value in self.changes(scale).items() for word in (f"--{name}", value)]
         return [
             "train.py",
@@ -230,13 +230,13 @@ class Run:
         ]
 
     def flops(self, scale: Scale) -> float:
-        """Floating-point operations of its forward and backward passes."""
+        """Return the floating-point operations of all forward and backward passes."""
         changes = [f"--{name}={value}" for name, value in self.changes(scale).items() if name.startswith("model.")]
         return _flops_per_run((*scale.command_options, *changes))
 
 
 def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:
-    """Each training once, in order: what is the same at this scale may be asked for in several ways."""
+    """Return each training once, in order: different `Run`s may be the same training at this scale."""
     named: dict[str, Run] = {}
     for run in runs:
         named.setdefault(run.name(scale), run)
@@ -244,7 +244,7 @@ def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:
 
 
 def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | None:
-    """Train to the end, or go on where it stopped, and record it; the last line of its error if it fails."""
+    """Start or resume a training, and record it when it ends; return the last line of its error if it fails."""
     if run.done(scale):
         return None
     command = run.command(scale)

@@ -1,4 +1,4 @@
-"""An item of the paper: what it needs, how it is measured, and what of it is there."""
+"""A table or figure of the paper (an item): the trainings it needs, its measurement, and its stored result."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,13 +12,13 @@ from scripts.reproduction.grid import Run, Scale, distinct
 
 @dataclass
 class Measured:
-    """What an item came to.
+    """The result of measuring an item.
 
     Args:
-        rows: plain values, for the JSON and for the claims.
-        tables: Markdown, by caption.
-        pictures: file names in the scale's results, by caption.
-        notes: sentences that belong under it.
+        rows: mappings of plain values, for the JSON file and for judging the claims.
+        tables: caption → Markdown table.
+        pictures: caption → file name in the scale's folder of results.
+        notes: sentences that the report prints under the tables and pictures.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -29,17 +29,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Item:
-    """A table or figure.
+    """A table or figure of the paper, or an experiment beyond it.
 
     Args:
-        name: as typed.
+        name: as typed on the command line; also the name of the result file.
         title: one line.
-        section: of the paper.
-        runs: the trainings it needs.
-        measure: from finished trainings to numbers, tables and pictures.
-        folders: those of the trainings whose folder it opens, for which a record is not enough; all unless given.
-        reads: options whose files it reads when it is measured.
-        hub: a command that needs a model from the hub, and stands in the report beside what stands in for it.
+        section: section and table of the paper.
+        runs: scale → the trainings that the item needs.
+        measure: scale → numbers, tables and pictures, from finished trainings.
+        folders: scale → the trainings whose run folder the measurement opens, so that their record is not enough; all
+            of `runs` unless given.
+        reads: options of scripts/reproduce.py whose files the measurement reads.
+        hub: a command that measures a model from the hub, for which our trainings stand in here; the report prints it.
     """
 
     name: str
@@ -52,33 +53,33 @@ class Item:
     hub: str | None = None
 
     def result(self, scale: Scale) -> Path:
-        """Where its result is kept."""
+        """Return the path of the stored result, a JSON file."""
         return scale.results / f"{self.name}.json"
 
     def done(self, scale: Scale) -> bool:
-        """Whether its result is there, and of the trainings that it is made of today."""
+        """Return whether the result is stored and was made from exactly the trainings that the item needs now."""
         if not self.result(scale).exists():
             return False
         kept = [training["name"] for training in read_json(self.result(scale)).get("trainings", ())]
         return set(kept) == {run.name(scale) for run in self.runs(scale)}
 
     def missing(self, scale: Scale, again: bool = False) -> list[Run]:
-        """The trainings that have to be run before it can be measured; `again` trusts no record without its folder."""
+        """Return the trainings to run before measuring; with `again`, a record counts only with its run folder."""
         opened = {run.name(scale) for run in (self.folders or self.runs)(scale)}
         runs = distinct(self.runs(scale), scale)
         return [r for r in runs if not (r.done(scale) if again or r.name(scale) in opened else r.recorded(scale))]
 
     def command(self, scale: Scale) -> str:
-        """What makes it."""
+        """Return the command that measures the item."""
         return scale.command(self.name, reads=self.reads)
 
     def outdated(self, scale: Scale) -> bool:
-        """Whether a training of its result has been recorded anew since."""
+        """Return whether a training behind the stored result has been recorded anew since."""
         kept = read_json(self.result(scale))["trainings"]
         return any(run.recorded(scale) and trained_by(run, scale) not in kept for run in self.runs(scale))
 
     def write(self, scale: Scale) -> dict[str, Any]:
-        """Measure it and keep the result."""
+        """Measure the item, write the result as JSON and return it."""
         scale.results.mkdir(parents=True, exist_ok=True)
         measured = self.measure(scale)
         about = {"item": self.name, "title": self.title, "section": self.section, "scale": scale.name}
@@ -90,7 +91,7 @@ class Item:
 
 
 def trained_by(run: Run, scale: Scale) -> dict[str, Any]:
-    """Where the numbers of a training come from: command, commit, machine, tokens and wall time."""
+    """Return the origin of a training's numbers: command, commit, machine, tokens and wall time in hours."""
     record = read_json(run.record(scale))
     summary = record["summary"]
     return {

@@ -1,6 +1,6 @@
-"""What decides the claims about training: from the rows of the items to numbers, each with its limit if it has one.
+"""The judges of the claims about training: functions from the rows of items to numbers, some of which have limits.
 
-Limits are those of `criteria`. A claim agrees only if all numbers with a limit keep it. Claims about what a checkpoint
+The limits are in `criteria`. A claim agrees only if all numbers with a limit keep it. Claims about what a checkpoint
 deploys are judged in `deployment_judges`.
 """
 
@@ -45,7 +45,7 @@ STRUCTURE = ("rank_ratio", "density")
 
 
 def central(results: Results) -> list[Number]:
-    """L + S beside X, seed by seed."""
+    """Judge L + S against X, seed by seed."""
     rows = results["table1"]["rows"]
     X, whole = (the_row(rows, method="salaad", variant=name) for name in ("X", "L+S"))
     worse, sizes = changes(whole["perplexity"], X["perplexity"]), ratios(whole["parameters"], X["parameters"])
@@ -68,7 +68,7 @@ def central(results: Results) -> list[Number]:
 
 
 def against_full_rank(results: Results) -> list[Number]:
-    """L + S, and X, against full-rank training, seed by seed."""
+    """Judge L + S against full-rank training, seed by seed; report X too."""
     rows = results["table1"]["rows"]
     vanilla = the_row(rows, method="full_rank")["perplexity"]
     X, whole = (the_row(rows, method="salaad", variant=name)["perplexity"] for name in ("X", "L+S"))
@@ -85,7 +85,7 @@ def against_full_rank(results: Results) -> list[Number]:
 
 
 def embedding(results: Results) -> list[Number]:
-    """With the embedding beside without, and how little of the embedding is left."""
+    """Judge what the embedding costs as a block, the size of L + S, and rank ratio and density of the embedding."""
     rows, numbers = results["embedding"]["rows"], []
     for name, most in criteria.EMBEDDING_COST.items():
         inside, outside = (the_row(rows, variant=name, blocks=blocks) for blocks in BLOCKS)
@@ -117,7 +117,7 @@ def embedding(results: Results) -> list[Number]:
 
 
 def lm_head(results: Results) -> list[Number]:
-    """What the head as a block becomes and costs at two ρ, beside the embedding at the same two, in every seed."""
+    """Judge rank ratio, density and cost of the LM head as a block at two ρ, against the embedding, in every seed."""
     rows = sorted(results["lm_head"]["rows"], key=lambda row: row["rho"])
     heads, others = (each_seed([row for row in rows if row["block"] == block]) for block in ("LM head", "embedding"))
     numbers = []
@@ -166,7 +166,7 @@ def lm_head(results: Results) -> list[Number]:
 
 
 def knobs(results: Results) -> list[Number]:
-    """The grid of three decades: what the larger of two values does to size and perplexity; beside it, finer steps."""
+    """Judge what a larger Δα, Δβ or ρ does to size and perplexity in the 130M grid; report the other ablations too."""
     judged = _one_apart(results["ablation130m_pairs"]["rows"])
     finer = [_one_apart(results[name]["rows"]) for name in ("ablation350m", "ablation350m_rho", "ablation130m")]
     numbers, beside = [], []
@@ -183,7 +183,7 @@ def knobs(results: Results) -> list[Number]:
 
 
 def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
-    """Knob → the pairs of settings that differ in it alone, the smaller value first."""
+    """Return Δα, Δβ or ρ → the pairs of rows that differ in this setting alone, the smaller value first."""
     grid = {tuple(row[knob] for knob in KNOBS): row for row in rows}
     pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in KNOBS.values()}
     for one, other in combinations(sorted(grid), 2):
@@ -194,7 +194,7 @@ def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
 
 
 def _trades(pairs: Sequence[tuple[Row, Row]]) -> dict[str, float]:
-    """In which part of the pairs the larger value gives a smaller L + S, a higher X, a higher L + S."""
+    """Return three fractions of pairs: where the larger value gives a smaller L + S, a higher PPL of X, of L + S."""
     return {
         "fewer parameters": part_of(larger["parameters"] < smaller["parameters"] for smaller, larger in pairs),
         "X higher": part_of(larger["X"] > smaller["X"] for smaller, larger in pairs),
@@ -250,7 +250,7 @@ def bounded(results: Results) -> list[Number]:
 
 
 def _every_block(ends: Sequence[Row]) -> list[Number]:
-    """What a mean over the blocks hides, and what bounds δ: with J = 1 no entry of X − L − S exceeds 2·τ_S."""
+    """Judge the worst block, and the growth of τ_S: with J = 1 no entry of X − L − S exceeds 2·τ_S, which bounds δ."""
     blocks = f"‖X−L−S‖ over ‖X‖ of the worst block at the end, at most {criteria.WORST_BLOCK:.0%} in every seed"
     growth = (
         "mean τ_S of the last quarter over that of the third, of the block that grew most, at most "
@@ -279,7 +279,7 @@ def _phases(deltas: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def bf16(results: Results) -> list[Number]:
-    """Training in bfloat16 beside float32, of both methods."""
+    """Judge SALAAD's training in bfloat16 against float32; report full-rank training too."""
     rows, numbers = results["bf16"]["rows"], []
     for method, name in (("salaad", "X"), ("salaad", "L+S"), ("full_rank", "X")):
         half, full = (the_row(rows, method=method, variant=name, precision=precision) for precision in ("bf16", "fp32"))

@@ -1,6 +1,6 @@
-"""The pictures of a reproduction of the paper: each from run folders or plain rows to one PNG.
+"""The pictures of a reproduction of the paper: each function draws run folders or plain rows as one PNG.
 
-In all of them L is blue, S is vermilion and X is gray; what else is compared has other colors or a line style.
+In all of them L is blue, S is vermilion and X is gray; anything else has other colors or a line style of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ __all__ = [
     "update_frequency",
 ]
 
-# Wide and pale below, thin and broken above: two curves can be told apart even where they are the same.
+# Wide pale lines below thin dashed ones, so that two curves can be told apart even where they coincide.
 LOOKS = (
     {"linewidth": 3.5, "alpha": 0.4},
     {"linewidth": 1.3, "linestyle": (0, (4, 1.5))},
@@ -172,7 +172,7 @@ def one_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def blocks_of(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Block → its ADMM updates, in order."""
+    """Return block → its ADMM updates in order, from blocks.jsonl; raise a UserError if there are none."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read_json_lines(run / "blocks.jsonl"):
         found.setdefault(row["block"], []).append(row)
@@ -204,7 +204,7 @@ def _singular_values(run: Path, block: str) -> list[float]:
 
 
 def _named(blocks: Mapping[str, Any], end: str) -> str:
-    """The block whose name has this end."""
+    """Return the first block whose name ends with `end`; raise a UserError if there is none."""
     found = next((name for name in blocks if name.endswith(end)), None)
     if found is None:
         raise UserError(f"no block is named {end}; give runs that have it among their blocks")
@@ -242,7 +242,7 @@ def _errors(panel: Axes, steps: Sequence[int], deltas: Sequence[float], label: s
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], path: Path, xlabel: str = "step") -> None:
-    """Legends stand under the panels: early in a run the curves are everywhere."""
+    """Label the panels and save them, with legends below: early in a run the curves are everywhere in a panel."""
     for panel in panels:
         panel.set_xlabel(panel.get_xlabel() or xlabel)
         panel.title.set_fontsize("medium")

@@ -1,4 +1,4 @@
-"""What finished trainings recorded, and what they deploy: the numbers that the paper's tables are made of."""
+"""The numbers that the paper's tables are made of: from the records of finished trainings and from evaluations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,16 +21,16 @@ from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction.grid import Run, Scale
 
 KAPPAS = tuple(k / 20 for k in range(21))
-REFINE = 20  # alternations of the refined cuts
+REFINE = 20  # alternating projections of a refined cut
 
 
-@lru_cache(maxsize=2)  # each holds a model with its parts
+@lru_cache(maxsize=2)  # each entry holds a model with its L + S
 def evaluation(
     folder: Path, scale: Scale, post_hoc: PostHoc | None = None, other_text: Path | None = None
 ) -> VariantEvaluation:
-    """Perplexities of a run over the second half of its validation text, or another text; the run's cache keeps them.
+    """Return the evaluation of a run's variants, over the second half of its validation text or over `other_text`.
 
-    The first half is what κ* is chosen on.
+    κ* is chosen on the first half. The run's cache keeps the perplexities.
     """
     source = ModelOnDisk.open(folder)
     deployment = CheckpointDeployment(source, post_hoc)
@@ -42,19 +42,19 @@ def evaluation(
 
 
 def perplexity(run: Run, scale: Scale, name: str) -> dict[str, Any]:
-    """The row of X or L+S."""
+    """Return the measured row (perplexity, parameters, …) of the variant `name`, X or L+S."""
     return evaluation(run.folder(scale), scale)(Variant(name))
 
 
 def at_budget(run: Run, scale: Scale, budget: str) -> dict[str, Any]:
-    """The row of L̃ + S̃: HPA at κ*."""
+    """Return the measured row of L̃ + S̃, which is L + S cut to `budget` by HPA at κ*."""
     measure = evaluation(run.folder(scale), scale)
     [chosen] = choose_kappas(measure, [parse_budget(budget, measure.deployment.dense)])[1]
     return chosen
 
 
 def choose_kappas(measure: VariantEvaluation, budgets: Sequence[int]) -> tuple[list[dict], list[dict]]:
-    """HPA's grid with X and L + S over the first half of the text; what is at κ* of each budget over the second."""
+    """Return rows of X, L + S and HPA's grid on the first half of the text, and at each budget's κ* on the second."""
     variants = grid(budgets, KAPPAS)
     measure.deployment.check(variants)
     rows = [measure.on_half("first")(variant) for variant in variants]
@@ -63,19 +63,19 @@ def choose_kappas(measure: VariantEvaluation, budgets: Sequence[int]) -> tuple[l
 
 
 def on_other_text(run: Run, scale: Scale, row: dict[str, Any]) -> dict[str, Any]:
-    """The row of the same variant over the scale's second text."""
+    """Return the measured row, over the scale's second text, of the variant that `row` is of."""
     variant = Variant(row["variant"], row["budget"], row["kappa"], row["refine"])
     return evaluation(run.folder(scale), scale, other_text=scale.other_text)(variant)
 
 
 def post_hoc(run: Run, scale: Scale) -> PostHoc:
-    """The split of a vanilla run into the blocks that SALAAD has at this scale."""
+    """Return how to split a vanilla run by robust PCA: the same blocks that SALAAD has at this scale."""
     settings = read_json(run.record(scale))["config"]["salaad"]
     return PostHoc(SalaadConfig(**settings), "rpca")
 
 
 def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[str, Any]]:
-    """X, L + S, HPA at κ*, energy, and energy refined, at every budget of the scale."""
+    """Return the rows of X and L + S, and at every budget of the scale of HPA at κ*, energy, and energy refined."""
     measure = evaluation(run.folder(scale), scale, split)
     budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
     variants = [Variant("X"), Variant("L+S"), *by_energy(budgets, REFINE)]
@@ -84,7 +84,7 @@ def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[s
 
 
 def summary(run: Run, scale: Scale) -> dict[str, Any]:
-    """Its summary.json, as it was recorded."""
+    """Return the summary.json of a training, as recorded."""
     return read_json(run.record(scale))["summary"]
 
 

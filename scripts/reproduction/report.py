@@ -50,7 +50,7 @@ Result = Mapping[str, Any]
 
 
 def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> Path:
-    """Write README.md into the folder of all results, from what lies there; its path."""
+    """Write README.md into the folder of all results, from the JSON that lies there; return its path."""
     found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
     judged = [scale for scale in scales if found[scale] or scale.name in JUDGED]
     measured = {scale: result for scale, result in found.items() if result}
@@ -60,18 +60,18 @@ def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) 
 
 
 def folder_of(results: Path, scale: Scale) -> Path:
-    """Where the results of a scale lie."""
+    """Return the folder of a scale's results."""
     return results / scale.name / "reproduce"
 
 
 def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
-    """Item → its result, of those that are there, in the order of the items."""
+    """Return item → result, of the items whose result is there, in the order of `items`."""
     paths = {item.name: folder / f"{item.name}.json" for item in items}
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
 def facts(result: Result) -> list[str]:
-    """Where an item's numbers come from, a line each."""
+    """Return the origin of an item's numbers, one line each: command, hub command, commit and machine, trainings."""
     trainings = result["trainings"]
     told = [f"made by: `{result['command']}`, anew with `--again`"]
     told += [f"needs a model from the hub: `{result['hub']}`"] if result["hub"] else []
@@ -86,7 +86,7 @@ def facts(result: Result) -> list[str]:
 
 
 def outdated_note(measured: Mapping[str, Result]) -> str:
-    """Which items were measured before what they, or their trainings, depend on changed."""
+    """Return a sentence that names the items with numbers from code that has changed since or was not committed."""
     old = [name for name, result in measured.items() if not is_fresh(commits_of(result))]
     if not old:
         return "All items were measured with the code as it is."
@@ -98,7 +98,7 @@ def outdated_note(measured: Mapping[str, Result]) -> str:
 
 
 def trainings_table(result: Result) -> str:
-    """A line a training: its own command, commit, tokens and wall time."""
+    """Return a Markdown table with a line per training: tokens, wall time, commit and command."""
     lines = [
         (one["name"], f"{one['tokens'] / 1e6:,.2f} M", f"{one['hours']:.2f} h", one["commit"], f"`{one['command']}`")
         for one in result["trainings"]
@@ -138,7 +138,7 @@ def markdown(
 
     Args:
         results: folder of all results.
-        items: of the paper.
+        items: the items of the paper.
         judged: scales that have a column in the table of claims.
         found: scale → item → result, of the scales that have any.
     """
@@ -159,7 +159,7 @@ def markdown(
 
 
 def markdown_item(result: Result, scale: Scale) -> list[str]:
-    """Heading, tables, pictures, notes and origin of one item."""
+    """Return the Markdown of one item: heading, tables, pictures, notes and origin."""
     parts = [f"### {scale.name}: {result['title']} ({result['section']})"]
     for caption, table in result["tables"].items():
         parts += [f"**{plain(caption)}**", table]
@@ -177,5 +177,5 @@ def markdown_item(result: Result, scale: Scale) -> list[str]:
 
 
 def plain(caption: str) -> str:
-    """A caption whose stars, as in κ*, are no marks of Markdown."""
+    """Return a caption with its stars, as in κ*, escaped for Markdown."""
     return caption.replace("*", r"\*")

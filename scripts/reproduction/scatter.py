@@ -1,5 +1,4 @@
-"""Pictures of many trainings at once: three settings, two perplexities and a size in one plane; κ* over structure;
-what robust PCA finds."""
+"""Scatter plots of many trainings: perplexity over size by setting; κ* over the share of L; errors of robust PCA."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -15,7 +14,7 @@ from salaad.evaluation.figures import dress, save
 from scripts.reproduction.palette import OTHERS
 
 MARKERS = "os^DvPX*<>hp"
-REACH = 1.4  # a setting that is worse than the best by more than this would flatten all others
+REACH = 1.4  # a setting that is worse than the best by more than this factor would flatten all others
 
 
 def ablation(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -33,7 +32,7 @@ def ablation(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     values = [row[variant] for row in rows for variant in ("X", "L+S") if isfinite(row[variant])]
     top = 1.01 * max(value for value in values if value <= REACH * min(values))
     for panel, variant in zip(panels, ("X", "L+S"), strict=True):
-        for row in sorted(rows, key=lambda row: -row["beta"]):  # large ones first, so that they hide no small one
+        for row in sorted(rows, key=lambda row: -row["beta"]):  # large marks first, so that they hide no small one
             look = {"color": colors[row["rho"]], "marker": markers[row["alpha"]], "markersize": sizes[row["beta"]]}
             panel.plot(row["parameters"] / 1e6, row[variant], **look, alpha=0.85, markeredgecolor="white")
         beyond = sum(not row[variant] <= top for row in rows)
@@ -72,7 +71,7 @@ def kappa_share(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def rpca_limit(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """How far off the density is that robust PCA finds, one mark per block and cut, over its true structure.
+    """Draw the error of robust PCA's density over the true rank ratio and density, one mark per block and cut.
 
     Args:
         rows: with `true_rank_ratio`, `true_density`, and `density`, as found.

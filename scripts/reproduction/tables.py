@@ -52,7 +52,7 @@ def trained(run: Run, scale: Scale, variants: Sequence[str], budget: str | None 
 
 
 def paper_note(item: str, scale: Scale) -> list[str]:
-    """What has to be known of the paper's own numbers beside ours."""
+    """Return what to know about the paper's own numbers of an item, as a list of at most one note."""
     notes = read_json(PAPER)["notes"]
     return [notes[item]] if scale.is_the_papers and item in notes else []
 
@@ -60,12 +60,12 @@ def paper_note(item: str, scale: Scale) -> list[str]:
 def layout(
     rows: Sequence[dict[str, Any]], theirs: dict[str, Any], others: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Method, perplexity, parameters; the legacy figure beside, and the paper's numbers where it has any.
+    """Return a Markdown table of method, perplexity, parameters, κ*, legacy perplexity, and the paper's numbers if any.
 
     Args:
-        rows: of `trained`.
-        theirs: the paper's numbers of the same variants.
-        others: those of methods that are not among the rows.
+        rows: as `trained` returns them.
+        theirs: variant → the paper's perplexity and millions of parameters.
+        others: method → the paper's numbers, of methods that are not among the rows.
     """
     header = ["method", "PPL", "Prm (M)", "κ*", "legacy PPL"]
     header += ["PPL, other text"] if rows[0]["other_perplexity"] else []
@@ -84,12 +84,12 @@ def layout(
 
 
 def seeds_note(scale: Scale) -> str:
-    """How many seeds stand behind each number."""
+    """Return a note on the number of seeds behind each number."""
     return f"{len(scale.seeds)} seeds, mean ± standard deviation" if len(scale.seeds) > 1 else "one seed"
 
 
 def provenance_note(rows: Sequence[dict[str, Any]], scale: Scale) -> str:
-    """What the numbers of a table are of."""
+    """Return a note on the seeds, the validation tokens and the dtypes of the numbers of a table."""
     other = f"; the other text is {scale.other_text.name}" if scale.other_text else ""
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
     return f"{seeds_note(scale)}; {rows[0]['tokens']:,} validation tokens, the second half, weights in {dtypes}{other}"
@@ -104,7 +104,7 @@ def table1(scale: Scale) -> Measured:
 
 
 def embedding(scale: Scale) -> Measured:
-    """With the embedding among the blocks, beside without; and the four panels."""
+    """Measure trainings with and without the embedding among the blocks, and draw the figure of four panels."""
     rows, tables = [], {}
     for label, run in (
         ("embedding included", trainings.WITH_EMBEDDING),
@@ -126,7 +126,7 @@ def embedding(scale: Scale) -> Measured:
 
 
 def bf16(scale: Scale) -> Measured:
-    """Pure bfloat16, training and evaluation alike, beside float32."""
+    """Measure trainings in pure bfloat16, evaluated in bfloat16, against trainings in float32."""
     rows = []
     half = replace(scale, dtype="bfloat16")
     for label, run, variants, at in (
@@ -135,7 +135,7 @@ def bf16(scale: Scale) -> Measured:
         ("fp32", trainings.VANILLA, ["X"], scale),
         ("fp32", trainings.WITH_EMBEDDING, VARIANTS, scale),
     ):
-        budget = scale.embedding_budget  # its blocks have the embedding
+        budget = scale.embedding_budget  # the embedding is among the blocks
         rows += [{**row, "precision": label} for row in trained(run, at, variants, budget)]
     tables = {
         "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),
@@ -149,7 +149,7 @@ def bf16(scale: Scale) -> Measured:
 
 
 def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[str, Any]]:
-    """One row a setting of ρ, Δα and Δβ, as factors on the scale's own."""
+    """Return one row per run of an ablation, with its ρ, Δα and Δβ as factors on the scale's own."""
     theirs = paper(table, scale) or [None] * len(runs)
     own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in KNOBS.items()}
     if scale.is_the_papers:
@@ -169,7 +169,7 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
                 "parameters": structured["parameters"],
                 "rank_ratio": structured["rank_ratio"],
                 "density": structured["density"],
-                "paper": printed,  # X, L + S, millions of parameters
+                "paper": printed,  # perplexity of X and of L + S, millions of parameters
                 "own": own,
             }
         )
@@ -177,12 +177,12 @@ def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[st
 
 
 def own_settings(scale: Scale) -> str:
-    """What the factors of an ablation are on."""
+    """Return a phrase for the settings that the factors of an ablation multiply."""
     return "the settings that the paper calls its own" if scale.is_the_papers else "the scale's own settings"
 
 
 def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """The paper's layout: a column per value of one factor."""
+    """Return an ablation as a Markdown table in the paper's layout: a column per value of the factor `key`."""
     symbol = {"alpha": "Δα", "beta": "Δβ"}[key]
     lines = [
         (symbol, *(f"{row[key] * row['own'][key]:.3g}" for row in rows)),
@@ -198,7 +198,7 @@ def ablation_table(rows: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def two_ablations(betas: Sequence[Run], alphas: Sequence[Run], table: str, scale: Scale) -> Measured:
-    """Δβ at the scale's own Δα, and Δα at its own Δβ."""
+    """Measure an ablation of Δβ at the scale's own Δα, and one of Δα at its own Δβ."""
     rows = ablation_rows((*betas, *alphas), table, scale)
     first, second = rows[: len(betas)], rows[len(betas) :]
     tables = {"Δβ at the scale's own Δα": ablation_table(first, "beta")}
@@ -219,7 +219,7 @@ def ablation_130m(scale: Scale) -> Measured:
 
 
 def pairs(runs: Sequence[Run], table: str, scale: Scale) -> Measured:
-    """ρ under every pair of (Δα, Δβ)."""
+    """Measure an ablation of ρ under every pair of (Δα, Δβ)."""
     rows = ablation_rows(runs, table, scale)
     lines = [
         (
@@ -246,7 +246,7 @@ def ablation_rho_350m(scale: Scale) -> Measured:
 
 
 def ablation_pairs_130m(scale: Scale) -> Measured:
-    """The paper's grid of ρ, Δα and Δβ at 130M, and every point of it in one picture."""
+    """Measure the paper's grid of ρ, Δα and Δβ at 130M, and draw all its points in one picture."""
     measured = pairs(trainings.PAIRS_130M, "ablation130m_pairs", scale)
     pictures.ablation(measured.rows, scale.results / "ablation.png")
     measured.pictures["perplexity of L + S over its size"] = "ablation.png"
@@ -254,7 +254,7 @@ def ablation_pairs_130m(scale: Scale) -> Measured:
 
 
 def update_frequency(scale: Scale) -> Measured:
-    """Final loss, δ, sizes, and the structure of some blocks at three K."""
+    """Measure final loss, mean δ, perplexity, size, and rank ratio and sparsity of some blocks at three K."""
     theirs = paper("frequency", scale)
     digits = {"loss": 3, "delta": 2, "X": 2, "L+S": 2}
     rows, lines, ends = [], [], {}
@@ -328,5 +328,5 @@ def lm_head(scale: Scale) -> Measured:
 
 
 def over_seeds(rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Spread of a column."""
+    """Return the spread of column `key` over rows of one per seed."""
     return spread([row[key] for row in rows])

@@ -2,9 +2,10 @@
 
     python scripts/research/probe_allocation.py --checkpoints runs/nano-20/salaad --output results/elastic/probes.json
 
-Every block alone is cut to a few parts of its parameters, as compress.py would cut it, and the loss of the model with
-it is measured on training text (a probe). Losses of several blocks are taken to add up, so the best split of a budget
-over the blocks is found by dynamic programming over the probes. Its perplexity stands beside that of energy's split.
+Each block alone is cut to several fractions of its parameters, as compress.py would cut it, and the loss of the model
+with this cut is measured on training text (a probe). Losses of several blocks are taken to add up, so the best split of
+a budget over the blocks is found by dynamic programming over the probes. Its perplexity is compared with that of the
+split by energy.
 """
 
 import argparse
@@ -39,18 +40,18 @@ from salaad.model.perplexity import evaluate
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.shares import shares
 
-PARTS = (0.05, 0.1, 0.15, 0.22, 0.3, 0.4, 0.55, 0.75)  # of a block's n·m that a probe keeps
-_STEPS = 400  # into which a budget is divided
+PARTS = (0.05, 0.1, 0.15, 0.22, 0.3, 0.4, 0.55, 0.75)  # fractions of a block's n·m that a probe keeps
+_STEPS = 400  # number of units that a budget is divided into
 
 
 def cut_alone(whole: Whole, name: str, parameters: int) -> Parts:
-    """One block with so many parameters, split between L and S by energy."""
+    """Return one block cut to this many parameters, split between L and S by energy."""
     alone = Whole({name: whole.parts[name]}, 0, whole.target, {n: w for n, w in whole.weights.items() if n == name})
     return cut(alone, Variant("probe", parameters, refine=ALTERNATIONS))
 
 
 def dealt(costs: Mapping[str, list[tuple[int, float]]], budget: int) -> dict[str, int]:
-    """Block → which of its probes has the least sum of losses within the budget (a multiple-choice knapsack).
+    """Return block → index of its probe, for the least sum of losses within the budget (a multiple-choice knapsack).
 
     Args:
         costs: block → (parameters, loss) of its probes.
@@ -75,7 +76,7 @@ def dealt(costs: Mapping[str, list[tuple[int, float]]], budget: int) -> dict[str
 
 
 def rows_of(path: Path, split: str | None, sequences: int, tokens: int) -> list[dict]:
-    """Energy's and the probes' perplexity of one checkpoint at every size."""
+    """Return a row per size with the perplexity of one checkpoint cut by energy and cut by its probes."""
     source = ModelOnDisk.open(path)
     deployment = CheckpointDeployment(source, PostHoc(SalaadConfig(embedding=True), split) if split else None)
     data = own_text(source, DataConfig(**source.run["data"]))

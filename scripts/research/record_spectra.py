@@ -2,10 +2,10 @@
 
     python scripts/research/record_spectra.py --output results/admm/spectra.json -- --config nano.yaml --salaad.every 10
 
-`scripts/bench_admm.py` makes matrices of any shape from it. Of Z = X − S + U, short side n, at the end of each phase:
-the singular values, and the change D to the next update in the basis of Z's own singular vectors, as root mean squares
-over a grid of index ranges (and in one more column, of what lies where Z has no vectors, the size per row), all over
-the largest singular value, so that a larger matrix can be drawn like it.
+`scripts/bench_admm.py` draws matrices of any shape from the record. It has, for Z = X − S + U (U = Y/ρ, short side n)
+at one update in each phase, the singular values of Z, and the change D to the next update in the basis of Z's singular
+vectors, as root mean squares over a grid of index ranges; one more column has the norm per row of the part of D outside
+the span of these vectors. All are divided by the largest singular value, so that a larger matrix can be drawn like Z.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from salaad.model.roles import find_blocks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import train
 
-PHASES = {"early": 2, "middle": 11, "late": 200}  # the first of the two updates
+PHASES = {"early": 2, "middle": 11, "late": 200}  # phase → number of the first of its two updates
 GRID = 16
 
 
 def describe(Z: Tensor, following: Tensor, tau: float) -> dict:
-    """What a matrix like Z, and one like the next, can be drawn from."""
+    """Return what a matrix like Z and one like `following` can be drawn from: singular values, change and threshold."""
     if Z.shape[0] > Z.shape[1]:
         Z, following = Z.mT, following.mT
     Z, D = Z.double(), (following - Z).double()
@@ -52,7 +52,7 @@ def blocks_of(arguments: list[str]) -> dict[str, torch.nn.Parameter]:
 
 
 def main() -> None:
-    """Train as train.py does, and look at every update on the way."""
+    """Train as train.py does, and record the spectra of the chosen blocks on the way."""
     arguments = sys.argv[1:]
     own, rest = (
         (arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :])

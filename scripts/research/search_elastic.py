@@ -2,10 +2,10 @@
 
     python scripts/research/search_elastic.py full_rank "release=0.2" "pull=decoupled pull_rate=0.3 seed=1"
 
-A point is as for search_nano.py. A run is cut by energy and refined, the head too, to the eight sizes of `shares`. Its
-score is the mean over them of log perplexity over that of full-rank training: the best of the points named
-`full_rank …` with the same seed. Finished points are kept. Further options, such as --data.files, are those of train.py
-for every point.
+A point is written as for search_nano.py. A run is cut by energy and refined, the head too, to the eight sizes of
+`shares`. Its score is the mean, over these sizes, of the logarithm of perplexity over that of full-rank training, which
+is the best of the points named `full_rank …` with the same seed. Finished points are kept. Further options, such as
+--data.files, are those of train.py for every point.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from scripts.trainings import ROOT
 
 
 def curve(run: Path, tokens: int) -> dict[str, Any]:
-    """X's perplexity, and that at every share as `cut, head` of compare_elastic.py measures it."""
+    """Return the perplexity of X, and that at every share, measured as by `cut, head` of compare_elastic.py."""
     model = Measured(run, tokens, text_tokens=0)
     found = {"X": model.evaluation(model.source)(Variant("X"))["perplexity"], "sizes": []}
     if model.source.surrogate:
@@ -44,18 +44,18 @@ def curve(run: Path, tokens: int) -> dict[str, Any]:
 
 
 def score(found: dict[str, Any], full_rank: float) -> float:
-    """Mean over the eight sizes of log perplexity over full-rank's."""
+    """The mean over the eight sizes of log(perplexity / perplexity of full-rank training)."""
     eight = shares()
     return fmean(math.log(row["perplexity"] / full_rank) for row in found["sizes"] if row["share"] in eight)
 
 
 def seed_of(point: str) -> str:
-    """The seed that a point names; the usual one unless it does."""
+    """Return the word of a point that names its seed; `seed=0` if it names none."""
     return next((word for word in point.split() if word.startswith("seed=")), "seed=0")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Point, X, half, a fifth, score; the best first."""
+    """Return a table of point, X, half, a fifth and score: points without a score, then the best first."""
     lines = []
     for row in sorted(rows, key=lambda row: row.get("score", -1)):
         named = {size["share"]: f"{size['perplexity']:.2f}" for size in row["sizes"]}

@@ -3,8 +3,8 @@
     python scripts/research/try_solvers.py --output results/admm/tried.json
     python scripts/research/try_solvers.py --device cuda
 
-Beside the JSON a table is written, with our own choice of solver in each phase. The TF32 and bfloat16 rows round what
-goes into each product as a device does that has such products, which shows their error anywhere, not their speed.
+A table is written beside the JSON; it includes our own choice of solver in each phase. The TF32 and bfloat16 rows round
+the inputs of each product as a device with such products does, which shows their error on any device, not their speed.
 """
 
 import argparse
@@ -29,24 +29,24 @@ from scripts.bench_admm import SPECTRA, draw, seconds_of
 
 SPARE = 8  # columns of a subspace beyond the kept rank
 STEPS = 14  # of a Newton–Schulz iteration
-MANTISSA = {"TF32": 10, "bfloat16": 7}  # bits after the first
+MANTISSA = {"TF32": 10, "bfloat16": 7}  # bits after the leading one
 
 
 def power_step(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
-    """One step of block power iteration from the kept left vectors of before, then Rayleigh–Ritz."""
+    """SVT by one block power iteration from the kept left vectors of the previous matrix, then Rayleigh–Ritz."""
     Q = torch.linalg.qr(Z @ (Z.mT @ vectors[:, :kept]))[0]
     return _ritz(Z, tau, Q)
 
 
 def randomised(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
-    """Two power steps from a random subspace of the same width: no memory of before."""
+    """SVT by two power iterations from a random subspace of `kept` columns, without the previous vectors."""
     torch.manual_seed(0)
     U, sigma, V = torch.svd_lowrank(Z, kept, niter=2)
     return (U * (sigma - tau).clamp_min(0)) @ V.mT
 
 
 def all_vectors(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
-    """One step of Ogita and Aishima's refinement of all eigenvectors of before: five products of n×n matrices."""
+    """SVT by a step of Ogita and Aishima's refinement of all previous eigenvectors: ZZᵀ, four n×n products and UᵀZ."""
     A, R = Z @ Z.mT, torch.eye(len(Z), device=Z.device) - vectors.mT @ vectors
     S = vectors.mT @ A @ vectors
     values = S.diagonal() / (1 - R.diagonal())
@@ -60,7 +60,7 @@ def all_vectors(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
 
 
 def newton_schulz(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
-    """Products alone: Z = HP, and SVT is ((H − τ) + |H − τ|)/2·P, with P and the sign of H − τ by Newton–Schulz."""
+    """SVT by products alone: ((H − τ) + |H − τ|)/2·P for Z = HP, with P and the sign of H − τ by Newton–Schulz."""
     P = _polar(Z)
     H = Z @ P.mT
     H = (H + H.mT) / 2 - tau * torch.eye(len(Z), device=Z.device)
@@ -68,7 +68,7 @@ def newton_schulz(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
 
 
 def rounded(parts: int, bits: int) -> Callable[[Tensor, float, Tensor, int], Tensor]:
-    """All eigenvectors of the Gram matrix, each factor of each product as a sum of so many rounded parts."""
+    """Return SVT by all eigenvectors of the Gram matrix, every factor of a product being a sum of rounded parts."""
 
     def find(Z: Tensor, tau: float, vectors: Tensor, kept: int) -> Tensor:
         eigenvalues, U = torch.linalg.eigh(_product(Z, Z.mT, parts, bits))
@@ -90,7 +90,7 @@ IDEAS = {
 
 
 def _norm(M: Tensor) -> Tensor:
-    """‖M‖₂ of a symmetric M, nearly, by power iteration."""
+    """An approximation of ‖M‖₂ of a symmetric M by power iteration."""
     x = torch.ones(len(M), 1, device=M.device)
     for _ in range(10):
         x = M @ (x / torch.linalg.vector_norm(x).clamp_min(1e-30))
@@ -105,7 +105,7 @@ def _ritz(Z: Tensor, tau: float, Q: Tensor) -> Tensor:
 
 
 def _polar(X: Tensor, least: float = 1e-3) -> Tensor:
-    """The polar factor of X (n×m) by cubic steps, scaled for singular values from `least` of the largest up."""
+    """The polar factor of X (n×m) by cubic steps, scaled for singular values from `least` times the largest up."""
     A = X @ X.mT
     X = X / torch.linalg.matrix_norm(A, float("inf")).sqrt()
     for _ in range(STEPS):
@@ -116,7 +116,7 @@ def _polar(X: Tensor, least: float = 1e-3) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, parts: int, bits: int) -> Tensor:
-    """The sum over those pairs of parts of the two that are not below the rounding of the last."""
+    """The product as a sum over pairs of rounded parts, without those below the rounding of the last part."""
     lefts, rights = _split(left, parts, bits), _split(right, parts, bits)
     return sum(lefts[i] @ rights[j] for i in range(parts) for j in range(parts - i))
 
@@ -131,7 +131,7 @@ def _split(X: Tensor, parts: int, bits: int) -> list[Tensor]:
 
 
 def measure(n: int, m: int, phase: str, like: dict, rounds: int, device: torch.device) -> list[dict]:
-    """A row for our own choice and one for each idea, on the same matrix."""
+    """Return a row for our own choice of solver and one for each of IDEAS, on the same matrix."""
     before, Z, tau = draw(n, m, like, torch.Generator().manual_seed(n * m))
     U, sigma, Vh = torch.linalg.svd(Z.double(), full_matrices=False)
     L = (U * (sigma - tau).clamp_min(0)) @ Vh

@@ -1,7 +1,7 @@
 """The generated tables of the project's README and of the README in each folder of results/.
 
-Begin with `nano`. A module per folder; its function `sections` gives every marked section by name, as Markdown. Tables
-that a GPU's page has too are in `deployment`.
+Begin with `nano`. There is a module per folder, whose function `sections` returns every marked section by name, as
+Markdown. Tables that the page of a GPU has too are in `deployment`.
 """
 
 from pathlib import Path

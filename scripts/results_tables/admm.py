@@ -39,7 +39,7 @@ def sections() -> dict[str, str]:
 
 
 def solver_table() -> str:
-    """What scripts/bench_admm.py recorded of our own choice of solver, beside a full SVD and the two peers."""
+    """Return the tables of scripts/bench_admm.py: our own choice of solver against a full SVD and the two peers."""
     rows, rounds = [], []
     for name in SCALES:
         result = read_json(ADMM / f"{name}.json")
@@ -69,7 +69,7 @@ def solver_table() -> str:
 
 
 def trajectory_table() -> str:
-    """nano trained with one solver alone (search_nano.py "method=exact seed=0" and so on): every seed, the means."""
+    """Return a table: nano trained with one solver alone (search_nano.py "method=exact seed=0" …), seeds and means."""
     header = ("solver", "seed", "perplexity of X", "of L + S", "mean rank ratio", "mean density")
     found: dict[str, list[tuple[float, ...]]] = {}
     rows = []
@@ -86,7 +86,7 @@ def trajectory_table() -> str:
 
 
 def reads_table() -> str:
-    """What scripts/count_reads.py counted."""
+    """Return the table of scripts/count_reads.py."""
     result = read_json(ADMM / "reads.json")
     commits = f"now commit {result['commit']}, before {result['other']}"
     return f"{count_table(result['rows'])}\n\n{result['versions']}; {commits}."
@@ -119,7 +119,7 @@ def stacked_table() -> str:
 
 
 def choice_table() -> str:
-    """What a round of all blocks would take on one GPU by products and by eigenvectors, and which one is taken."""
+    """Return a table: predicted time of a round of all blocks on one GPU by either solver of stacks, and the choice."""
     rows = []
     for name, device in product(SCALES, ("h100", "a100", "4090")):
         config, _ = read_command_line(["--config", name])
@@ -156,7 +156,7 @@ def balance_table() -> str:
 
 
 def one_way(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
-    """Block → owner as it was once: the dearest first, and after the last rank the first one again."""
+    """Return block → owner by plain round-robin, as it once was: the costliest block first."""
     return {name: i % ranks for i, name in enumerate(ownership.dearest_first(costs))}
 
 

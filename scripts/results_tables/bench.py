@@ -25,7 +25,7 @@ def sections() -> dict[str, str]:
 
 
 def training_table() -> str:
-    """What scripts/bench_training.py recorded: every method beside full-rank, at every shape measured."""
+    """Return the tables of scripts/bench_training.py: every method against full-rank, at every shape measured."""
     parts = []
     for name, result in recorded("methods").items():
         batch, length = result["config"]["train"]["batch"], result["config"]["data"]["sequence_length"]
@@ -35,13 +35,13 @@ def training_table() -> str:
 
 
 def recorded(kind: str) -> dict[str, Any]:
-    """By what stands behind `kind` in their names the results of a benchmark."""
+    """Read the results of a benchmark, NAME → content of results/bench/`kind`-NAME.json."""
     paths = sorted((RESULTS / "bench").glob(f"{kind}-*.json"))
     return {path.stem.removeprefix(f"{kind}-"): read_json(path) for path in paths}
 
 
 def storage_table() -> str:
-    """What scripts/bench_storage.py recorded of nano's model."""
+    """Return the table of scripts/bench_storage.py for nano-20's model."""
     result = read_json(RESULTS / "bench" / "storage-nano.json")
     told = (
         f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters; its X takes "
@@ -53,14 +53,14 @@ def storage_table() -> str:
 
 
 def startup_table() -> str:
-    """What scripts/bench_startup.py recorded."""
+    """Return the table of scripts/bench_startup.py."""
     result = read_json(RESULTS / "bench" / "startup.json")
     told = f"Before: commit {result['other']}; now: commit {result['commit']}. {result['machine']}."
     return f"{bench_startup.table(result['rows'])}\n\n{told}"
 
 
 def before_after_table() -> str:
-    """What scripts/bench_against.py recorded, if anything."""
+    """Return the tables of scripts/bench_against.py, one for each recorded comparison."""
     parts = []
     for path in sorted((RESULTS / "bench").glob("before_after*.json")):
         result = read_json(path)
@@ -73,6 +73,6 @@ def before_after_table() -> str:
 
 
 def reliability_table() -> str:
-    """What scripts/torture.py recorded."""
+    """Return the table of scripts/torture.py."""
     rows = read_json(RESULTS / "reliability.json")["rows"]
     return f"{drill_table(rows)}\n\n{rows[0]['machine']}"

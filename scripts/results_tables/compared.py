@@ -1,4 +1,4 @@
-"""Perplexities of compare_elastic.py over one another, seed by seed, and the table of what was aimed at."""
+"""Ratios of the perplexities that compare_elastic.py measured, seed by seed, and the table of goals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -13,7 +13,7 @@ HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 
 
 class Model(NamedTuple):
-    """A row's label, and with a way what is cut in that way to a share of the compressible parameters."""
+    """A measured model: the training `label` whole, or cut by `way` to a share of the compressible parameters."""
 
     label: str
     way: str | None = None
@@ -21,7 +21,7 @@ class Model(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to SALAAD's sizes, and the same of a full-rank model."""
+    """The name of a way for a SALAAD model, and of the matching way for a full-rank model."""
 
     salaad: str
     full_rank: str
@@ -36,10 +36,10 @@ WAYS = {
 
 
 class Trainings:
-    """What compare_elastic.py measured at a scale.
+    """The measurements of compare_elastic.py at one scale.
 
     Args:
-        rows: of its JSON.
+        rows: rows of its JSON file.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -55,20 +55,20 @@ class Trainings:
         return {seed: at(curve, model.share) for seed, curve in curves.items() if has(curve, model.share)}
 
     def seeds(self, *models: Model) -> list[int]:
-        """Those with which all of them were measured."""
+        """Return the seeds with which all of these models were measured."""
         return sorted(set.intersection(*(set(self.perplexities(model)) for model in models)))
 
     def over(self, model: Model, other: Model = FULL_RANK) -> float | None:
-        """Mean of perplexity over that of `other`, less 1, over the seeds that both have; None where there are none."""
+        """Return the mean of perplexity / that of `other` over the common seeds, less 1; None without common seeds."""
         return self.all_over([model], other)[0] if self.seeds(model, other) else None
 
     def all_over(self, models: Sequence[Model], other: Model = FULL_RANK) -> list[float]:
-        """Means of the perplexities of several models over that of `other`, less 1, over the seeds that all have."""
+        """Return each model's mean of perplexity / that of `other`, less 1, over the seeds that all models have."""
         seeds, theirs = self.seeds(*models, other), self.perplexities(other)
         return [fmean(self.perplexities(model)[seed] / theirs[seed] for seed in seeds) - 1 for model in models]
 
     def costs(self, label: str, way: str) -> tuple[float, int] | None:
-        """Operations of fitting a way's folders over the training's, and bytes of these folders; None if not known."""
+        """Return a way's fitting operations over the training's, and the bytes of its folders; None if not known."""
         for row in self._models.get(label, ()):
             costs = row.get("costs", {})
             if costs.keys() >= {way, "train"} and "bytes" in costs[way]:
@@ -76,7 +76,7 @@ class Trainings:
         return None
 
     def score(self, label: str, way: str) -> float | None:
-        """The elastic score of a curve, mean over the seeds; None where no curve is whole."""
+        """Return the elastic score of a way, mean over the seeds with all sizes; None if there is no such seed."""
         scores = [score(self.rows, row, way) for row in self._models.get(label, ())]
         whole = [found for found in scores if found is not None]
         return fmean(whole) if whole else None
@@ -86,12 +86,12 @@ Measure = Callable[[Trainings, Way], float | None]
 
 
 def of_size(share: float) -> Measure:
-    """SALAAD's size over whole full-rank training."""
+    """Return the measure of SALAAD's model at a share over the whole full-rank model."""
     return lambda trainings, way: trainings.over(Model("SALAAD", way.salaad, share))
 
 
 def at_worst(other: Callable[[Way, float], Model]) -> Measure:
-    """SALAAD's sizes over another model of the same size, at the share where that is largest."""
+    """Return the measure of SALAAD's model over another of its size, at the share where this is largest."""
 
     def measure(trainings: Trainings, way: Way) -> float | None:
         found = [trainings.over(Model("SALAAD", way.salaad, share), other(way, share)) for share in {*shares(), *NAMED}]
@@ -118,12 +118,12 @@ GOALS: Mapping[str, tuple[float, Measure]] = {
 
 
 def sections() -> dict[str, str]:
-    """Per scale what was aimed at and what was reached."""
+    """Return for every scale the table of goals and of what was reached."""
     return {f"elastic-goals-{scale}": goals_table(read_json(path)["rows"]) for scale, path in results().items()}
 
 
 def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line per goal: its limit, and what was measured of every way to SALAAD's sizes."""
+    """Return a Markdown table, a line per goal: its limit, and what each way to SALAAD's sizes reaches."""
     trainings = Trainings(rows)
     whole = _judged(trainings.over(Model("SALAAD")), 0.0)
     lines = [("the whole model, over full-rank training", f"{0:.1%}", *([whole] * len(WAYS)))]

@@ -1,4 +1,4 @@
-"""What the first page shows, and the table of results/demo."""
+"""The generated sections of the project's README, and the table of results/demo."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -18,13 +18,13 @@ SHARES = (0.75, 0.5, 0.2)  # of the compressible parameters
 
 
 def sections() -> dict[str, str]:
-    """The rows of the project's README, and the demo's table."""
+    """Return the sections of the project's README, and the demo's table."""
     table = RESULTS / "demo" / "demo.md"
     return {"summary": summary_table(), "samples": samples(), "demo": table.read_text().strip()}
 
 
 def summary_table() -> str:
-    """SALAAD whole and cut, as it is and fitted on text; a full-rank model likewise; dense models of these sizes."""
+    """Return a table: a SALAAD and a full-rank model whole, cut, and fitted on text; dense models of these sizes."""
     models = by_label(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
     seeds = set.intersection(*({row["seed"] for row in _measured(models[label])} for label in CUTS))
     full, salaad = (_mean([row for row in models[label] if row["seed"] in seeds]) for label in CUTS)
@@ -48,7 +48,7 @@ def summary_table() -> str:
 
 
 def headline(salaad: Row, full: Row, models: Mapping[str, Sequence[Row]]) -> str:
-    """The table in a sentence: cuts beside dense models of their sizes and beside cuts of a full-rank model."""
+    """Return the table in a sentence: cuts against dense models of their sizes and a full-rank model cut alike."""
     said = []
     for share in SHARES[1:]:
         mine, alike = (_at(row, CUTS[row["label"]], share) for row in (salaad, full))
@@ -78,13 +78,13 @@ def samples() -> str:
 
 
 def _measured(rows: Sequence[Row]) -> list[Row]:
-    """The seeds of a model that was cut; of those that were fitted too, if any were."""
+    """Return the rows of the seeds that were cut; only of those that were fitted on text too, if there are any."""
     cut = [row for row in rows if CUTS[row["label"]] in row["ways"]]
     return [row for row in cut if FITTED[row["label"]] in row["ways"]] or cut
 
 
 def _mean(rows: Sequence[Row]) -> Row:
-    """Several seeds of a model as one, with the means of their perplexities."""
+    """Return the rows of several seeds of a model as one row, with the means of their perplexities."""
     first = rows[0]
     both = (CUTS[first["label"]], FITTED[first["label"]])
     ways = {way: _mean_sizes([row["ways"][way] for row in rows]) for way in both if way in first["ways"]}
@@ -93,19 +93,19 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def _mean_sizes(curves: Sequence[Sequence[Row]]) -> list[Row]:
-    """Curves of the same sizes as one."""
+    """Return curves over the same sizes as one, with the means of their perplexities."""
     return [
         {**sizes[0], "perplexity": fmean(size["perplexity"] for size in sizes)} for sizes in zip(*curves, strict=True)
     ]
 
 
 def _at(row: Row, way: str, share: float) -> Row | None:
-    """What a way gives at a size, if that was measured."""
+    """Return the figures of a way at a share; None if not measured."""
     return next((size for size in row["ways"].get(way, ()) if size["share"] == share), None)
 
 
 def _dense(models: Mapping[str, Sequence[Row]], share: float) -> Row | None:
-    """The first dense model that was trained with this share, if there is one."""
+    """Return the figures of the first dense model that was trained at this share, if there is one."""
     return next((row["X"] for row in models.get(f"dense, {share:g}", ())), None)
 
 

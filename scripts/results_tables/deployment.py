@@ -1,4 +1,4 @@
-"""What inference and compression cost, a line a result: for results/bench, and for a GPU's page in results/gpu."""
+"""Tables of what inference and compression cost, a line per result: for results/bench, and for pages of GPUs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from salaad.common.formats import markdown_table, millions
 
 
 def inference_table(results: Mapping[str, Any]) -> str:
-    """What scripts/bench_inference.py recorded, by name: factored speed over dense speed, and memory."""
+    """Return the table of scripts/bench_inference.py, a line per name: factored over dense speed, and memory."""
     rows = []
     for name, result in results.items():
         ratios = {
@@ -22,7 +22,7 @@ def inference_table(results: Mapping[str, Any]) -> str:
                 f"{result['density']:.2f}",
                 result["dtype"],
                 result["machine"].removesuffix(", Linux"),
-                result.get("products", "torch's"),  # all there were before
+                result.get("products", "torch's"),  # older results do not say; all were torch's
                 result["batches"],
                 ratios["prefill"],
                 ratios["decode"],
@@ -36,7 +36,7 @@ def inference_table(results: Mapping[str, Any]) -> str:
 
 
 def compression_table(results: Mapping[str, Any]) -> str:
-    """What scripts/bench_compression.py recorded, by name."""
+    """Return the table of scripts/bench_compression.py, a line per name."""
     rows = []
     for name, result in results.items():
         times = [f"{result['seconds'][step]:,.1f} s" for step in ("HPA", "energy", "refinement")]

@@ -1,4 +1,4 @@
-"""The tables and pictures of results/elastic: one training at every size, beside small dense models and the rivals."""
+"""The tables and pictures of results/elastic: one training at every size, small dense models and other methods."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +23,18 @@ FAIR_WAYS = (
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
 _REFERENCE = "full-rank"
-_SMALL = "dense, "  # how the labels of models begin that were trained at a smaller size
+_SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
 
 
 def results() -> dict[str, Path]:
-    """Scale → what was measured there."""
+    """Return scale → JSON file of the measurements at it."""
     return {path.stem: path for path in sorted(ELASTIC.glob("*.json"))}
 
 
 def sections() -> dict[str, str]:
-    """Per scale the curves in numbers, and what every step cost."""
+    """Return for every scale the tables of curves, of costs, of samples if there are any, and of all methods."""
     found = {}
     for scale, path in results().items():
         rows = read_json(path)["rows"]
@@ -46,13 +46,13 @@ def sections() -> dict[str, str]:
 
 
 def bench_of(results: Path, scale: str) -> Path:
-    """What a step of every method takes at a scale; at the same model with other batches where that was measured."""
+    """Return the file with every method's step time at a scale; if missing, that of its model with other batches."""
     own = results / "bench" / f"methods-{scale}.json"
     return own if own.exists() else own.with_name(f"methods-{scale.partition('-')[0]}.json")
 
 
 def samples_table(rows: Sequence[Row]) -> str:
-    """What the smallest and the largest size of each elastic folder make of the same beginning."""
+    """Return a table of what the smallest and the largest size of each elastic folder make of the same beginning."""
     lines = [
         (f"{row['label']}: {way}", millions(sample["parameters"]), " ".join(sample["text"].replace("|", "\\|").split()))
         for row in rows
@@ -63,12 +63,13 @@ def samples_table(rows: Sequence[Row]) -> str:
 
 
 def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True) -> str:
-    """Every model whole, and what is cut from it to half and to a fifth in the best ways, with all that it takes.
+    """Return the table of all methods: each model whole, and its best cuts to half and to a fifth, with their costs.
 
     Args:
-        rows: of compare_elastic.py.
-        bench: what a step of every method takes at these shapes.
-        is_fresh: whether the code behind what was measured at some commits is what it was; what is not gets a mark.
+        rows: rows of compare_elastic.py.
+        bench: JSON file with the step time of every method at these shapes.
+        is_fresh: whether the code behind measurements at some commits is unchanged; lines for which it is not get a
+            mark.
     """
     lines = list(_fair_lines(rows, read_json(bench)["methods"]))
     old = [not is_fresh(commits) for _, commits, _ in lines]
@@ -90,10 +91,10 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
 def _fair_lines(
     rows: Sequence[Row], costs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Label, commits and cells of every whole model, and of what is cut from it to half and to a fifth."""
+    """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
-        if not label.startswith(_SMALL):  # of other shapes than those that were timed
+        if not label.startswith(_SMALL):  # a small dense model has other shapes than those timed
             cost = _cost(costs.get(label, costs[mine[0]["method"]]))
         if "X" in mine[0]:
             yield label, trained, (_seeds(mine), *_whole(mine, "X"), *cost)
@@ -108,7 +109,7 @@ def _fair_lines(
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
-    """The shares of a way that the table of all methods shows: those that are named, of MatFormer its own widths."""
+    """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths."""
     measured = dict.fromkeys(size["share"] for row in rows for size in row["ways"].get(way, ()))
     return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
 
@@ -118,28 +119,28 @@ def _seeds(rows: Sequence[Row]) -> str:
 
 
 def _size(row: Row, way: str, share: float) -> Row:
-    """What a way gives at a share."""
+    """Return the figures of a way at a share."""
     return next(size for size in row["ways"][way] if size["share"] == share)
 
 
 def _kappas(sizes: Sequence[Row]) -> str:
-    """κ* of what HPA cut, one a seed; nothing of what has no κ, or where it was not kept."""
+    """Return κ* of cuts by HPA as text, one per seed; an empty string for other cuts, and where κ was not recorded."""
     kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]
     return f", κ* {', '.join(kappas)}" if kappas else ""
 
 
 def _cut(rows: Sequence[Row], way: str, share: float) -> tuple[str, ...]:
-    """Perplexities, parameters and bytes of what a way cuts to a share."""
+    """Return the cells of what a way cuts to a share: perplexities, parameters and bytes."""
     return _figures([_size(row, way, share) for row in rows])
 
 
 def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
-    """Perplexities, parameters and bytes of X or L + S."""
+    """Return the cells of X or L + S: perplexities, parameters and bytes."""
     return _figures([row[name] for row in rows])
 
 
 def _figures(of: Sequence[Row]) -> tuple[str, ...]:
-    """Perplexities over the seeds, parameters and bytes; nothing for what was not measured with all of them."""
+    """Return cells of perplexities over the seeds, parameters and bytes; empty if not measured with all seeds."""
     perplexities = [
         _with_deviation([row[key] for row in of]) if all(key in row for row in of) else ""
         for key in ("perplexity", "legacy_perplexity", "other_perplexity")
@@ -153,12 +154,12 @@ def _figures(of: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _cost(cost: Mapping[str, Any]) -> tuple[str, str]:
-    """State and step time of a method."""
+    """Return the cells of a method's state and step time."""
     return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
 
 
 def draw_pictures() -> None:
-    """One per scale."""
+    """Draw one picture per scale."""
     for scale, path in results().items():
         picture(read_json(path)["rows"], ELASTIC / f"{scale}.png")
 
@@ -188,7 +189,7 @@ def curves_table(rows: Sequence[Row]) -> str:
 
 
 def _commits(row: Row) -> tuple[str, ...]:
-    """Of its training, and of its cuts where they were recorded."""
+    """Return the commits of a row: of its training, and of its cuts where they were recorded."""
     return row["commit"], *row.get("commits", {}).values()
 
 
@@ -205,14 +206,14 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones."""
+    """Draw perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones."""
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
     models = by_label(rows)
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
         for marker, way in zip(markers, _ways(mine), strict=False):
             points = _points(mine, way)
-            # Between sizes that were made one by one, and are few, there is nothing that a line could stand for.
+            # A few sizes that were made one by one get no line, since there are no sizes between them.
             line = "none" if len(points) <= len(NAMED) else "solid"
             panel.plot(
                 *zip(*points, strict=True),
@@ -278,7 +279,7 @@ def at(sizes: Sequence[Row], share: float) -> float:
 
 
 def score(rows: Sequence[Row], row: Row, way: str) -> float | None:
-    """Mean over the eight sizes of log perplexity over that of full-rank training with the same seed."""
+    """Return the mean over the eight sizes of log(perplexity / full-rank's with this seed); None if one is missing."""
     reference = [r["X"]["perplexity"] for r in rows if r["label"] == _REFERENCE and r["seed"] == row["seed"]]
     sizes = row["ways"].get(way, ())
     if not reference or not all(has(sizes, share) for share in shares()):

@@ -1,4 +1,4 @@
-"""The tables of results/kernels: what scripts/inspect_kernels.py found out about the kernels for a GPU without one."""
+"""The tables of results/kernels: what scripts/inspect_kernels.py measured of the GPU kernels without a GPU."""
 
 from salaad.common.files import read_json
 from scripts.inspect_kernels import error_table, resource_table
@@ -6,7 +6,7 @@ from scripts.results_tables import RESULTS
 
 
 def sections() -> dict[str, str]:
-    """Errors by kernel and case, and what the compiler and the assembler say."""
+    """Return the tables of errors by kernel and case, and of registers, shared memory and spills."""
     result = read_json(RESULTS / "kernels" / "kernels.json")
     told = f"Triton {result['triton']}, commit {result['commit']}."
     return {

@@ -14,7 +14,7 @@ _SECOND_FACTOR = " The second factor of a rate is that of the projections."
 
 
 def sections() -> dict[str, str]:
-    """Two tables per scale that was measured, those of MatFormer's widths, and LOST's γ."""
+    """Return for every scale the tables of the search, of methods and of MatFormer's widths; and that of LOST's γ."""
     found = {}
     for path in sorted(METHODS.glob("*.json")):
         if path.stem != "gamma":
@@ -65,7 +65,7 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
 
 
 def search_table(result: dict[str, Any]) -> str:
-    """What every learning rate gave in a run of an eighth of the length."""
+    """Return a table: the perplexity that every learning rate gave in a run of an eighth of the length."""
     rows = []
     for method, entry in result["methods"].items():
         found = {_rates(row): row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
@@ -80,16 +80,16 @@ def search_table(result: dict[str, Any]) -> str:
 
 
 def _at_the_edge(search: list[dict[str, Any]]) -> str:
-    """What has to be said of a search that ended though its best rate is the least or the greatest that was tried."""
+    """Return a remark if the best rate of a search is the least or the greatest tried, else an empty string."""
     best = best_rates({"search": search})
     beside = [row["lr"] for row in search if Rates.of(row).projections == best.projections]
     return " (the best at the edge)" if best.lr in (min(beside), max(beside)) else ""
 
 
 def _rates(row: dict[str, Any]) -> str:
-    """The learning rate of a result, times the share of it at which the projections learned where that is not one.
+    """Return the learning rate of a result as text, times the share of it for projections where that is not 1.
 
-    Behind it stands what other settings the run had than the method brings.
+    The settings of the run that differ from the method's defaults follow.
     """
     rates = Rates.of(row)
     own = "".join(f", {short}" for short in rates.own)
@@ -97,7 +97,7 @@ def _rates(row: dict[str, Any]) -> str:
 
 
 def widths_table(result: dict[str, Any]) -> str:
-    """The narrower models inside MatFormer's, uniform and mixed."""
+    """Return the table of MatFormer's narrower models, uniform and mixed."""
     entry = result["methods"].get("matformer")
     if entry is None:
         return "Not measured."

@@ -26,13 +26,13 @@ def sections() -> dict[str, str]:
 
 
 def draw_pictures() -> None:
-    """The two pictures that no other command draws."""
+    """Draw the two pictures that no other command draws."""
     frontier_figure(search_points(), NANO / "frontier.png")
     elastic_figure(elastic_rows(), NANO / "elastic" / "elastic.png")
 
 
 def search_points() -> list[dict]:
-    """One row per run of research/search_nano.py and of nano.yaml: settings, perplexities, that of vanilla, size."""
+    """Return one row per run of research/search_nano.py and of nano.yaml: settings, perplexities, vanilla's, size."""
     vanilla = dict(vanilla_runs())
     points = []
     for path in (*sorted((NANO / "search").glob("*.json")), NANO / "salaad.json"):
@@ -59,7 +59,7 @@ def search_points() -> list[dict]:
 
 
 def search_table(points: list[dict]) -> str:
-    """The search as Markdown; the shipped point in bold."""
+    """Return the search as a Markdown table, the shipped point in bold."""
     rows = []
     for point in points:
         settings = point["settings"]
@@ -82,7 +82,7 @@ def search_table(points: list[dict]) -> str:
 
 
 def learning_rate_table() -> str:
-    """The vanilla runs of the search: the learning rate that all runs share was chosen for vanilla, not for SALAAD."""
+    """Return a table of the search's vanilla runs: all runs have the learning rate chosen for vanilla, not SALAAD."""
     rows = sorted(vanilla_runs())
     return markdown_table(("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in rows])
 
@@ -107,7 +107,7 @@ def vanilla_runs() -> list[tuple[float, float]]:
 
 
 def elastic_rows() -> dict[str, list[dict]]:
-    """Every way to cut, by model: of two runs of nano.yaml, vanilla split after the fact, and of a stronger run.
+    """Return the cuts by model: of two runs of nano.yaml, vanilla split after training, and of a stronger run.
 
     evaluate.py sweep --checkpoint runs/nano-salaad --vanilla runs/nano-full_rank --rivals rpca,godec
         --budgets 1401173,1183488,918656,787968 --refine 20 --calibrate 128 --dtype float32
@@ -121,7 +121,7 @@ def elastic_rows() -> dict[str, list[dict]]:
 
 
 def one_file() -> str:
-    """What one elastic folder of SALAAD's run gives at each size, as a sentence."""
+    """Return a sentence with the perplexity of one elastic folder of SALAAD's run at each size."""
     rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
     sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
     return f"One elastic folder of SALAAD's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."

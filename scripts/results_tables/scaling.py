@@ -42,7 +42,7 @@ SHARES = (8, 32, 64)  # processes among which moments are shared in a table
 
 
 def sections() -> dict[str, str]:
-    """Hours and memory of every size, the parts of a step of one, and what all of it assumes."""
+    """Return every table of hours, memory and saving, the parts of a step of 350m, and the assumptions."""
     config, _ = read_command_line(["--config", "350m"])
     description = describe_model(config.model, config.data.sequence_length)
     return {
@@ -58,7 +58,7 @@ def sections() -> dict[str, str]:
 
 
 def hours_table() -> str:
-    """Hours of the whole run by size, device, precision and number of GPUs, each with what it takes to fit."""
+    """Return a table: hours of a run by size, device, precision and number of GPUs, with the changes to make it fit."""
     rows = []
     for size in PAPERS:
         own, _ = read_command_line(["--config", size])
@@ -72,7 +72,7 @@ def hours_table() -> str:
 
 
 def _hours_that_fit(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> str:
-    """Hours of the run; of one that does not fit, what would and its hours."""
+    """Return the hours of a run as text; if it does not fit, the options with which it does and its hours with them."""
     words, changed = changes_that_fit(config, description, device.memory, ranks)
     if words is None:
         return "does not fit"
@@ -94,7 +94,7 @@ def memory_table() -> str:
 
 
 def sharding_table() -> str:
-    """Moments of the fullest process over the mean, by who owns them with `train.shard optimizer`."""
+    """Return a table: the fullest process's moments over the mean, by the way `train.shard optimizer` deals them."""
     rows = []
     for size in PAPERS[2:]:
         config, _ = read_command_line(["--config", size])
@@ -111,7 +111,7 @@ def sharding_table() -> str:
 def _like_the_admm(
     parameters: Sequence[nn.Parameter], blocks: Mapping[str, Tensor], ranks: int, how: ownership.Dealing
 ) -> list[int]:
-    """The owner of each parameter: of a block's the owner of the block, of the others whoever has least so far."""
+    """Return the owner of each parameter: for a block its owner in the ADMM, else the process with least so far."""
     dealt = {id(blocks[name]): rank for name, rank in ownership.owners_of(blocks, ranks, how).items()}
     loads = [0] * ranks
     for parameter in sorted(parameters, key=lambda p: (id(p) not in dealt, -p.nbytes)):
@@ -143,7 +143,7 @@ def bf16_cost() -> str:
 
 
 def saving_table() -> str:
-    """What a save of 1b takes of a disk at several numbers of processes, with a state that one writes or all do."""
+    """Return a table: bytes and seconds of a save of 1b by number of processes, if one or all write the state."""
     config, _ = read_command_line(["--config", "1b"])
     model, rows = outline(describe_model(config.model, config.data.sequence_length)), []
     for ranks in COUNTS[:3]:
@@ -159,7 +159,7 @@ def saving_table() -> str:
 
 
 def stops_table() -> str:
-    """Seconds in which a 1b that is told to stop has ended, by device, precision and number of GPUs."""
+    """Return a table: seconds until a run of 1b that is told to stop has ended, by device, precision and GPUs."""
     own, _ = read_command_line(["--config", "1b"])
     description, rows = describe_model(own.model, own.data.sequence_length), []
     model = outline(description)
@@ -175,7 +175,7 @@ def stops_table() -> str:
 
 
 def assumptions() -> str:
-    """What a prediction takes for granted of each device."""
+    """Return the table of what predictions assume of each device, and the list of other assumptions."""
     rows = [
         (
             name,
@@ -192,7 +192,7 @@ def assumptions() -> str:
 
 
 def _assumed() -> Iterator[str]:
-    """What a prediction takes for granted of all devices, by part of a step."""
+    """Yield what predictions assume of all devices, by part of a step."""
     rates = GPUS["h100"].rates
     yield (
         f"**Products** reach {REACHED:.0%} of the peak, and take {KERNELS} kernels a layer and micro-batch, forward "
