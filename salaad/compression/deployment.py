@@ -156,7 +156,7 @@ def option_that_cuts(options: CompressOptions) -> str | None:
         "--match": options.match,
         "--distill": options.distill,
         "--embedding": options.embedding,
-        "--lm_head": options.lm_head,
+        "--lm-head": options.lm_head,
     }
     return next((name for name, given in asked.items() if given), None)
 

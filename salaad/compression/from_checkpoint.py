@@ -138,7 +138,7 @@ class CheckpointDeployment:
                 )
             if variant.budget is not None and variant.budget < self.fixed:
                 whole = free_heads(self.source.folder.outline) - self.shapes.keys()
-                cure = ", or split the head too (--lm_head, or BUDGET@energy+head)" if whole and self._names else ""
+                cure = ", or split the head too (--lm-head, or BUDGET@energy+head)" if whole and self._names else ""
                 to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # raises an error with the floor
 
     def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102

@@ -43,13 +43,18 @@ class NestedDeployment:
         self.default_variants = ",".join(["X", *map(str, sizes[1:])])
 
     def check(self, variants: list[Variant]) -> None:
-        """Raise a UserError for a variant that needs L and S, or whose budget is below the smallest width."""
+        """Raise a UserError for a variant that needs L and S or a fit, or whose budget is below the smallest width."""
         for variant in variants:
             if variant.name != "X" and not variant.stored:
                 size = "X" if variant.budget is None else variant.name.partition("@")[0]
                 raise UserError(
                     f"{self.source.name} holds narrower models and no L and S, so {variant.name} cannot be made of it; "
                     f"give {size} alone"
+                )
+            if variant.refine or variant.calibrated:
+                raise UserError(
+                    f"{self.source.name} holds narrower models as they were trained, so nothing can be refined or "
+                    "calibrated; leave --refine and --calibrate out"
                 )
             if variant.budget is not None:
                 self.widths.within(variant.budget)
@@ -59,7 +64,7 @@ class NestedDeployment:
         return self
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Do nothing: a width has no errors to weigh on text."""
+        """Do nothing: `check` has refused calibrated variants."""
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:
         """Do nothing: a width has no factors to fit on text."""

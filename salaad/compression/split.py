@@ -100,7 +100,7 @@ def split_names(model: nn.Module, post_hoc: PostHoc, trained: Collection[str], s
         return names
     new = [name for name in names if name not in trained]
     for name in set(new) & tied_modules(model):
-        option = {"lm_head": "--lm_head, or +head,"}.get(role_of(name), f"--{role_of(name)}")
+        option = {"lm_head": "--lm-head, or +head,"}.get(role_of(name), f"--{role_of(name)}")
         raise UserError(f"{name} of {source} is tied to another weight and stays dense; leave {option} out")
     return new
 

@@ -100,6 +100,9 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser:
 
     The settings override the --config files, which were written for another method, unless a file names this method;
     then, or without a file, they become defaults of the parser.
+
+    Raises:
+        UserError: an option before the last --config would be overridden without a word.
     """
     last = max((i + (word == "--config") for i, word in enumerate(words) if word.startswith("--config")), default=None)
     files = [Path(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
@@ -109,6 +112,9 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser:
     if last is None:
         parser.set_defaults(dict(table))
         return words
+    for word in words[:last]:
+        late = word.removeprefix("--").partition("=")[0] not in table
+        check(late, f"{word} stands before --config, and the settings of {method} after it; give it after --config")
     own = [f"--{key}={json.dumps(value)}" for key, value in table.items()]
     return [*words[: last + 1], *own, *words[last + 1 :]]
 
@@ -185,10 +191,11 @@ def read_options(
 def _show_commands(program: str, description: str, commands: Mapping[str, type], arguments: Sequence[str]) -> NoReturn:
     """Print a program's usage and exit, with code 0 if --help was given, else 2; a UserError for an unknown command."""
     named = [name for name in commands if name]
-    shown = [word for word in arguments if not word.startswith("-")][:1]
     asked = bool({"-h", "--help"} & set(arguments))
     if arguments and not asked:
-        raise UserError(f"{program} has no command {' '.join(shown)!r}; give one of {', '.join(named)}")
+        first = arguments[0]
+        wrong = f"needs a command before {first}" if first.startswith("-") else f"has no command {first!r}"
+        raise UserError(f"{program} {wrong}; give one of {', '.join(named)}")
     if named:
         usage = f"usage: {program} {{{','.join(named)}}} --help\n\n{description}\n"
         usage += "".join(f"\n  {name:11} {commands[name].__doc__.splitlines()[0]}" for name in named)

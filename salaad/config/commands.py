@@ -242,9 +242,9 @@ class CompressOptions:
             at_least(self, 0, "refine")
         if self.distill is not None:
             parse_count(self.distill, "--distill")  # raises a UserError if it is no count
-        check(0 <= self.text_share <= 1, f"--text_share is {self.text_share}, outside [0, 1]; give a share")
+        check(0 <= self.text_share <= 1, f"--text-share is {self.text_share}, outside [0, 1]; give a share")
         learns = self.distill is not None or not self.text_share
-        check(learns, f"--text_share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
+        check(learns, f"--text-share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
         if self.kappa is not None:

@@ -145,6 +145,12 @@ def test_evaluate_refuses_what_it_does_not_know_or_cannot_do(runs, command, run,
     assert words in refused("evaluate.py", command, "--checkpoint", runs / run, *arguments)
 
 
+def test_evaluate_asks_for_a_command_before_its_options():
+    assert "needs a command before --checkpoint; give one of perplexity, sweep, lm-eval" in (
+        refused("evaluate.py", "--checkpoint", "x")
+    )
+
+
 def test_evaluate_refuses_a_folder_without_a_model(tmp_path):
     assert "is no run, no checkpoint" in refused("evaluate.py", "perplexity", "--checkpoint", tmp_path)
 

@@ -53,7 +53,7 @@ def test_a_budget_below_the_head_and_all_else_that_is_dense_can_be_had(runs, tmp
     arguments = ("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "refused", "--lm_head=false")
     said = refused(*arguments, "--budget", floor - 1)
     assert "is below the floor of" in said and said.endswith(
-        " or more, or split the head too (--lm_head, or BUDGET@energy+head)"
+        " or more, or split the head too (--lm-head, or BUDGET@energy+head)"
     )
     compress(runs / "salaad", tmp_path / "made", budget=floor // 2, dtype="float32")
     model = open_folder(tmp_path / "made")
@@ -133,7 +133,7 @@ def test_with_rpca_the_head_joins_the_blocks_of_the_run_and_is_fitted_on_text(ru
     [
         ("full_rank", "holds no L and S beside which other weights could be split; add --rpca"),
         ("factored", "is stored in parts already; give the dense model it was made of"),
-        ("elastic", "cut as it is, without --lm_head; leave that out"),
+        ("elastic", "cut as it is, without --lm-head; leave that out"),
     ],
 )
 def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path, kind, words):
@@ -148,7 +148,7 @@ def test_nothing_is_split_beside_what_holds_no_l_and_s_of_its_own(runs, tmp_path
 
 def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
-    with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm_head, or"):
+    with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm-head, or"):
         split_names(model, beside_trained(model, {}), {}, "m")
 
 

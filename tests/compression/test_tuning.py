@@ -480,7 +480,7 @@ def test_what_cannot_be_fitted_is_refused_and_nothing_is_left(runs, tmp_path, te
         (run, ["--distill=1K"], "give a --budget too"),
         (run, ["--budget=0.5", "--match=-1"], "match is -1"),
         (run, ["--budget=0.5", "--text_share=0.3"], "nothing is distilled; give --distill TOKENS too"),
-        (run, ["--budget=0.5", "--distill=1K", "--text_share=1.5"], "--text_share is 1.5, outside [0, 1]"),
+        (run, ["--budget=0.5", "--distill=1K", "--text_share=1.5"], "--text-share is 1.5, outside [0, 1]"),
         (run, ["--budget=0.7,0.5", "--distill=1K"], "--budget 0.7,0.5 names several sizes, and a folder holds one"),
         (run, ["--elastic", "--budget=,", "--distill=1K"], "','"),
         (run, ["--elastic", "--budget=0.7,100", "--distill=1K"], "is below the floor"),

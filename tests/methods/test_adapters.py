@@ -50,6 +50,11 @@ def test_a_method_brings_its_settings_for_the_size_and_an_option_overrides_each(
     assert (config.sltrain.rank, config.optimizer.lr) == (32, 3e-3)  # a quarter of nano's width
     salaad, _ = read_command_line(["--config", "350m"])
     assert salaad.optimizer.lr == 2e-3  # untouched by the tables of others
+    for word in ("--relora.rank=8", "--optimizer.lr=2e-3"):  # which the table after the file would replace unseen
+        with pytest.raises(UserError, match=f"{word} stands before --config, .* relora .*; give it after --config"):
+            read_command_line([word, "--config", "350m", "--method", "relora"])
+    config, _ = read_command_line(["--train.batch", "3", "--config", "fast", "--method", "relora"])
+    assert config.train.batch == 3
 
 
 @pytest.mark.parametrize("method", METHODS)

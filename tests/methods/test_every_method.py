@@ -337,6 +337,9 @@ def test_a_width_becomes_a_plain_folder(tmp_path, monkeypatch, finished, variant
         run_compress(
             monkeypatch, "--checkpoint", folder, "--output", tmp_path / "x", "--kappa", "0.5", "--budget", "0.9"
         )
+    for words in (("--refine", "3"), ("--calibrate", "4")):
+        with pytest.raises(UserError, match="nothing can be refined or calibrated; leave --refine and --calibrate out"):
+            run_evaluate(monkeypatch, "perplexity", "--checkpoint", folder, "--variants", budget, *words)
 
 
 @pytest.mark.parametrize("variant", ["sltrain"])
