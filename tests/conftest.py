@@ -1,9 +1,9 @@
-"""Small text and a small tokenizer, made on the spot: nothing is downloaded."""
+"""Fixtures of all tests: small text, a small tokenizer and toy runs, made here without downloads."""
 
 import os
 from pathlib import Path
 
-# Read when transformers is imported: looking for a hub takes most of a minute to fail.
+# Read when transformers is imported; otherwise a failing attempt to reach the hub takes most of a minute.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
@@ -12,7 +12,7 @@ from scripts.reliability.toy_run import toy_arguments, write_text, write_tokeniz
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders with tests of a minute come first, so that the last tests to be shared out are short."""
+    """Put the folders with minute-long tests first, so that the tests that are distributed last are short."""
     rooms = {item: item.path.parent.name for item in items}
     items.sort(key=lambda item: ("scripts", "end_to_end", rooms[item]).index(rooms[item]))
 
@@ -25,26 +25,26 @@ def tiny_tokenizer_dir(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory) -> dict[str, list[str]]:
-    """`train`: three JSON lines files of 150, 100 and 75 documents; `validation`: one of 60."""
+    """Split → JSON lines files: `train` with 150, 100 and 75 documents, `validation` with 60."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
 def toy(text_files, tiny_tokenizer_dir):
-    """Options of a toy run; keywords override."""
+    """A function that returns the command-line options of a toy run, with keywords like train__steps=3 as overrides."""
     return lambda **overrides: toy_arguments(text_files, tiny_tokenizer_dir, **overrides)
 
 
 @pytest.fixture
 def own_caches(tmp_path_factory, monkeypatch) -> None:
-    """What is derived from folders outside a run stays with the test."""
+    """Use a cache folder of the test's own, for what is derived from models that belong to no run."""
     monkeypatch.setenv("SALAAD_CACHE", str(tmp_path_factory.mktemp("caches")))
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
-    """A folder with a toy run of each method; the embedding is among the blocks."""
-    from tests.helpers.training import run_training  # the trainer, seconds that other tests need not wait for
+    """A folder with two finished toy runs, `salaad` and `full_rank`; the embedding is among the blocks."""
+    from tests.helpers.training import run_training  # here, since importing the trainer takes seconds
 
     folder = tmp_path_factory.mktemp("runs")
     for method in ("salaad", "full_rank"):

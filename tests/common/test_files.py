@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and checksums against every way in which a copy goes wrong."""
+"""New folders appear whole or not at all, checksums find every damage to a copy, and JSON files are read safely."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def refused(folder: Path, *parts: str) -> str:
 def test_the_list_holds_the_sha256_of_every_file_but_itself(folder):
     listed = json.loads((folder / "checksums.json").read_text())
     assert listed == {name: hashlib.sha256(content).hexdigest() for name, content in CONTENTS.items()}
-    # As the standard that defines it has it (FIPS 180-4).
+    # The digest of "abc" in the standard that defines SHA-256 (FIPS 180-4).
     assert listed["README"] == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
@@ -230,7 +230,7 @@ def test_a_folder_appears_when_it_is_whole(name, tmp_path):
     with new_folder(target) as partial:
         fill(partial)
         assert not target.exists()
-        # On the same disk, so that its last step is one rename, and out of sight of `*`.
+        # On the same disk, so that the last step is one rename, and hidden, so that `*` does not match it.
         assert partial.parent == target.parent and partial.name.startswith(".")
     assert listing(target) == ["inner", "inner/file"]
     assert list(target.parent.iterdir()) == [target]

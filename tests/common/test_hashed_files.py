@@ -1,4 +1,4 @@
-"""Files that know their SHA-256: the disk has what was hashed, and safetensors files are those of the library."""
+"""Files hashed while they are written: the digest is that of the disk, safetensors files equal the library's."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def llama(tied: bool) -> LlamaForCausalLM:
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """In both ways that a checkpoint has, the first in several files."""
+    """Save a model in the two ways that a checkpoint uses, the first in several files."""
     model.save_pretrained(folder / "model", max_shard_size="20KB")
     save_model(model, str(folder / "weights.safetensors"))
 

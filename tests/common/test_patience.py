@@ -1,4 +1,4 @@
-"""Ranks wait for one that is at a slow disk, longer than devices may take, and say for whom."""
+"""Ranks wait for a rank with a slow disk longer than for a collective call on devices, and print for which rank."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def after_a_slow_write(seconds: float) -> tuple[list[int], str]:
-    """Rank 1 writes slowly; what all gather then, and what this rank said."""
+    """Let rank 1 come late to a gather; return what was gathered, and what this rank printed on standard error."""
     distributed.TOLD_AFTER = 0.5
     said = io.StringIO()
     with redirect_stderr(said):
@@ -51,7 +51,7 @@ def test_sums_on_devices_keep_the_launchers_limit(tmp_path):
 
 
 class SlowText:
-    """A batch that comes after so many seconds, unless a stop is requested before."""
+    """A stream whose first batch comes after `seconds`, unless a stop is requested before."""
 
     def __init__(self, seconds: float, request: StopRequest) -> None:
         self.seconds, self.request = seconds, request
@@ -64,7 +64,7 @@ class SlowText:
 
 
 def beginning(seconds: float, signal_after: float | None) -> str:
-    """How a run begins whose rank 1 waits so long for its first text; then that rank alone gets a signal."""
+    """Begin a run whose rank 1 waits for its first batch, and may alone get a signal meanwhile; return the outcome."""
     request, slow = StopRequest(), distributed.rank() == 1
     if slow and signal_after is not None:
         threading.Timer(signal_after, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -86,7 +86,7 @@ def test_all_ranks_end_when_one_is_told_to_before_its_first_text(tmp_path):
 
 
 def order_of_ranks() -> list[str]:
-    """What happened on this rank, with the time."""
+    """Return a list with the time at which this rank was let through `first_on_its_machine`."""
     done = []
     with distributed.first_on_its_machine(distributed.rank() == 0):
         if distributed.rank() == 0:

@@ -1,4 +1,4 @@
-"""What a run records of where it comes from."""
+"""The commit that a run records, which is marked as dirty if code has changed since."""
 
 import subprocess
 

@@ -35,7 +35,7 @@ def plain(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(plain, tiny_tokenizer_dir, tmp_path_factory) -> Path:
-    """The same with a tokenizer, a licence, a notice and a card."""
+    """The folder `plain` together with a tokenizer, a licence, a notice, a model card and a file of other text."""
     folder = tmp_path_factory.mktemp("whole") / "whole"
     shutil.copytree(tiny_tokenizer_dir, folder)
     shutil.copytree(plain, folder, dirs_exist_ok=True)
@@ -52,7 +52,7 @@ def hub(tmp_path, monkeypatch) -> Path:
 
 
 def put_into_cache(hub: Path, folder: Path, *names: str) -> Path:
-    """A snapshot of the folder's files (of those named, if any) in the layout of the hub's cache: links to blobs."""
+    """Put the folder's files (those named, if any) into the hub's cache; return the snapshot, which links to blobs."""
     place = hub / f"models--{NAME.replace('/', '--')}"
     snapshot = place / "snapshots" / ("0123456789" * 4)
     for part in (snapshot, place / "blobs", place / "refs"):
@@ -112,7 +112,7 @@ def test_a_name_that_is_not_in_the_cache_is_refused_offline_with_the_command_tha
 
 
 def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_not(hub, whole, monkeypatch):
-    """A stand-in for the hub's client notes what is asked of the network."""
+    """The hub's client is replaced by a function that records what is requested from the network."""
     asked, found = [], folders.snapshot_download
 
     def download(name: str, **options: object) -> str:
@@ -191,7 +191,7 @@ def test_a_licence_that_is_a_link_out_of_the_folder_is_not_followed(whole, tmp_p
     (tmp_path / "secret").write_text("secret")
     (copy / "LICENSE").symlink_to(tmp_path / "secret")
     (copy / "NOTICE").unlink()
-    (copy / "NOTICE").symlink_to("LICENSE.txt")  # one within the folder is
+    (copy / "NOTICE").symlink_to("LICENSE.txt")  # a link within the folder is followed
     compress(copy, tmp_path / "made", godec=True)
     assert (tmp_path / "made" / "NOTICE").read_text() == LICENSE
     assert not (tmp_path / "made" / "LICENSE").exists()

@@ -45,13 +45,13 @@ BLOCKS = {
     llama: [f"model.layers.{k}.{name}" for k in (0, 1) for name in LAYERS],
     gpt2: [f"transformer.h.{k}.{name}" for k in (0, 1) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")],
 }
-HEAD = {llama: ["lm_head"], gpt2: []}  # tied to GPT-2's embedding
+HEAD = {llama: ["lm_head"], gpt2: []}  # GPT-2's head is tied to its embedding
 EMBEDDING = {llama: "model.embed_tokens", gpt2: "transformer.wte"}
 both = pytest.mark.parametrize("build", [llama, gpt2])
 
 
 def built(build) -> PreTrainedModel:
-    """The model as it is opened for inference: nothing in it wants a gradient."""
+    """Return the model as it is opened for inference: no parameter requires a gradient."""
     torch.manual_seed(0)
     return build().eval().requires_grad_(False)
 
@@ -67,14 +67,14 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 
 
 def moments(model: PreTrainedModel, blocks: list[str], *sizes: int) -> Moments:
-    """Those found from the rows in batches of these sizes."""
+    """Return the second moments of blocks, computed from `rows()` in batches of these sizes."""
     parts = {name: tensor.split(list(sizes)) for name, tensor in rows().items()}
     batches = [dict(zip(parts, few, strict=True)) for few in zip(*parts.values(), strict=True)]
     return second_moments_of_text(SummedLoss(model), blocks, batches, CPU)
 
 
 def by_autograd(model: PreTrainedModel, blocks: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Block → E[g²] and E[x²] over real tokens, from zeros added to its outputs, with a loss of torch's own."""
+    """Return block → E[g²] and E[x²] over real tokens, by autograd of torch's own loss at zeros added to outputs."""
     model, text, added, entering = deepcopy(model).double(), rows(), {}, {}
     model.config._experts_implementation = "eager"  # the grouped product of torch has no float64
 
@@ -260,7 +260,7 @@ def text(config):
 
 @pytest.fixture(scope="module")
 def documents(text) -> list[tuple[int, ...]]:
-    """Every document of the training files as ids, by hand, its end included."""
+    """The token ids of every document of the training files, computed by hand, with the end token."""
     texts = [json.loads(line)["text"] for file in text.train_files for line in Path(file).read_text().splitlines()]
     assert len(texts) == HELD
     eos = text.tokenizer.eos_token_id
@@ -269,7 +269,7 @@ def documents(text) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def cut(documents) -> set[tuple[int, ...]]:
-    """The documents cut to the length of a row; no two begin alike."""
+    """The documents truncated to the length of a row, which are all different."""
     cut = {one if len(one) <= LENGTH else (*one[: LENGTH - 1], one[-1]) for one in documents}
     assert len(cut) == HELD
     return cut
@@ -302,7 +302,7 @@ def test_another_seed_gives_other_rows(text, config):
 
 def test_a_sample_is_taken_from_all_over_the_text(text, config):
     files = Counter(text.tokenizer.decode(row)[:2] for row in sample_rows(text, config, 60))
-    assert set(files) == {str(ord(name)) for name in "abc"}  # which a document names first
+    assert set(files) == {str(ord(name)) for name in "abc"}  # a document begins with the number of its file
     assert min(files.values()) > 5
 
 

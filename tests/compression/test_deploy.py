@@ -159,7 +159,7 @@ def test_the_line_of_the_readme_opens_the_model_and_it_writes(runs, tmp_path, mo
 def test_a_factored_folder_saved_again_has_the_parameters_of_the_first(runs, tmp_path):
     compress(runs / "salaad", tmp_path / "made", budget="0.5", dtype="float32")
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
-    assert 0 < record["factored_blocks"] < record["blocks"]  # the count of one that is stored dense is kept too
+    assert 0 < record["factored_blocks"] < record["blocks"]  # the count of a block that is stored dense is kept too
     AutoModelForCausalLM.from_pretrained(tmp_path / "made").save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(tmp_path / "made").save_pretrained(tmp_path / "again")
     compress(runs / "salaad", tmp_path / "elastic", elastic=True)
@@ -177,7 +177,7 @@ def test_a_factored_folder_saved_again_has_the_parameters_of_the_first(runs, tmp
     assert made["perplexity"] == again["perplexity"]
     of_size = ModelOnDisk.open(tmp_path / "small").parameters
     assert record["budget"] - 544 < of_size <= record["budget"]  # the largest block's n + m: one unit
-    # An earlier version wrote no count into config.json: that of the tensors, those of a dense block all counted.
+    # An earlier version wrote no count into config.json: then all numbers in the tensors count, dense blocks whole.
     stored = load_file(tmp_path / "older" / "model.safetensors")
     numbers = sum(tensor.numel() for name, tensor in stored.items() if not name.endswith("S_packed"))
     assert ModelOnDisk.open(tmp_path / "older").parameters == numbers
@@ -275,7 +275,7 @@ def test_the_harness_run_by_hand_on_the_dense_folder_gives_the_same_numbers_in_b
 
 
 def evaluated(runs: Path, output: Path, **options: object) -> dict[str, float]:
-    """Perplexity by variant of the SALAAD run."""
+    """Evaluate the SALAAD run; return variant → perplexity."""
     evaluate("perplexity", runs / "salaad", output, dtype="float32", **options)
     return {row["variant"]: row["perplexity"] for row in rows_of(output, "perplexity")}
 
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_two_processes_gives_the_model_of_one(runs, tmp_path):
 
 
 def distance(model: torch.nn.Module, targets: dict[str, torch.Tensor]) -> float:
-    """‖targets − what the model holds of them‖_F over all blocks."""
+    """‖targets − the model's weights‖_F over all blocks."""
     weights = {name: model.get_submodule(name).weight.detach().double() for name in targets}
     return sum(float((weights[name] - T).square().sum()) for name, T in targets.items()) ** 0.5
 
@@ -370,7 +370,7 @@ def test_refinement_brings_a_cut_nearer_to_l_plus_s_at_the_same_size(runs, tmp_p
 
 
 def test_a_budget_alone_is_cut_by_energy_and_refined_and_a_kappa_or_hpa_is_the_papers_cut(runs, tmp_path):
-    """The same bits as with all that is meant spelled out."""
+    """Omitted options give the same bits as their values written out."""
     for short, long in (
         ((), ("--allocation", "energy", "--refine", 20)),
         (("--kappa", 0.5), ("--allocation", "hpa", "--kappa", 0.5, "--refine", 0)),
@@ -394,7 +394,7 @@ def test_refinement_of_what_is_not_cut_changes_nothing(runs, tmp_path):
 
 
 def test_godec_of_a_vanilla_model_has_the_ranks_and_counts_asked_for_and_is_nearer_than_one_step(runs, tmp_path):
-    """One step: the best approximation of that rank, and the largest entries of what it leaves."""
+    """One step is the best approximation of that rank, and the largest entries of the remainder."""
     compress(runs / "full_rank", tmp_path / "made", godec=True, rank_ratio=0.3, density=0.1, dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     original = load_file(last_checkpoint(runs / "full_rank") / "model" / "model.safetensors")
@@ -416,7 +416,7 @@ def test_godec_of_a_vanilla_model_has_the_ranks_and_counts_asked_for_and_is_near
 
 
 def test_calibration_changes_what_is_kept_within_the_same_budget(runs, tmp_path):
-    """Entries kept are still those of S, but others than by the gradients of the training."""
+    """The entries kept are still entries of S, but others than those that the training's gradients choose."""
     parts, kept = dense_parts(runs / "salaad"), []
     for sequences in (0, 8):
         made = tmp_path / str(sequences)

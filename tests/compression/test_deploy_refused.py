@@ -165,7 +165,7 @@ def test_evaluate_refuses_an_output_that_is_not_its_own(runs, tmp_path):
 
 @pytest.mark.parametrize("form", ["factored", "dense", "trained"])
 def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
-    """By from_pretrained, and by evaluate.py, which says how a checkpoint is cut."""
+    """Both from_pretrained and evaluate.py refuse the budget; evaluate.py also says how to cut a checkpoint."""
     folder, checkpoint = last_checkpoint(runs / "salaad") / "model", runs / "salaad"
     if form != "trained":
         folder = checkpoint = tmp_path / "made"
@@ -206,14 +206,14 @@ def test_what_is_godecs_is_refused_without_it(runs, tmp_path):
 
 @pytest.fixture(scope="module")
 def elastic(runs, tmp_path_factory) -> Path:
-    """A folder of every size of the SALAAD run."""
+    """An elastic folder made of the SALAAD run."""
     folder = tmp_path_factory.mktemp("elastic") / "elastic"
     compress(runs / "salaad", folder, elastic=True, lm_head="false")
     return folder
 
 
 def test_a_size_that_an_elastic_folder_does_not_hold_is_refused_alike_in_three_ways(elastic, tmp_path):
-    """By from_pretrained, evaluate.py and compress.py; and the cure opens."""
+    """from_pretrained, evaluate.py and compress.py print the same sentence, and the size that it proposes opens."""
     entry = json.loads((elastic / "config.json").read_text())["quantization_config"]
     largest = entry["fixed"] + sum(rank * (n + m) + nnz for n, m, rank, nnz in entry["blocks"].values())
 

@@ -1,4 +1,4 @@
-"""Embedding and head split beside the L + S that training left, or with all else: against the dense weights."""
+"""Embedding and LM head split in addition to trained L + S, or together with all blocks, against dense weights."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("own_caches")
 
 @pytest.fixture(scope="module")
 def sweep(runs, tmp_path_factory) -> tuple[str, list[dict]]:
-    """What a sweep over the run and the full-rank one prints, the head among the ways, and the rows that it writes."""
+    """What a sweep over the SALAAD and the full-rank run with --lm_head prints, and the rows that it writes."""
     folder = tmp_path_factory.mktemp("sweep")
     options = {"vanilla": runs / "full_rank", "budgets": "0.5", "kappas": "0.5", "lm_head": True, **FIT}
     return evaluate("sweep", runs / "salaad", folder, **options), rows_of(folder, "sweep")
@@ -65,7 +65,7 @@ def test_a_budget_below_the_head_and_all_else_that_is_dense_can_be_had(runs, tmp
 
 
 def test_one_that_is_a_block_already_is_not_split_again(runs, tmp_path):
-    for name, options in (("without", {}), ("with", {"embedding": True})):  # the run's blocks have the embedding
+    for name, options in (("without", {}), ("with", {"embedding": True})):  # the embedding is a block of the run
         compress(runs / "salaad", tmp_path / name, budget="0.7", dtype="float32", **options)
     without, beside = (load_file(tmp_path / name / "model.safetensors") for name in ("without", "with"))
     assert without.keys() == beside.keys()
@@ -96,7 +96,7 @@ def test_unless_told_the_head_is_split_where_energy_can_weigh_it(runs, tmp_path,
         write_checksums(source)
     compress(source, tmp_path / "made", dtype="float32", **({"refine": 0} if "budget" in options else {}), **options)
     record = json.loads((tmp_path / "made" / "compression.json").read_text())
-    without = 4 if "roles" in options else 15  # of two layers, and the embedding as in the run
+    without = 4 if "roles" in options else 15  # projections of two layers, and the embedding
     assert record["blocks"] == without + split
     assert record["variant"].endswith("@energy+head") == split
 
@@ -205,18 +205,18 @@ def test_energy_weighs_a_head_only_beside_other_matrices_whose_gradients_are_kno
     inner = "model.layers.0.mlp.up_proj"
     outer = ["lm_head", "model.embed_tokens"]
     assert can_weigh_head(model, [inner], [inner, *outer])
-    assert can_weigh_head(model, [inner, "model.embed_tokens"], [inner, "lm_head"])  # the other is a block
+    assert can_weigh_head(model, [inner, "model.embed_tokens"], [inner, "lm_head"])  # the embedding is a block
     assert not can_weigh_head(model, [inner], [inner, "lm_head"])  # would split an embedding that is not weighed
     assert not can_weigh_head(model, [inner], [inner, "model.embed_tokens"])
-    assert not can_weigh_head(model, [inner], outer)  # as of a run with galore
-    assert not can_weigh_head(model, [inner, "lm_head"], [inner, *outer])  # a block already
+    assert not can_weigh_head(model, [inner], outer)  # as after training with galore
+    assert not can_weigh_head(model, [inner, "lm_head"], [inner, *outer])  # the head is a block
     assert not can_weigh_head(tied, [inner], [inner, "lm_head"])
-    assert not can_weigh_head(model.model, [inner], ["lm_head", inner])  # of no head
+    assert not can_weigh_head(model.model, [inner], ["lm_head", inner])  # a model without a head
 
 
 @pytest.fixture(scope="module")
 def both_whole(tmp_path_factory):
-    """What a loop saved whose embedding was no block either, and the model."""
+    """The folder that a training loop saved with neither embedding nor head among the blocks, and the model."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **SIZES))
     folder, ids = tmp_path_factory.mktemp("both") / "saved", torch.randint(40, (4, 8))

@@ -1,4 +1,4 @@
-"""What is kept of work that is interrupted or finds no room: blocks that are split, what was fitted so far."""
+"""What is kept of work that is interrupted or meets a full disk: the blocks split so far, the state of a fit."""
 
 import resource
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def parts_of(name: str) -> Slr:
 
 
 class Splitting:
-    """Splits blocks, is stopped before `stop`, and notes what it was asked for."""
+    """A callable that splits blocks, is interrupted before block `stop`, and records in `asked` the blocks it got."""
 
     def __init__(self, stop: str | None = None):
         self.stop, self.asked = stop, []
@@ -36,7 +36,7 @@ class Splitting:
 
 @contextmanager
 def no_room():
-    """No file can be longer than 100 bytes, as on a full disk."""
+    """Context manager under which no file can grow beyond 100 bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:

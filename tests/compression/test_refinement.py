@@ -46,7 +46,7 @@ def largest(R: np.ndarray, count: int) -> np.ndarray:
 
 
 def alternated(T: np.ndarray, rank: int, nnz: int, iterations: int) -> np.ndarray:
-    """L + S after so many alternations with a full SVD each."""
+    """L + S after the given number of alternations, with a full SVD each."""
     S = np.zeros_like(T)
     for _ in range(iterations):
         L = truncated(T - S, rank)
@@ -70,13 +70,13 @@ def error(T: np.ndarray, slr: Slr) -> float:
 
 @pytest.fixture
 def endless(monkeypatch) -> None:
-    """No plateau ends a refinement."""
+    """Lower the threshold of the plateau, so that none ends a refinement."""
     monkeypatch.setattr(salaad.compression.refinement, "PLATEAU", -1.0)
 
 
 @pytest.fixture
 def alternations(monkeypatch) -> list[Tensor]:
-    """A list with the S of every alternation of what follows."""
+    """A list to which every later alternation appends its S."""
     made = []
     inner = salaad.compression.refinement._largest
     monkeypatch.setattr(salaad.compression.refinement, "_largest", lambda *args: made.append(inner(*args)) or made[-1])
@@ -85,7 +85,7 @@ def alternations(monkeypatch) -> list[Tensor]:
 
 @st.composite
 def problems(draw) -> tuple[np.ndarray, int, int]:
-    """T of up to 10×10 with a falling spectrum, a rank below full, and up to half of all entries."""
+    """Draw T of up to 10×10 with a falling spectrum, a rank below full, and a count of up to half of all entries."""
     n, m = draw(st.integers(1, 10)), draw(st.integers(1, 10))
     T = spiked(n, m, draw(st.integers(0, 10**6)), 10.0 ** draw(st.integers(-5, -1)))
     return T, draw(st.integers(0, min(n, m) - 1)), draw(st.integers(0, n * m // 2))

@@ -1,4 +1,4 @@
-"""What a cut takes for worth: weights by hand in NumPy, cuts in their norm by dense SVDs, and where they come from."""
+"""Weights of a cut's errors, against NumPy; cuts in their norm, against dense SVDs; and the stored second moments."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ MOMENTS = {name: (torch.from_numpy(v.mean(1)), torch.from_numpy(v.mean(0))) for 
 
 
 def by_hand(name: str, exponent: float = 1 / 3) -> np.ndarray:
-    """w of a block up to a factor that is the same for all blocks; c, of which no gradient is known, is the median."""
+    """The weights w of a block, up to a factor common to all blocks; c, without a known gradient, gets the median."""
     felt = {key: V[key].mean() * (X[key] ** 2).mean() for key in V}
     felt["c"] = np.median(list(felt.values()))
     v = V.get(name, np.ones((7, 7)))
@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_formula():
 
 
 def test_the_head_counts_as_much_as_the_loss_feels_it():
-    """The largest block here by far, of which every other counts the cube root alone."""
+    """The sensitivity of the head counts with exponent 1, that of every other block with exponent 1/3."""
     named = {"a": "lm_head", "b": "b", "c": "c"}
     found = weights_from({named[k]: m for k, m in MOMENTS.items()}, {named[k]: slr for k, slr in PARTS.items()})
     w = {name: (weights.rows * weights.columns).numpy() for name, weights in found.items()}
@@ -69,12 +69,12 @@ def test_where_no_gradient_is_known_nothing_is_weighed():
 
 
 def test_a_cut_is_the_best_in_the_norm_of_the_weights():
-    """Low-rank parts alone: the terms kept are the leading ones of diag(r)·X·diag(c), by value per parameter."""
+    """Without S, the kept terms are the leading singular terms of diag(r)·X·diag(c), by value per parameter."""
     weights = weights_from(MOMENTS, PARTS)
     whole = Whole(PARTS, 0, lambda name: PARTS[name].dense(), weights)
     small = cut(whole, Variant("half", whole.parameters // 2))
     kept = {name: slr.rank for name, slr in small.items()}
-    least, most = [], []  # value per parameter of what is kept and of what is not
+    least, most = [], []  # values per parameter of terms that are kept, and of others
     for name, slr in small.items():
         w = (weights[name].rows * weights[name].columns).numpy()
         U, s, Vh = np.linalg.svd(w * X[name], full_matrices=False)
@@ -137,7 +137,7 @@ def test_numbers_that_are_no_squares_are_refused(tmp_path, damage):
 
 
 def trained(folder):
-    """A model trained for some steps in a loop of one's own, saved; the optimizer and the Salaad are still there."""
+    """Train a model for six steps in a plain loop and save it in `folder`; return model, Salaad and optimizer."""
     torch.manual_seed(0)
     sizes = {"intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, **sizes))
@@ -161,12 +161,13 @@ def test_a_folder_from_a_loop_of_ones_own_holds_them_too_and_both_ways_to_cut_ag
         square = optimizer.state[model.get_submodule(name).weight]["exp_avg_sq"]
         torch.testing.assert_close(found[name][0], square.mean(1))
     deployment = open_deployment(source)
-    # What is fixed holds embedding and head, of which each has 640: more than one of them has to give.
+    # `fixed` includes embedding and head, 640 parameters each; the budget can only be met if both are cut.
     budget = deployment.fixed - 640 - 400
     compress(tmp_path / "saved", tmp_path / "small", budget=budget, dtype="float32")
     written = open_folder(tmp_path / "small").dequantize(torch.float32).state_dict()
     opened = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    for one in (salaad, Salaad.load(opened, tmp_path / "saved")):  # whose optimizer has moments; that reads them
+    # The first takes the moments from its optimizer, the second reads them from the folder.
+    for one in (salaad, Salaad.load(opened, tmp_path / "saved")):
         small = one.compress(budget)
         assert isinstance(small.lm_head, SlrLinear)
         for name, X in small.dequantize(torch.float32).state_dict().items():

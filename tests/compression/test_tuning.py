@@ -96,7 +96,7 @@ def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):
 
 
 class Hidden(SummedDivergence):
-    """What the loss is made of."""
+    """A wrapper that returns the hidden states and the head that the loss is computed from."""
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.hidden_and_head(input_ids)
@@ -158,7 +158,7 @@ def test_the_text_says_the_next_token_and_nothing_at_the_end_of_a_row(tuned):
     divergence, loss = SummedDivergence(tuned.model, 1.0), SummedLoss(tuned.model)
     with torch.no_grad():
         hidden, head = divergence.hidden_and_head(ids())
-        # Without a next token the teacher alone counts, and here it says what the student says.
+        # Without a next token only the teacher's prediction counts, which here equals the student's.
         found = float(divergence(ids(), labels, (hidden, head)))
         assert found == pytest.approx(float(loss(ids(), labels)), rel=1e-5)
 
@@ -222,7 +222,7 @@ def test_an_embedding_of_which_nothing_is_kept_is_left_out_of_matching(tuned, tm
 
 
 def test_matching_reads_no_padding(tuned, tmp_path):
-    """What stands behind the end of a sequence changes nothing of what is fitted."""
+    """Token ids after the end of a sequence do not change what is fitted."""
     found = []
     for filler in (0, 7):
         copy = TunedModel(tuned.model, tuned.parts())
@@ -236,7 +236,7 @@ def test_matching_reads_no_padding(tuned, tmp_path):
 
 
 class StopsAfterTwo:
-    """A stream during whose third batch a stop is asked for."""
+    """A stream that raises `Stopped` in place of its third batch, as if a stop were requested while text is read."""
 
     repeats, given = False, 0
 
@@ -312,7 +312,7 @@ def test_matching_and_distillation_come_nearer_to_the_dense_model(runs, dense, t
         numbers.add(tuple(record["numbers_stored"]))
     assert found["matched"] < 0.9 * found["cut"] and found["distilled"] < 0.9 * found["cut"]
     assert found["both"] < found["distilled"]
-    assert len(numbers) == 1  # not one more is stored
+    assert len(numbers) == 1  # fitting adds no number to those stored
     assert "matched to the dense one on 32 sequences" in (tmp_path / "both" / "README.md").read_text()
 
 
@@ -325,7 +325,7 @@ def test_all_sizes_of_an_elastic_folder_come_nearer(runs, dense, text_files, tmp
     for size in (smallest, round(1.3 * smallest)):
         before, after = (divergence(tmp_path / f, dense, text_files["validation"], budget=size) for f in folders)
         assert after < 0.95 * before
-    # The same units with other numbers, which are measured as what they are.
+    # The units are the same but their values differ, so the two folders have different digests.
     digests = {ModelOnDisk.open(tmp_path / name).digest[:16] for name in folders}
     assert len(digests) == 2
     largest = divergence(tmp_path / "tuned", dense, text_files["validation"])
@@ -364,7 +364,7 @@ def test_a_range_of_its_own_is_nearer_than_one_for_all_sizes(runs, dense, text_f
     small, large = record["ranges_from"][::-1]
     one, two = (divergence(tmp_path / name, dense, text_files["validation"], budget=large) for name in folders)
     assert two < one
-    # Below its beginning the second range is that of a folder which begins there.
+    # Sizes below the second range are about as near as those of a folder with one range.
     for size in (small, (small + large) // 2):
         one, two = (divergence(tmp_path / name, dense, text_files["validation"], budget=size) for name in folders)
         assert two < 1.1 * one
@@ -372,7 +372,7 @@ def test_a_range_of_its_own_is_nearer_than_one_for_all_sizes(runs, dense, text_f
 
 
 def interrupted(monkeypatch, after: int) -> None:
-    """A stop is asked for when it has been looked at so many times."""
+    """Make `StopRequest.asked` true once it has been read `after` times."""
     looked = [0]
 
     def asked(self) -> bool:
@@ -403,7 +403,7 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
     compress(runs / "salaad", tmp_path / "another", budget="0.6", match=8)
     tokenizer = shutil.copytree(last_checkpoint(runs / "salaad") / "model", tmp_path / "the same tokenizer")
     compress(runs / "salaad", tmp_path / "other rows", *elastic, **WORDS, **words, **{"data.packing": "true"})
-    assert all(path.exists() for path in kept)  # of what another command was interrupted in
+    assert all(path.exists() for path in kept)  # other commands leave the state of the interrupted one
     compress(runs / "salaad", tmp_path / "a", *elastic, **WORDS, **words, **{"data.tokenizer": tokenizer})
     assert not any(path.exists() for path in kept)
     compress(runs / "salaad", tmp_path / "b", *elastic, **WORDS, **words)
@@ -413,7 +413,7 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
 
 
 def families(folder: Path) -> dict[str, Path]:
-    """Random models of several architectures."""
+    """Save random models of several architectures in `folder`; return name → folder."""
     torch.manual_seed(0)
     wide = SIZES | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 512}
     made = {
@@ -428,7 +428,7 @@ def families(folder: Path) -> dict[str, Path]:
 
 
 def sharpen(model: PreTrainedModel) -> PreTrainedModel:
-    """With larger weights, so that its predictions differ from even ones."""
+    """Enlarge the weight matrices of a model, so that its predictions are not nearly uniform, and return the model."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -438,7 +438,7 @@ def sharpen(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture
 def text(tiny_tokenizer_dir, text_files) -> dict[str, object]:
-    """Options for a text that a model on disk does not name."""
+    """Options that name a text and a tokenizer, for models that were saved without a run."""
     of = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tiny_tokenizer_dir}
     return of | {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
 
@@ -456,7 +456,7 @@ def test_any_dense_model_is_matched_and_distilled(tmp_path, tiny_tokenizer_dir, 
 
 
 def test_all_sizes_of_any_dense_model_are_matched_and_distilled(tmp_path, tiny_tokenizer_dir, text_files, text):
-    """In two ranges, the head split too where it is not tied; the smallest size is fitted in every step."""
+    """The folders have two ranges, and the head is split where it is not tied; each step fits the smallest size."""
     for name, folder in families(tmp_path).items():
         AutoTokenizer.from_pretrained(tiny_tokenizer_dir).save_pretrained(folder)
         shares = (0.9, 0.8) if name == "gpt2" else (0.7, 0.5)

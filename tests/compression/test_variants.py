@@ -1,4 +1,4 @@
-"""Every form of a variant, a count, a budget and a κ that can be typed, and a sentence for every one that cannot."""
+"""Variants, counts, budgets and κ as text: every accepted form is parsed, any other is refused in one sentence."""
 
 import re
 from fractions import Fraction
@@ -16,7 +16,7 @@ DENSE = 388_000_000
 
 
 def assert_one_sentence(message: str, value: str) -> None:
-    """It shows the value, then names the cure; no line break, no full stop inside or at the end."""
+    """Assert that a message shows the value, then names the cure, without line break or full stop."""
     wrong, cure = message.split("; ", maxsplit=1)
     assert value in wrong
     assert cure.startswith("give ")
@@ -136,8 +136,8 @@ def test_a_count_that_is_not_above_zero_is_one_sentence(text):
         ("1", DENSE),
         ("1.0", DENSE),
         ("1e-1", 38_800_000),
-        ("2", 2),  # above 1 it is a count
-        ("0.5M", 500_000),  # so is whatever has a unit
+        ("2", 2),  # above 1 a number is a count
+        ("0.5M", 500_000),  # whatever has a unit is a count
         ("1K", 1000),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_kappa_that_is_no_number_is_one_sentence(text):
         ("0:1:0.1", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]),
         ("0:1:0.25", [0, 0.25, 0.5, 0.75, 1]),
         ("0.3:0.9:0.2", [0.3, 0.5, 0.7, 0.9]),
-        ("0:1:0.3", [0, 0.3, 0.6, 0.9]),  # the step does not meet the last
+        ("0:1:0.3", [0, 0.3, 0.6, 0.9]),  # the last value is not reached in whole steps
         ("0.4:0.4:0.1", [0.4]),
         ("0:1:2", [0]),
     ],

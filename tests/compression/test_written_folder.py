@@ -1,4 +1,4 @@
-"""What compress.py says of the folder it wrote: how large it is, how it is opened and measured, and its model card."""
+"""What compress.py prints about the folder it wrote: size, how to open and measure it; and the folder's model card."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def record_of(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def gpt2(tiny_tokenizer_dir, tmp_path_factory) -> Path:
-    """A random GPT-2 with the tests' tokenizer; of random weights robust PCA finds more numbers than there were."""
+    """A random GPT-2 with the tests' tokenizer; robust PCA of random weights gives more numbers than they have."""
     folder = tmp_path_factory.mktemp("gpt2") / "gpt2"
     shutil.copytree(tiny_tokenizer_dir, folder)
     return save_gpt2(folder)
@@ -213,7 +213,7 @@ def test_a_folder_in_parts_becomes_an_ordinary_one(gpt2, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_what_is_said_of_memory_and_file_is_what_the_folder_takes(gpt2, tmp_path, dtype):
-    """Of 0.85 of the parameters most blocks are stored in parts and opened dense, in int8 more than in bfloat16."""
+    """At 0.85 of the parameters most blocks, and in int8 all, are stored in parts; some of these are opened dense."""
     said = compress(gpt2, tmp_path / "made", rpca=True, budget="0.85", dtype=dtype)
     record, opened = record_of(tmp_path / "made"), open_folder(tmp_path / "made")
     assert record["bytes_in_memory"][1] == sum(t.nbytes for t in (*opened.parameters(), *opened.buffers()))
@@ -221,7 +221,7 @@ def test_what_is_said_of_memory_and_file_is_what_the_folder_takes(gpt2, tmp_path
     assert record["factored_blocks"] == in_parts > len(slr_modules(opened))
     assert f"{in_parts - len(slr_modules(opened))} of them become dense when the folder is opened" in said
     if dtype == "int8":
-        assert in_parts == record["blocks"]  # a byte a number is always less than two, places included
+        assert in_parts == record["blocks"]  # in int8, places included, parts take less than dense bfloat16
 
 
 def test_a_folder_in_parts_is_stored_anew_in_int8(gpt2, tmp_path):

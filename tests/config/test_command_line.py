@@ -1,4 +1,4 @@
-"""The command lines as people type them: lists, names, hints, help, and what is imported before an answer."""
+"""Command lines as users type them: lists, names, hints after mistakes, help, and what help and errors import."""
 
 import ast
 import os
@@ -173,7 +173,7 @@ def test_train_alone_only_shows_the_plan():
     assert not read_command_line(["--config", "nano.yaml"])[1].dry_run
 
 
-# ---- what is imported before an answer
+# ---- what is imported before help or an error is printed
 
 
 @pytest.mark.parametrize(

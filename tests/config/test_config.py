@@ -1,4 +1,4 @@
-"""Defaults, and what is refused before anything is read."""
+"""The defaults of the configuration, and the values that it refuses before any file is read."""
 
 import dataclasses
 import json
@@ -124,7 +124,7 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked(section):
 
 
 def test_the_defaults_of_the_admm_are_the_papers():
-    # Section 4.2's footnote and appendix for γ, the targets and J; the controller's steps and c are facts.md's.
+    # γ, the targets, J: footnote of section 4.2, appendix. Δα, Δβ: the authors' example. c: S-SALAAD's 60M recipe.
     chosen = dataclasses.asdict(SalaadConfig())
     assert chosen == {
         "rank_ratio": 0.15,

@@ -1,4 +1,4 @@
-"""A model of a wanted size: counted on the real modules, and searched by hand."""
+"""Models scaled to a requested number of parameters, which are counted on the real modules."""
 
 import pytest
 

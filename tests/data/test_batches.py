@@ -64,7 +64,7 @@ def take(stream, steps):
 
 
 def global_batches(text, config, batch, world_size, steps, states=(None,), **kwargs):
-    """Batches of all ranks woven together, and the merged state after them."""
+    """Return the batches of all ranks, interleaved to global batches, and the merged state after them."""
     state = merge_states(states) if states != (None,) else None
     ranks = [
         TrainingStream(text, config, batch=batch, rank=r, world_size=world_size, state=state, **kwargs)
@@ -90,7 +90,7 @@ def test_an_epoch_holds_every_document_once_truncated_with_eos_last(text, config
 
 
 class CharacterEncoder:
-    """Ids are code points, so that documents can be read back from rows."""
+    """An encoder whose ids are code points, so that documents can be read back from rows."""
 
     def __call__(self, texts):
         return [np.array([ord(c) for c in text], np.int32) for text in texts]
@@ -128,7 +128,7 @@ def test_all_streams_together_hold_every_document_once_an_epoch(tmp_path, sizes,
     for number in range(streams):
         try:
             rows = all_rows(RowStream(shared, number, Cursor(), CharacterEncoder()))
-        except UserError as error:  # a stream to which nothing falls says so
+        except UserError as error:  # raised by a stream that gets no document
             assert "too few" in str(error)
             continue
         assert all(len(row) == 7 for row in rows[:-1]) or not packing
@@ -176,7 +176,7 @@ def test_packed_rows_are_full_and_lose_nothing(text, config):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resume_at_every_step_goes_on_as_if_nothing_happened(text, config, packing, workers):
-    # Small files, so that eight steps cross windows, units and an epoch.
+    # One small file, so that the steps cross windows, units and an epoch.
     config = replace(config, files=config.files[2:], packing=packing, workers=workers, sequence_length=64)
     text = open_text(config, vocab_size=512)
     steps = 14
@@ -264,7 +264,7 @@ def test_states_of_different_steps_are_not_merged(text, config):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipped_documents_are_counted_over_workers_and_resumes(tmp_path, config, workers):
     lines = [json.dumps({"text": f"document {k} of a small file"}) for k in range(40)]
-    lines[4:8] = ['{"text": "cut', '{"text": ""}', '{"other": 1}', '{"text": 5}']  # the second of each stream
+    lines[4:8] = ['{"text": "cut', '{"text": ""}', '{"other": 1}', '{"text": 5}']  # the second document of each stream
     file = tmp_path / "some.jsonl"
     file.write_text("\n".join(lines))
     config = replace(

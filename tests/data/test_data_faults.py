@@ -1,4 +1,4 @@
-"""Text that is late, broken, enormous or gone: what is read is what an undisturbed reading gives, the rest is told."""
+"""Text that is late, broken, enormous or missing: what is read is as in an undisturbed run, the rest is reported."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def text_list(file, **options):
 
 @pytest.fixture(scope="module")
 def hub(tiny_tokenizer_dir):
-    """What a process got through a hub that fails, and what it said meanwhile."""
+    """What a process read from a failing hub, and what it printed on standard error."""
     command = [sys.executable, str(ROOT / "scripts" / "reliability" / "faulty_hub.py"), tiny_tokenizer_dir]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_a_hub_that_fails_for_a_while_costs_no_record_and_repeats_none(hub, faul
 def test_a_new_try_is_said_and_counted(hub):
     assert "cut.json.gz: cannot be read (EOFError: " in hub["said"]
     assert "trying again in 2 s (2 of 4)" in hub["said"]
-    assert hub["asked"]["c4"] > faulty_hub.TIMES  # the hub's own client tries a shard again, but not this question
+    assert hub["asked"]["c4"] > faulty_hub.TIMES  # the hub's own client retries shards, but not this request
 
 
 def test_a_hub_that_stays_down_is_a_sentence_after_the_last_try(hub):
@@ -114,7 +114,7 @@ def test_reading_goes_on_behind_the_last_record_after_an_error_of_the_disk(tmp_p
 
     monkeypatch.setattr(documents, "_lines", flickering)
     assert list(read_documents(file, retries=1, start=3, stride=7)) == list(enumerate(ROWS))[3::7]
-    assert len(opened) == 4  # a try that brought a record earns another
+    assert len(opened) == 4  # a try that yielded a record does not count
     assert capfd.readouterr().err.count("trying again in 0.01 s (1 of 1)") == 3
 
 
@@ -318,7 +318,7 @@ def children():
 
 @pytest.mark.parametrize("moment", ["between", "in the middle"])
 def test_a_killed_worker_is_a_sentence(config, moment):
-    # Rows too many for a pipe: a worker is always in the middle of handing over.
+    # The rows exceed the capacity of a pipe, so a worker is always in the middle of handing over a batch.
     config = replace(config, workers=1, sequence_length=512, packing=True)
     before = set(children())
     stream = TrainingStream(open_text(config, vocab_size=512), config, batch=64)

@@ -17,7 +17,7 @@ THINGS = ["matrix", "river", "window", "spider", "station", "garden", "letter", 
 
 
 def paragraph(seed: int, sentences: int = 3) -> str:
-    """English of its own kind for every seed."""
+    """Return an English paragraph, a different one for every seed."""
     picks = [(seed // 10**k + 3 * k) % 10 for k in range(3 * sentences)]
     lines = [SENTENCE.format(*(THINGS[i] for i in picks[k::sentences])) for k in range(sentences)]
     return f"This is passage number {seed} of all. " + " ".join(lines)
@@ -50,7 +50,7 @@ def install(monkeypatch, site: Path):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """One required package, one that it requires, one that nobody requires, and a standard library of two files."""
+    """A stand-in machine: a required package, one that it requires, one for an extra, and a library of two files."""
     site, library = tmp_path / "site", tmp_path / "lib"
     many = {f"m{k}.py": module(1000 + k, 2000 + k) for k in range(300)}
     add_distribution(site, "wanted", many | {"again.py": module(1000, 5000)}, ["below>=1", 'extra_one; extra == "x"'])

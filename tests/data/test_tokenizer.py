@@ -1,4 +1,4 @@
-"""Tokenizers against sentencepiece itself, and against themselves after a model folder kept them."""
+"""Tokenizers against sentencepiece itself, and against themselves after saving to a model folder."""
 
 import json
 import random
@@ -88,9 +88,9 @@ def test_a_model_folder_keeps_ids_and_special_tokens(tmp_path, model, architectu
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from(" \n<>/s0xé") | st.characters(codec="utf-8", exclude_characters="▁"), max_size=40))
 def test_byte_fallback_loses_no_text(lossless, text):
-    """But for U+2581, which is sentencepiece's own sign for a space."""
+    """U+2581 is excluded: it is sentencepiece's own sign for a space."""
     ids = lossless.encode([text])[0].tolist()
-    if "\0" not in text:  # sentencepiece itself ends at it
+    if "\0" not in text:  # sentencepiece itself ends a text at NUL
         # Of two segmentations that are equally probable, such as of "00000" into "00 00 0" and "0 00 00", either may be
         # taken; their log-probabilities, sums of some dozen float32 scores around 10, agree to rounding.
         found, expected = (

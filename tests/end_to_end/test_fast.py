@@ -1,4 +1,4 @@
-"""fast.yaml laid over another file: bfloat16 products, a compiled model and the ADMM beside the forward, together."""
+"""fast.yaml laid over another file: bfloat16 products, a compiled model and an overlapped ADMM, all together."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from salaad.methods.salaad.storage import read_surrogates
 from salaad.spectral.cost import RATES
 from tests.helpers.training import assert_same_records, last_checkpoint, lines, moments, run_training, weights
 
-RATES_OF_A_GPU = replace(RATES["h100"], eigenvectors=1e-7)  # so slow at eigenvectors that products are taken here too
+RATES_OF_A_GPU = replace(RATES["h100"], eigenvectors=1e-7)  # so low that products are chosen here too
 
 
 EVALUATE = train.evaluate
 
 
 def evaluate_without_compiling(*given):
-    """Without gradients the model would be compiled once more, for another quarter of the time of this test."""
+    """Evaluate uncompiled: compiling the model again, without gradients, takes another quarter of this test's time."""
     with torch.compiler.set_stance("force_eager"):
         return EVALUATE(*given)
 
@@ -29,12 +29,12 @@ def evaluate_without_compiling(*given):
 def test_a_fast_run_trains_and_goes_on_to_the_bit(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES_OF_A_GPU)
     monkeypatch.setattr(train, "evaluate", evaluate_without_compiling)
-    torch._dynamo.reset()  # after some more models of other tests it would compile no more
-    # One layer, since to compile it is what takes the time.
+    torch._dynamo.reset()  # compilations by other tests count towards torch's limit
+    # One layer, since compiling takes most of the time.
     arguments = ["--config=nano.yaml", "--config=fast.yaml", *toy(model__num_hidden_layers=1, train__batch=2)]
     run_training(arguments, tmp_path / "whole")
 
-    after_step, pending = SalaadMethod.after_step, {6, 10}  # the first with an update under way
+    after_step, pending = SalaadMethod.after_step, {6, 10}  # at step 6 an ADMM update is under way
 
     def interrupted(self, *given):
         after_step(self, *given)

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("own_caches")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """One small folder of every form."""
+    """Kind → a small folder, one of every kind that the programs open."""
     root = tmp_path_factory.mktemp("folders")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SALAAD_CACHE", str(root / "caches"))
@@ -57,7 +57,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def copy(folders, tmp_path):
-    """A copy of a folder to tamper with."""
+    """A function that returns a copy of the folder of a kind, to tamper with."""
     return lambda kind: Path(shutil.copytree(folders[kind], tmp_path / kind))
 
 
@@ -88,7 +88,7 @@ def opened(folder: Path) -> None:
 
 
 def subprocess_refused(*command: object) -> str:
-    """What a program says on standard error, in one line, when it leaves with 2."""
+    """Run a program that has to exit with 2, and return the one line that it prints on standard error."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment
@@ -102,7 +102,7 @@ def subprocess_refused(*command: object) -> str:
 
 
 class Planted:
-    """Unpickling it makes a file."""
+    """An object whose unpickling creates the file `mark`."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -112,7 +112,7 @@ class Planted:
 
 
 def plant_everywhere(folder: Path, mark: Path) -> None:
-    """Pickles, code and templates under every name by which some library might look for them."""
+    """Write pickles, code and templates under every name by which some library might look for them."""
     for name in ("pytorch_model.bin", "optimizer.pt", "vocab.pkl", "tokenizer.pkl", "random-00000.pt", ".metadata"):
         (folder / name).write_bytes(pickle.dumps(Planted(mark)))
     code = f"import pathlib; pathlib.Path({str(mark)!r}).touch()\n"
@@ -264,7 +264,7 @@ def test_a_sentence_stays_one_line_of_bounded_length_whatever_it_quotes():
 
 
 def test_small_models_of_other_families_are_no_hostile_ones(tmp_path):
-    """Settings of large models in a small one, tensors of three dimensions, tables in no file."""
+    """The models have settings of large ones, tensors of three dimensions, or tables that no file holds."""
     common = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
     for model in (
         Qwen2ForCausalLM(Qwen2Config(**common, intermediate_size=24, num_key_value_heads=1)),
@@ -291,7 +291,7 @@ SIZES = {
 LARGE = [{key: size} for key, size in SIZES.items()]
 WRONG = [{"hidden_size": size} for size in (-16, "16", 16.5, 10**400, None)]
 WRONG += [{"num_key_value_heads": 0}, {"num_hidden_layers": [1] * 1000}, {"vocab_size": True}]
-WRONG += [{"model_type": "deepseek_v3"}]  # whose own sizes are those of 671B parameters
+WRONG += [{"model_type": "deepseek_v3"}]  # whose default sizes are those of 671B parameters
 
 
 @pytest.mark.parametrize("kind", ["dense", "factored", "elastic", "run"])
@@ -375,7 +375,7 @@ def test_an_elastic_folder_gathers_nothing_from_outside_or_twice(copy, harm):
     tensors = load_file(folder / "model.safetensors")
     places, line = tensors[f"elastic.{Q}.S_places"], tensors["elastic.line"]
     if harm == "outside":
-        places = tensors["elastic.model.layers.0.mlp.up_proj.S_places"]  # of 24×16, in two bytes
+        places = tensors["elastic.model.layers.0.mlp.up_proj.S_places"]  # places of two bytes, in a block of 24×16
         places[0] = 255
     elif harm == "twice":
         places[1] = places[0]
@@ -507,7 +507,7 @@ def test_train_says_one_line_and_leaves_with_2(copy, tmp_path):
 
 @pytest.mark.parametrize("kind", ["run", "elastic"])
 def test_compress_and_evaluate_say_one_line_and_leave_with_2(copy, tmp_path, kind):
-    """Each of them once as a process of its own, on whose standard error a library too might write."""
+    """Each program runs once in a process of its own, where a library too might write to standard error."""
     folder, made = copy(kind), ("--output", tmp_path / "made")
     if kind == "run":
         index = last_checkpoint(folder) / "surrogate" / "index.json"

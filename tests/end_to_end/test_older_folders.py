@@ -1,4 +1,4 @@
-"""Folders that commit af3164f wrote, before the package was cut into rooms, still open, go on and can be cut.
+"""Folders that commit af3164f wrote, before the package had subpackages, still open, resume and can be cut.
 
 The archive holds a SALAAD run with checkpoints at steps 6 and 12, its text and its tokenizer, a factored and an elastic
 folder cut from it, and what that commit computed with them. Other processors round differently: a sum in float32 moves

@@ -1,8 +1,8 @@
-"""How often the host waits for the device in the trainer's own steps: never, but for a round and for pure bfloat16.
+"""How often the host waits for the device in a step: only for ADMM rounds, GaLore's subspaces, and SALAAD in pure bf16.
 
-Counted on the CPU over the whole loop, from the first line of a step to that of the next, with the solvers of a device
-that the host has to wait for. What the ranks have agreed on is looked at one step later (`training/agreement.py`):
-that is the only look in a step at what an earlier one has enqueued.
+Waits are counted on the CPU over the whole loop, from the first line of a step to that of the next, with the solvers
+that are chosen for a GPU. The result of the ranks' exchange is read one step later (`training/agreement.py`): that is
+the only read in a step of a value that an earlier step has enqueued.
 """
 
 import os
@@ -24,13 +24,13 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import run_training
 
 STEPS, EVERY = 8, 3
-RATES_OF_A_GPU = replace(RATES["h100"], eigenvectors=1e-7)  # so slow at eigenvectors that products are taken here too
+RATES_OF_A_GPU = replace(RATES["h100"], eigenvectors=1e-7)  # so low that products are chosen here too
 
 
 def waits_of(arguments: list[str], output: Path, rates: Rates = RATES_OF_A_GPU) -> list[tuple[int, int, int]]:
-    """Of each step of a run but the last: how often the host waits, looks at an earlier step's, or in an eigensolver.
+    """Train; return per step but the last: waits of the host, reads of an earlier step's copies, eigensolver calls.
 
-    A step counter of an optimizer that is not fused lies on the CPU wherever the weights are, so that reading it is no
+    The step counter of an optimizer that is not fused is on the CPU wherever the weights are, so that reading it is no
     wait.
     """
     start, loop, look = train.start_accelerator, train.Trainer.train, Agreement.read
@@ -75,7 +75,7 @@ CASES = {
     "bf16-mixed": ({"train__precision": "bf16-mixed"}, AT_ROUNDS),
     "overlap": ({"salaad__overlap": "true"}, [0, *AT_ROUNDS[:-1]]),  # in the backward pass of the next step
     "full_rank in bf16": ({"method": "full_rank", "train__precision": "bf16"}, NEVER),
-    # Whether the gradient is finite, for an optimizer that is not fused (`step_unless`).
+    # For an optimizer that is not fused, the host reads whether the gradient is finite (`step_unless`).
     "salaad in bf16": ({"train__precision": "bf16"}, [1 + rounds for rounds in AT_ROUNDS]),
     **{method: ({"method": method}, NEVER) for method in SETTINGS if method not in ("salaad", "galore")},
 }
@@ -97,7 +97,7 @@ def test_galore_waits_for_a_new_subspace_and_for_nothing_else(toy, tmp_path):
 
 
 def waits_on_a_rank(runs: list[list[str]], output: Path) -> list[list[tuple[int, int, int]]]:
-    """`waits_of` of each run on a rank of a group that is there already."""
+    """Return the results of `waits_of` for each run, on a rank of a process group that already exists."""
     rank = str(distributed.rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -116,7 +116,7 @@ def test_two_processes_wait_no_more_often_than_one(toy, tmp_path):
 
 
 def test_the_rates_of_a_gpu_as_they_are_take_eigenvectors_for_small_blocks(toy, tmp_path):
-    """Each stack then waits once more, inside the solver: here one of 32×32 and one of 48×32."""
+    """With eigenvectors each stack of blocks waits once more, inside the solver: here one of 32×32 and one of 48×32."""
     arguments = toy(train__steps=STEPS, train__log_every=STEPS, salaad__every=EVERY)
     found = waits_of(arguments, tmp_path / "run", RATES["h100"])
     assert [waits for waits, _, _ in found] == AT_ROUNDS
@@ -124,7 +124,7 @@ def test_the_rates_of_a_gpu_as_they_are_take_eigenvectors_for_small_blocks(toy, 
 
 
 def test_torch_has_no_fused_step_for_bfloat16_weights_with_float32_gradients():
-    """If it gets one, the wait in pure bf16 can go (`step_unless`)."""
+    """If torch gets one, the wait in pure bf16 can go (`step_unless`)."""
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     weight.grad = torch.ones(4)

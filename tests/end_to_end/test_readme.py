@@ -134,7 +134,7 @@ def test_the_map_has_every_room():
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
-    """(program, its words) of every command that a page shows in a block or in backquotes."""
+    """Yield (program, its words) of every command that a page shows in a block or in backquotes."""
     for page in PAGES:
         text = page.read_text()
         shown = [line for block in code_blocks("bash", text) for line in block.splitlines()]
@@ -149,7 +149,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def known():
-    """The options that the help of a program names."""
+    """A function that returns the options that the help of a program names."""
 
     @cache
     def options_of(program: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The shape of the house: imports run downwards, `salaad/` shows few names, and every room says what it is."""
+"""The structure of the package: imports run downwards, `salaad/` has few entries, subpackages describe themselves."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "salaad"
 MATHEMATICS = ("prox", "spectral", "hpa", "energy_allocation", "rpca")
-# The upper ones first; rooms on one storey import nothing of one another.
+# Layers of subpackages (rooms), the upper first; subpackages of one layer import nothing from each other.
 STOREYS = (
     ("evaluation",),
     ("training", "compression"),
@@ -25,7 +25,7 @@ MOST_NAMES = 16
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of everything that a file imports, inside functions too."""
+    """Yield (line, module) of everything that a file imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -37,7 +37,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def room_of(module: str) -> str | None:
-    """The room or mathematical module that a dotted name of ours lies in."""
+    """Return the subpackage or mathematical module that a dotted name lies in; None if it is not in `salaad`."""
     parts = module.split(".")
     return parts[1] if parts[0] == "salaad" and len(parts) > 1 else None
 

@@ -42,7 +42,7 @@ def assert_same_tensors(first: dict, second: dict) -> None:
 
 
 def assert_same_up_to_rounding(first: list[dict], second: list[dict]) -> None:
-    """Of the lines of two runs: Adam may turn rounding into steps of single weights, but the loss hardly feels them."""
+    """Assert that two runs differ by rounding only, which Adam may enlarge in single weights but hardly in the loss."""
     for one, other in zip(first, second, strict=True):
         assert (other["step"], other["tokens"]) == (one["step"], one["tokens"])
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
@@ -93,7 +93,7 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, options):
 
 
 def test_two_processes_train_like_one(toy, tmp_path):
-    """In all that is kept, up to the order in which gradients are summed.
+    """Records, L and S agree up to the order in which gradients are summed.
 
     Adam divides a gradient by its own size plus eps. With the usual 1e-8 a gradient that is itself nothing but rounding
     (of q_proj at first, whose scores are near 0) becomes a whole step, so how far two runs are apart depends on the
@@ -223,7 +223,7 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(toy, tmp_path, number, wor
 
 
 def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path):
-    """`accelerate launch` passes no signal on there; without more the training would go on alone."""
+    """With one process `accelerate launch` passes no signal on, so by itself the training would go on alone."""
     process = start(toy(train__steps=100000), tmp_path / "run")
     wait_for_steps(process, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
@@ -233,12 +233,12 @@ def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path
 
 
 def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
-    # A step of minutes, which the first signal would let come to its end.
+    # A step takes minutes, and the first signal would let it finish.
     process = start_alone(toy(train__batch=20_000, train__micro_batch=1), tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
     begun = psutil.Process(process.pid).cpu_times().user
-    while psutil.Process(process.pid).cpu_times().user < begun + 16:  # of work, until its text is there
+    while psutil.Process(process.pid).cpu_times().user < begun + 16:  # seconds of CPU time, until its text is there
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -250,7 +250,7 @@ def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_ends_the_wait_for_text(toy, tmp_path, text_files, workers):
-    """A shard is gone, and is waited for with back-off: the step that is ready is taken and saved all the same."""
+    """While missing files are waited for with back-off, the step whose batch is ready is still taken and saved."""
     files, run = [shutil.copy(file, tmp_path) for file in text_files["train"]], tmp_path / "run"
     options = {"data__workers": workers, "data__files": json.dumps(files), "data__shuffle_window": 5}
     process = start_alone(toy(train__steps=100000, **options), run)
@@ -331,7 +331,7 @@ def test_the_records_say_what_happened(toy, tmp_path):
     assert [(row["step"], row["variant"]) for row in evaluations] == [(3, "X"), (3, "L+S"), (6, "X"), (6, "L+S")]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["variants"].keys() == {"X", "L+S"}
-    assert summary["final_loss"] == lines(tmp_path / "run", "metrics.jsonl")[-1]["loss"]  # a twentieth of few lines
+    assert summary["final_loss"] == lines(tmp_path / "run", "metrics.jsonl")[-1]["loss"]  # mean of the last line alone
     assert summary["blocks"].keys() == {row["block"] for row in blocks}
     for name, row in summary["blocks"].items():
         assert {"block": name, **row} == [other for other in blocks if other["block"] == name][-1]

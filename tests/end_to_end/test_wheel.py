@@ -43,12 +43,12 @@ def installed(tmp_path_factory) -> Path:
 
 
 def alone() -> dict[str, str]:
-    """The environment without a path on which Python, and pip, would find this checkout."""
+    """Return the environment variables without PYTHONPATH, through which Python and pip would find this checkout."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def run(python: Path, code: str, folder: Path) -> str:
-    """What `code` prints, run in `folder` by the environment's interpreter alone."""
+    """Run `code` in `folder` with the interpreter that has the wheel, and return what is printed."""
     environment = alone() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SALAAD_CACHE": str(folder / "cache")}
     begin = "import salaad, sys; assert salaad.__file__.startswith(sys.prefix), salaad.__file__\n"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tasks of the harness that nothing here was made for, on rows made by hand, against choices scored by hand."""
+"""Harness tasks that our code has no special case for, on rows made by hand, against choices scored by hand."""
 
 import json
 import math
@@ -85,7 +85,7 @@ TASKS: dict[str, tuple[str, Callable, Callable, Callable]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, model, tokenizer):  # noqa: F811
-    """Folder of task files, and {task: whether the model is right in each row}: it is in two of three."""
+    """A folder of task files, and {task: whether the model is right in each row}, true in two rows of three."""
     pick = random.Random(2)
     text = lambda count: " ".join(pick.choices(WORDS, k=count))  # noqa: E731
     folder, right = tmp_path_factory.mktemp("any"), {}

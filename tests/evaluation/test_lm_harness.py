@@ -1,4 +1,4 @@
-"""The harness's scores against choices scored by hand, on task files made on the spot; and every sentence."""
+"""The harness's scores against choices scored by hand, on task files made here; and every error message."""
 
 import importlib.metadata
 import json
@@ -27,7 +27,7 @@ SUBJECTS = sorted(
     path.stem.removeprefix("mmlu_")
     for path in (Path(lm_eval.__file__).parent / "tasks/mmlu/default").glob("mmlu_*.yaml")
 )
-# What a row looks like but for its answer, what the harness shows of it, and the choices it scores.
+# Task → a row without its answer, and the prompt and the choices that the harness makes of a row.
 TASKS = {
     "arc_challenge": (
         lambda text: {"question": text(6), "choices": {"text": [text(2), text(3), text(5)], "label": list("ABC")}},
@@ -87,7 +87,7 @@ def model():
 
 
 def log_likelihood(model, tokenizer, prompt, choice):
-    """Sum of the log-probabilities of a choice's tokens; the model reads the last LENGTH tokens before the last."""
+    """Return the sum of log-probabilities of a choice's tokens; the model reads up to LENGTH tokens before the last."""
     start = tokenizer(prompt, add_special_tokens=False).input_ids
     ids = tokenizer(f"{prompt} {choice}", add_special_tokens=False).input_ids
     assert ids[: len(start)] == start
@@ -99,9 +99,9 @@ def log_likelihood(model, tokenizer, prompt, choice):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, model, tokenizer):
-    """Folder of task files, and {task: [(right, right after dividing by the choice's characters)]}.
+    """A folder of task files, and {task: [(right, right after dividing scores by the choice's characters)]}.
 
-    By hand the model is right in two rows of three, so a score is right only if every row is.
+    The answers make the model right in two rows of three, so that a score agrees only if every row does.
     """
     pick = random.Random(1)
     folder, right, cut = tmp_path_factory.mktemp("tasks"), {}, 0
@@ -155,7 +155,7 @@ def test_mmlu_is_one_row_over_its_57_subjects(scores, made):
     score = scores["mmlu"]
     assert (score.samples, score.version, score.acc_norm) == (57, "2", None)
     assert score.acc == pytest.approx(sum(plain for plain, _ in made[1]["mmlu"]) / 57)
-    assert score.acc_stderr is None  # one row of each subject has none
+    assert score.acc_stderr is None  # one row per subject has no standard error
 
 
 def test_one_subject_and_the_order_asked_for(made, model, tokenizer):
@@ -204,7 +204,7 @@ def test_nothing_is_printed_written_loaded_or_left_changed(made, model, tokenize
 
 
 def copy(made, tmp_path, task, change):
-    """A folder with one task's file, its rows changed."""
+    """Write one task's file with changed rows to `tmp_path`, and return that folder."""
     name = FILES[task][0]
     rows = [json.loads(line) for line in (made[0] / name).read_text().splitlines()]
     (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
@@ -294,7 +294,7 @@ def test_a_hub_out_of_reach_is_one_sentence(model, tokenizer, monkeypatch):
 
 
 def test_data_of_the_hub_scores_alike(made, model, tokenizer, scores, monkeypatch):
-    """As the hub gives it, with splits that nothing asks for and labels that have names."""
+    """The data is as the hub gives it, with labels that have names."""
     file = made[0] / "boolq.validation.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     held = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=["False", "True"]))

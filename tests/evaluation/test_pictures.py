@@ -1,4 +1,4 @@
-"""The pictures of a reproduction: each is a PNG with something on it, and what it draws are the numbers given."""
+"""The figures of a reproduction: each is a PNG that is not blank, and draws the numbers given."""
 
 import json
 from itertools import pairwise
@@ -36,7 +36,7 @@ def drawn(monkeypatch) -> list[Figure]:
 
 
 def make_run(folder, blocks=LAYERS, steps=40, every=5, shift=0.0):
-    """The records of a run, in which every value can be told from all others."""
+    """Write the records of a run, in which all values are distinguishable, and return its folder."""
     folder.mkdir()
     losses = [{"step": step, "loss": 8 - step / 10 + shift} for step in range(10, steps + 1, 10)]
     updates = [
@@ -56,7 +56,7 @@ def make_run(folder, blocks=LAYERS, steps=40, every=5, shift=0.0):
 
 
 def save_checkpoint(run, X) -> Surrogate:
-    """A checkpoint that holds one surrogate, GATE."""
+    """Write a checkpoint whose only surrogate is that of block GATE, with weight X; return the surrogate."""
     surrogate = Surrogate(X, 1.0, SalaadConfig(rank_ratio=0.5))
     folder = run / "checkpoints" / "step-0000040"
     for part in ("surrogate", "state"):
@@ -68,7 +68,7 @@ def save_checkpoint(run, X) -> Surrogate:
 
 
 def lines(panel) -> dict[str, tuple[list, list]]:
-    """Label, without what it says of the end, → x and y."""
+    """Return label, up to any " (ends", → x and y of each line in a panel."""
     return {
         line.get_label().partition(" (ends")[0]: (list(line.get_xdata()), list(line.get_ydata()))
         for line in panel.lines
@@ -76,7 +76,7 @@ def lines(panel) -> dict[str, tuple[list, list]]:
 
 
 def bars(panel) -> dict[str, list[float]]:
-    """Label → heights, from left to right."""
+    """Return label → heights of its bars in a panel, from left to right."""
     return {group.get_label(): pytest.approx([bar.get_height() for bar in group]) for group in panel.containers}
 
 
@@ -326,4 +326,4 @@ def test_one_training_draws_every_model_by_its_size(tmp_path, drawn):
     [panel] = drawn[0].axes
     shown = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in panel.lines}
     assert shown == curves
-    assert panel.get_ylim()[1] < 900  # what cannot be used does not flatten the others
+    assert panel.get_ylim()[1] < 900  # an unusable model does not flatten the other curves

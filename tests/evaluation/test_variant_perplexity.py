@@ -1,4 +1,4 @@
-"""Which device computed a perplexity, and how: told in the row of results, and where kernels fail in a warning."""
+"""A row of results says which device computed it, with or without Triton; missing kernels on a GPU cause a warning."""
 
 import warnings
 from pathlib import Path
@@ -18,7 +18,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 @pytest.fixture
 def evaluation(tmp_path: Path, tiny_tokenizer_dir, text_files, own_caches) -> VariantEvaluation:
-    """Of a small dense model, of which nothing is cached yet."""
+    """The evaluation of a small dense model, without cached results."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512)).save_pretrained(tmp_path / "model")
@@ -42,7 +42,7 @@ def test_a_row_says_what_computed_it_and_nothing_is_said_where_nothing_is_missin
 
 
 def test_kernels_that_cannot_be_used_are_told_of_and_the_figure_is_torchs(evaluation, monkeypatch):
-    """As on a GPU whose Triton is missing: the CPU stands in for it, as it does with Triton's interpreter."""
+    """The CPU stands in for a GPU without Triton, as it does for a GPU with Triton's interpreter."""
     expected = evaluation(Variant("X"))["perplexity"]
     evaluation.cached.clear()
     monkeypatch.setattr(native, "INTERPRETED", True)
@@ -56,7 +56,7 @@ def test_kernels_that_cannot_be_used_are_told_of_and_the_figure_is_torchs(evalua
 
 
 def test_a_legacy_figure_of_other_batches_is_not_taken_from_the_cache(evaluation):
-    """exp(Σ of the batches' means / (batches + 1)): fewer batches lower it, and leave the perplexity as it is."""
+    """exp(Σ of the batches' mean losses / (batches + 1)) falls with fewer batches; the perplexity stays as it is."""
     small = evaluation(Variant("X"))
     evaluation.batch = 8
     large = evaluation(Variant("X"))

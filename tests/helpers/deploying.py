@@ -1,4 +1,4 @@
-"""compress.py and evaluate.py as a user calls them."""
+"""Functions that call compress.py and evaluate.py as a user does, and read what they write."""
 
 import contextlib
 import importlib
@@ -13,7 +13,7 @@ from salaad.common.errors import UserError
 
 
 def run(program: str, *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and error of a program, called in this process: starting one takes six seconds."""
+    """Return exit code, standard output and error of a program; run in this process, as starting one takes 6 s."""
     out, err, code = io.StringIO(), "", 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(sys, "argv", [program, *map(str, arguments)])
@@ -31,12 +31,12 @@ def ok(program: str, *arguments: object) -> str:
 
 
 def compress(checkpoint: Path, output: Path | str, *words: object, **options: object) -> str:
-    """What compress.py prints; `kappa=0.5` is `--kappa 0.5`, `elastic=True` is `--elastic`."""
+    """Return what compress.py prints; `kappa=0.5` stands for `--kappa=0.5`, `elastic=True` for `--elastic`."""
     return ok("compress.py", f"--checkpoint={checkpoint}", f"--output={output}", *words, *_words(options))
 
 
 def evaluate(command: str, checkpoint: Path, output: Path | str, *words: object, **options: object) -> str:
-    """What `evaluate.py COMMAND` prints; options as those of `compress`."""
+    """Return what `evaluate.py COMMAND` prints, with options written as for `compress`."""
     return ok("evaluate.py", command, f"--checkpoint={checkpoint}", f"--output={output}", *words, *_words(options))
 
 

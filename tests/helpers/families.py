@@ -1,4 +1,4 @@
-"""A small model with random weights of each of the usual families."""
+"""Small models with random weights, one of each of the usual architectures."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests that run Triton's kernels on the CPU, in a process of their own: at its import Triton decides to interpret."""
+"""Run tests of Triton kernels on the CPU, in a process of their own: Triton picks its interpreter when imported."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 def passes_interpreted(file: Path) -> bool:
-    """Whether the tests in a file pass with an interpreting Triton; what they say is printed."""
+    """Return whether the tests in a file pass under Triton's interpreter, and print the output of pytest."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     print(done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""What accelerate makes of a command: its options, and the launch that it asks torch for."""
+"""How accelerate reads a command line: its resolved options, and the launch configuration that it gives to torch."""
 
 from argparse import Namespace
 from unittest.mock import patch
@@ -9,12 +9,12 @@ from torch.distributed.launcher.api import LaunchConfig
 
 
 def resolved(words: list[str]) -> Namespace:
-    """The options behind `accelerate launch` with the configuration file that they name."""
+    """Return the options of `accelerate launch`, merged with the configuration file that `words` names."""
     return _validate_launch_command(launch_command_parser().parse_args(words))[0]
 
 
 def torch_launch(words: list[str]) -> LaunchConfig:
-    """What torch is asked for by these options; nothing is started."""
+    """Return the launch configuration that accelerate gives to torch for these options; nothing is started."""
     with patch.object(distrib_run, "run") as run, patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
         multi_gpu_launcher(resolved(words))
     return distrib_run.config_from_args(run.call_args.args[0])[0]

@@ -1,4 +1,4 @@
-"""A folder opened as a user opens it, and what the model makes of one text."""
+"""Functions that open a folder as a user does, compute logits of fixed tokens, and save a small GPT-2."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def save_gpt2(folder: Path) -> Path:
-    """A GPT-2 as transformers saves it, config and weights alone; its pad and end are those of the tests' tokenizer."""
+    """Save a GPT-2 as transformers does, config and weights alone, with the end token of the tests' tokenizer."""
     torch.manual_seed(3)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 32}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).save_pretrained(folder)

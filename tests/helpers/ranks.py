@@ -14,14 +14,14 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60) -> list[Any]:
-    """`fn(*args)` on `world_size` ranks that form a gloo group; the results in rank order.
+    """Run `fn(*args)` on `world_size` ranks that form a gloo group, and return the results in rank order.
 
     `fn` must be a function of a module, and its arguments and results picklable. An error on any rank is raised here. A
     rank that waits for one that has failed does not wait for longer than `timeout` seconds.
     """
     folder = Path(mkdtemp(dir=tmp_path))
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as a launcher keeps one
-    # The ranks are forked from one process that has torch and the module of `fn` ready: seconds for each of them else.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # like the store of a launcher
+    # The ranks are forked from a process that has imported torch and the module of `fn`, which saves each rank seconds.
     multiprocessing.get_context("forkserver").set_forkserver_preload([fn.__module__])
     mp.start_processes(
         _rank, (world_size, folder, store.port, fn, args, timeout), nprocs=world_size, start_method="forkserver"

@@ -1,4 +1,4 @@
-"""Random U·V + S, and what they are as dense matrices in float64."""
+"""Random matrices U·V + S, and their dense values in float64."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def parts(n: int, m: int, rank: int, nnz: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Slr:
-    """Random parts, the largest entries of S first."""
+    """Return random U (n×rank), V (rank×m) and S with `nnz` entries, the largest first."""
     generator = torch.Generator().manual_seed(seed)
     U, V, values = (torch.randn(*size, generator=generator) / 4 for size in ((n, rank), (rank, m), (nnz,)))
     positions = torch.randperm(n * m, generator=generator)[:nnz].int()
@@ -49,14 +49,14 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def held_by(layer: SlrWeight) -> Tensor:
-    """U·V + S of a layer in float64, its entries put in their places by torch's own sparse tensors."""
+    """U·V + S of a layer in float64, with S made dense by torch's own sparse CSR tensors."""
     entries = layer.S_starts, layer.columns, layer.S_values.detach().double()
     S = torch.sparse_csr_tensor(*entries, layer.shape, check_invariants=True)
     return layer.U.detach().double() @ layer.V.detach().double() + S.to_dense()
 
 
 def assert_opened_as(opened: nn.Module, saved: nn.Module) -> int:
-    """The tensors of a model that was saved, its blocks dense where that takes less memory; how many those are."""
+    """Assert that `opened` has `saved`'s tensors, blocks dense where that takes less memory; return how many are."""
     mine, theirs = opened.state_dict(), saved.state_dict()
     dense_now = 0
     for name, layer in saved.named_modules():
@@ -71,7 +71,7 @@ def assert_opened_as(opened: nn.Module, saved: nn.Module) -> int:
         dense_now += 1
         weight, bits = mine.pop(f"{name}.weight"), torch.finfo(layer.U.dtype).eps
         weight = weight.mT if isinstance(opened.get_submodule(name), Conv1D) else weight
-        # Rounded once, after a sum in float32.
+        # The opened weight is rounded once, after a sum in float32.
         assert weight.dtype == layer.U.dtype
         torch.testing.assert_close(weight.double(), held_by(layer), rtol=bits / 2 + 1e-6, atol=1e-6)
         theirs = {key: t for key, t in theirs.items() if not key.startswith(f"{name}.") or key == f"{name}.bias"}

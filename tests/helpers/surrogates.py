@@ -1,4 +1,4 @@
-"""What a checkpoint stores of its blocks, read without the package."""
+"""L and S of the blocks of a checkpoint, read from its files without the package."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.helpers.training import last_checkpoint
 
 
 def dense_parts(run_folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
-    """L, S and the effective rank of every block, straight from the files, by the definitions of the paper."""
+    """Return block → (L, S, effective rank), computed from the checkpoint's files by the definitions of the paper."""
     surrogate = last_checkpoint(run_folder) / "surrogate"
     index = json.loads((surrogate / "index.json").read_text())["blocks"]
     parts = {}
@@ -32,5 +32,5 @@ def best_rank(L: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def l_plus_s(run_folder: Path) -> dict[str, torch.Tensor]:
-    """L of its effective rank, plus S, of every block."""
+    """Return block → L, truncated to its effective rank, plus S."""
     return {name: best_rank(L, rank) + S for name, (L, S, rank) in dense_parts(run_folder).items()}

@@ -8,7 +8,7 @@ from salaad.common.hashed_files import HashedFile
 
 
 def main() -> None:
-    """Train; of the checkpoint after that step only the beginning of the optimizer's state is written."""
+    """Train, but stop for 600 s within writing the optimizer's state to the checkpoint after step STEP."""
     step, write = sys.argv.pop(1), HashedFile.write
 
     def write_some(self: HashedFile, data: bytes | memoryview) -> int:

@@ -18,7 +18,7 @@ SECONDS = ("seconds", "tokens_per_second")
 
 
 def run_training(arguments: list[str], output: Path) -> None:
-    """`train.main` in this process."""
+    """Run `train.main` with these options in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     config, options = read_command_line([*arguments, f"--output={output}"])
@@ -26,20 +26,20 @@ def run_training(arguments: list[str], output: Path) -> None:
 
 
 def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.Popen:
-    """`accelerate launch train.py` as a user types it, on one thread per process."""
+    """Start `accelerate launch train.py` as a user types it, with one thread per process."""
     command, environment = launch_command(arguments, output, processes)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def start_alone(arguments: list[str], output: Path) -> subprocess.Popen:
-    """`python train.py`, without a launcher."""
+    """Start `python train.py`, without a launcher."""
     command, pipe = [sys.executable, "train.py", *arguments, f"--output={output}"], subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
-    """`start`, and wait for the end."""
+    """Launch train.py as `start` does, and wait until it ends."""
     process = start(arguments, output, processes)
     try:
         out, err = process.communicate(timeout=300)
@@ -56,24 +56,24 @@ def wait_for_steps(process: subprocess.Popen, output: Path) -> None:
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """The lines of a record, without the fields that measure time."""
+    """Return the rows of a run's JSON lines file, without the fields that measure time."""
     rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in SECONDS} for row in rows]
 
 
 def assert_same_records(first: Path, second: Path) -> None:
-    """Two runs have written the same, but for times."""
+    """Assert that two runs have written the same records, except for times."""
     for name in ("metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"):
         assert lines(first, name) == lines(second, name)
 
 
 def last_checkpoint(folder: Path) -> Path:
-    """The checkpoint that `latest` names."""
+    """Return the checkpoint of a run that its file `latest` names."""
     return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
 
 
 def moments(checkpoint: Path) -> dict[int, dict]:
-    """Index of a parameter → what the optimizer keeps of it, whichever ranks wrote it."""
+    """Return index of a parameter → its optimizer state, from the files of all ranks."""
     files = (checkpoint / "state").glob("optimizer*.pt")
     return {i: entry for file in files for i, entry in torch.load(file, weights_only=True)["state"].items()}
 

@@ -1,6 +1,6 @@
-"""A way to train from outside the package: every projection becomes two factors, W = B·A, with all a method may have.
+"""A training method from outside the package, with settings and state of its own: projections become W = B·A.
 
-Importing this module registers it as `two_factors`.
+Importing this module registers it as `two_factors`, and `FrozenHead` as `frozen_head`.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class TwoFactorsConfig(MethodConfig):
 
 
 class Product(nn.Module):
-    """Y = x·Aᵀ·Bᵀ in place of a linear layer without bias."""
+    """A module that computes Y = x·Aᵀ·Bᵀ, in place of a linear layer without bias."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class FrozenHead(Method):
 register("two_factors", TwoFactors)
 register("frozen_head", FrozenHead)
 
-if __name__ == "__main__":  # what `accelerate launch` starts: train.py with this method known
+if __name__ == "__main__":  # started by `accelerate launch`: train.py with these methods registered
     import train
     from salaad.common.errors import run_command
     from salaad.config.command_line import read_command_line
