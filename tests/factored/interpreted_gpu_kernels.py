@@ -1,4 +1,4 @@
-"""Layers with the kernels for a GPU, which Triton interprets; `test_gpu_kernels.py` runs this file."""
+"""Factored layers with their GPU kernels, which Triton interprets; `test_gpu_kernels.py` runs this file."""
 
 import pytest
 import torch
@@ -12,21 +12,21 @@ from scripts.host_reads import HostReads
 from tests.helpers.slr_weights import dense, distance, parts
 from tests.helpers.tiny_llama import llama
 
-# Sums in float32; and a unit in the last place of bfloat16, 2⁻⁷, as the interpreter rounds towards zero.
+# Rounding of float32 sums; and one unit in the last place of bfloat16, 2⁻⁷, as the interpreter rounds towards zero.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """A product that happens to be near zero would have a large relative error; and no products of another test."""
+    """Seed the inputs, as a product near zero has a large relative error; and drop the products other tests cached."""
     torch.manual_seed(0)
     gpu_products._products_like.cache_clear()
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How many layers each pair of launches had."""
+    """A list that gets the number of layers of each pair of kernel launches."""
     counts, usual = [], gpu_products.linear_of_several
 
     def counted(layers, *rest):
@@ -59,7 +59,7 @@ def test_many_rows_are_multiplied_by_the_dense_weight(dtype, launched, monkeypat
         assert launched == expected
 
 
-@pytest.mark.parametrize("rows", [3, 4])  # as they are, and by the dense weight
+@pytest.mark.parametrize("rows", [3, 4])  # multiplied by U, V and S, and by the dense weight
 def test_autocast_changes_nothing(rows, monkeypatch):
     monkeypatch.setattr(gpu_products, "fewest_rows_for_dense", lambda *_: 4)
     slr, x, ids = parts(9, 33, 4, 60), torch.randn(rows, 33, requires_grad=True), torch.tensor([[0, 3, 8]])
@@ -90,7 +90,7 @@ def test_a_result_may_be_written_into(rows, monkeypatch):
 
 def test_more_rows_than_a_grid_can_have_are_multiplied_by_the_dense_weight(launched, monkeypatch):
     monkeypatch.setattr(gpu_products, "MOST_ROWS", 16)
-    layer = SlrLinear.from_slr(parts(3000, 4000, 1, 1)).requires_grad_(False)  # far smaller in parts
+    layer = SlrLinear.from_slr(parts(3000, 4000, 1, 1)).requires_grad_(False)  # far fewer numbers as U, V and S
     x = torch.randn(17, 4000)
     assert layer._native(x)[0].has_few(x[:16]) and not layer._native(x)[0].has_few(x)
 
@@ -157,7 +157,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def attention():
-    """The module in parts, frozen, and its dense weights."""
+    """An Attention module with factored, frozen layers, and the dense weights of its layers."""
     module = Attention().requires_grad_(False)
     layers = {name: parts(layer.out_features, 24, 2, 10) for name, layer in module.named_children()}
     factor(module, layers)
@@ -272,12 +272,12 @@ def test_nothing_waits_for_the_device():
     products, tensors = layer._native(x)
     with HostReads() as reads:
         products.linear(x, None, tensors), products.dense(tensors), products.rows(ids, tensors)
-    assert (reads.count, reads.uploads) == (0, 0)  # so a CUDA graph can hold a launch, and needs nothing beside it
+    assert (reads.count, reads.uploads) == (0, 0)  # so a CUDA graph can capture the launches without a wait of the host
 
 
 def test_numbers_that_the_kernels_do_not_know_are_left_to_torch_with_a_warning():
     layer, x = SlrLinear.from_slr(parts(6, 20, 3, 30, dtype=torch.float64)), torch.randn(2, 20).double()
     with pytest.warns(UserWarning, match=r"a layer of 6×20 has numbers in torch.float64, so torch's operations"):
         gpu_products.products((6, 20), layer._tensors)
-    with torch.no_grad():  # float64 on a CPU is nothing that kernels were asked for
+    with torch.no_grad():  # a layer on a CPU asks for no kernels in float64
         assert distance(layer(x), x @ dense(parts(6, 20, 3, 30, dtype=torch.float64)).T) < 1e-12

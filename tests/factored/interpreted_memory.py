@@ -1,4 +1,4 @@
-"""How many dense weights a model in parts has at a time, with kernels that Triton interprets.
+"""The number of dense weights that a factored model holds at a time, with kernels that Triton interprets.
 
 `test_gpu_kernels.py` runs this file.
 """
@@ -19,11 +19,11 @@ WIDTH, ROWS, LAYERS = 24, 5, 3
 
 
 class Weights(TorchDispatchMode):
-    """Follows every tensor with as many numbers as a weight.
+    """A dispatch mode that tracks every tensor with as many numbers as a weight.
 
     Attributes:
-        most: pieces of memory of that size that were alive at a time.
-        made: how many there were.
+        most: the most storages of such tensors that were alive at a time.
+        seen: the number of such tensors that `aten.mm` returned in total.
     """
 
     def __init__(self):
@@ -42,10 +42,10 @@ class Weights(TorchDispatchMode):
 
 @pytest.fixture
 def model(monkeypatch) -> nn.Sequential:
-    """Layers of one size, whose weights are made dense for as many rows as there are here."""
+    """Factored layers of one size, which multiply by their dense weights from ROWS rows of x on."""
     gpu_products._products_like.cache_clear()
     monkeypatch.setattr(gpu_products, "fewest_rows_for_dense", lambda *_: ROWS)
-    monkeypatch.setattr(cpu_kernels, "is_intercepted", lambda: False)  # by the mode above
+    monkeypatch.setattr(cpu_kernels, "is_intercepted", lambda: False)  # although `Weights` intercepts
     return nn.Sequential(*(SlrLinear.from_slr(parts(WIDTH, WIDTH, 2, 50, seed=i)) for i in range(LAYERS)))
 
 
@@ -61,7 +61,7 @@ def test_so_has_a_backward(model, trained):
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with Weights() as weights:
         model(x).sum().backward()
-    # Again for the gradient of every x, and the gradient of a weight for that of the entries of S.
+    # A layer's weight is made again for the gradient of x; the weight's gradient gives that of the entries of S.
     assert (weights.most, weights.seen) == (1, LAYERS * (3 if trained else 2))
     exact = torch.ones(ROWS, WIDTH).double()
     for layer in reversed(model):

@@ -1,4 +1,4 @@
-"""One folder of every size, against folders of one size, dense matrices and files that safetensors alone reads."""
+"""Elastic folders, which open at any size, against folders of one size, dense matrices, and what safetensors reads."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ EMBEDDING = "model.embed_tokens"
 
 @pytest.fixture(scope="module")
 def runs(runs, tmp_path_factory) -> Path:
-    """The toy runs as versions left them that kept no second moments: every entry of a block counts alike."""
+    """The toy runs without second moments, as earlier versions left them: all entries of a block weigh alike."""
     copy = tmp_path_factory.mktemp("alike") / "runs"
     shutil.copytree(runs, copy, ignore=shutil.ignore_patterns("second_moments.safetensors", "cache"))
     for method in ("salaad", "full_rank"):
@@ -65,7 +65,7 @@ def elastic(runs, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def floor_and_whole(runs) -> tuple[int, int]:
-    """Parameters of what is never compressed, and with all of L + S, counted in the checkpoint's files."""
+    """The parameters that are never compressed, and these with all of L + S, counted in the checkpoint's files."""
     dense = sum(
         tensor.numel() for tensor in load_file(last_checkpoint(runs / "salaad") / "model/model.safetensors").values()
     )
@@ -75,7 +75,7 @@ def floor_and_whole(runs) -> tuple[int, int]:
 
 
 def of_one_size(runs: Path, output: Path, budget: object, dtype: str, *arguments: object) -> Path:
-    """The folder that compress.py makes of the run by energy, at one budget or of all of L + S."""
+    """Cut the run by energy to the budget (None: keep all of L + S) with compress.py; return the folder `output`."""
     asked = () if budget is None else ("--budget", budget)
     asked += () if budget is None or "--refine" in arguments else ("--refine", 0)
     compress(runs / "salaad", output, *asked, *arguments, dtype=dtype)
@@ -83,7 +83,7 @@ def of_one_size(runs: Path, output: Path, budget: object, dtype: str, *arguments
 
 
 def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """The same layers with the same bits, and the same logits by them."""
+    """Assert that both models have the same factored layers, tensors equal to the bit, and equal logits."""
     found_state, expected_state = found.state_dict(), expected.state_dict()
     assert found_state.keys() == expected_state.keys()
     for key, tensor in expected_state.items():
@@ -98,7 +98,7 @@ def entry_of(folder: Path) -> dict:
 
 
 def units_of(folder: Path, budget: int | None) -> dict[str, tuple[int, int]]:
-    """Singular values and entries of every block at a budget: the line, walked until a unit does not fit."""
+    """Return block → (rank, nnz) at a budget (None: all), by walking `elastic.line` until a unit does not fit."""
     entry, line = entry_of(folder), load_file(folder / "model.safetensors")["elastic.line"].tolist()
     room = 10**12 if budget is None else budget - entry["fixed"]
     kept = {name: [0, 0] for name in entry["order"]}
@@ -114,7 +114,7 @@ def units_of(folder: Path, budget: int | None) -> dict[str, tuple[int, int]]:
 
 
 def dense_of(tensors: dict[str, Tensor], name: str, rank: int, nnz: int) -> Tensor:
-    """U·V + S of the first units of a block in float64, places read as little-endian numbers."""
+    """U·V + S (float64) of a block's first `rank` terms and `nnz` entries, whose places are little-endian numbers."""
     U, V = (tensors[f"elastic.{name}.{key}"][:rank].double() for key in "UV")
     W = U.mT @ V
     places = tensors[f"elastic.{name}.S_places"][:nnz].tolist()
@@ -129,7 +129,7 @@ def dense_of(tensors: dict[str, Tensor], name: str, rank: int, nnz: int) -> Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", ["floor", "floor and one", "20K", 0.5, "0.6", 34_567, 0.75, "all but one", "all"])
 def test_a_size_is_bit_for_bit_the_folder_of_that_size(runs, elastic, floor_and_whole, tmp_path, dtype, size):
-    """Most blocks are in parts at the smaller of these sizes, and all dense at the larger."""
+    """Most blocks are factored at the smaller of these sizes, and all are dense at the larger."""
     floor, whole = floor_and_whole
     named = {"floor": floor, "floor and one": floor + 1, "all but one": whole - 1, "all": whole}
     budget = named.get(size, size)
@@ -232,7 +232,7 @@ def test_the_file_keeps_the_largest_units_of_every_block_first(runs, elastic):
 
 
 def test_the_line_stands_in_order_of_energy_per_parameter(runs, elastic):
-    """Units that a size holds are worth no less, to within a level of 6.25 %, than those it does not."""
+    """Units kept at a size are worth no less, to within a level of 6.25 %, than the units left out."""
     parts = dense_parts(runs / "salaad")
     worth = {
         name: (
@@ -249,7 +249,7 @@ def test_the_line_stands_in_order_of_energy_per_parameter(runs, elastic):
 
 
 def write_behind(folder: Path, kept: dict[str, tuple[int, int]]) -> int:
-    """Overwrite every byte of the units behind these, by the offsets in the file's header; the bytes written."""
+    """Overwrite the bytes of all units after the kept ones, by the header's offsets; return the number of bytes."""
     file = folder / "model.safetensors"
     content = bytearray(file.read_bytes())
     (length,) = struct.unpack("<Q", content[:8])
@@ -260,7 +260,7 @@ def write_behind(folder: Path, kept: dict[str, tuple[int, int]]) -> int:
             begin, end = (8 + length + offset for offset in about["data_offsets"])
             units = about["shape"][0]
             begin += (end - begin) // units * count if units else 0
-            # Ones are no number as a float; as a place they would lie outside the matrix.
+            # Bytes of ones are NaN as a float; as a place they would lie outside the matrix, so places become zeros.
             content[begin:end] = (b"\0" if key == "S_places" else b"\xff") * (end - begin)
             written += end - begin
     file.write_bytes(content)
@@ -317,7 +317,7 @@ def test_two_sizes_opened_one_after_the_other_are_each_their_own(elastic):
 
 @pytest.mark.parametrize("budget", [20_000, 0.6, None])
 def test_a_size_is_saved_as_an_ordinary_folder_of_one_size(elastic, tmp_path, budget):
-    """At the largest no block is in parts, and the folder is that of any dense model."""
+    """At the largest size no block is factored, and the folder is that of an ordinary dense model."""
     model = open_folder(elastic["float32"], budget=budget)
     model.save_pretrained(tmp_path)
     assert not any(key.startswith("elastic.") for key in load_file(tmp_path / "model.safetensors"))
@@ -385,7 +385,7 @@ def test_a_folder_of_another_format_or_without_its_blocks_is_refused_in_a_senten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compress_takes_a_size_out_of_an_elastic_folder(runs, elastic, tmp_path, dtype):
-    """The weights are those that the run gives at this size, tensor by tensor in the file."""
+    """Every tensor in the file equals that of the folder which compress.py makes of the run at this size."""
     for budget in ("20K", "0.6", None):
         out = tmp_path / f"out-{budget}"
         asked = () if budget is None else ("--budget", budget)
@@ -419,7 +419,7 @@ def test_the_perplexity_of_a_size_is_that_of_the_run_cut_by_energy(runs, elastic
 
 
 def errors_of(model: PreTrainedModel, targets: dict[str, Tensor]) -> dict[str, float]:
-    """‖L + S − what the model has of it‖_F of every block."""
+    """Return ‖W − T‖_F of every block, with W the model's weight and T the target L + S."""
     return {name: float((model.get_submodule(name).weight.detach().double() - T).norm()) for name, T in targets.items()}
 
 
@@ -441,7 +441,7 @@ def refined(runs, tmp_path_factory) -> Path:
 
 
 def test_the_size_that_units_are_fitted_to_is_the_refined_cut(runs, refined, targets, tmp_path):
-    """And nearer to L + S, block by block, than the cut without refinement."""
+    """The fitted size is also nearer to L + S, block by block, than the cut without refinement."""
     made = of_one_size(runs, tmp_path / "refined", 0.7, "float32", "--refine", 5)
     parameters = json.loads((made / "compression.json").read_text())["parameters"][1]
     assert_same_model(open_folder(refined, budget=parameters), open_folder(made))
@@ -489,9 +489,9 @@ def gpt2(tied: bool) -> GPT2LMHeadModel:
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
-    """L + S of every projection, embedding and untied head as the module holds it.
+    """Return random L + S of the shape of the weight of every projection, embedding and untied head.
 
-    One has no L, one no S, and one so much of it that it is smaller dense.
+    One block has no L, one no S, and one so many entries in S that it is smaller dense.
     """
     generator, found = torch.Generator().manual_seed(1), {}
     names = [name for name, module in model.named_modules() if getattr(module, "weight", torch.ones(1)).ndim == 2]
@@ -507,7 +507,7 @@ def parts_of(model: PreTrainedModel) -> dict[str, Slr]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt2_opens_at_every_size_as_its_cut_factored_in_memory(tmp_path, tied, monkeypatch):
-    """Its projections keep their weights transposed, and have biases; a tied embedding stays dense, and tied."""
+    """GPT-2's projections keep their weights transposed, and have biases; a tied embedding stays dense and tied."""
     model = gpt2(tied)
     parts = parts_of(model)
     whole = sum(p.numel() for p in model.parameters())

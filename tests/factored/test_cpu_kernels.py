@@ -1,4 +1,4 @@
-"""The compiled products of the factored layers, against dense products in float64 and against torch's own."""
+"""The factored layers' compiled CPU products, against dense products in float64 and against torch's products."""
 
 import platform
 import shutil
@@ -25,13 +25,13 @@ compiled = pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ c
 
 
 def error(y: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number."""
+    """The largest difference of y from `exact`, relative to the largest number of `exact`."""
     return ((y.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)).item()
 
 
 @pytest.fixture(autouse=True)
 def threads():
-    """Tests change the number; it is put back."""
+    """Restore torch's number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -54,13 +54,13 @@ def test_a_product_is_that_of_the_dense_matrix(n, m, rank, percent, rows, bias):
     layer, x = SlrLinear.from_slr(slr, b), torch.randn(rows, m)
     exact = x.double() @ dense(slr).T + (0 if b is None else b.double())
     assert layer._native(x) is not None
-    for _ in range(2):  # the first call leaves the weights as they were
+    for _ in range(2):  # twice, since the first call must not change the weights
         assert error(layer(x), exact) < 1e-5
 
 
 @pytest.fixture
 def narrower(request, monkeypatch, tmp_path):
-    """The products as another machine's compiler makes them."""
+    """Compile the products for the processor `request.param` instead of this machine's."""
     monkeypatch.setenv("SALAAD_CACHE", str(tmp_path))
     monkeypatch.setattr(
         cpu_kernels, "FLAGS", tuple(flag.replace("native", request.param) for flag in cpu_kernels.FLAGS)
@@ -97,7 +97,7 @@ def test_threads_change_nothing(shape, rows):
         found.append(products.linear(x, None, tensors))
     exact = x.double() @ dense(parts(*shape)).T
     assert all(error(y, exact) < 1e-5 for y in found)
-    if rows * shape[2] * sum(shape[:2]) < cpu_kernels._FEW:  # else torch multiplies by U and V, as it likes
+    if rows * shape[2] * sum(shape[:2]) < cpu_kernels._FEW:  # else torch multiplies by U and V, and sums in any order
         assert all(torch.equal(y, found[0]) for y in found)
 
 
@@ -240,7 +240,7 @@ def test_a_gradient_passes_to_x_and_leaves_the_product_as_it_was(bias):
 
 
 @compiled
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # the sparse product of torch's way
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # the sparse product of torch
 def test_a_traced_layer_computes_the_same():
     layer, x = SlrLinear.from_slr(parts(40, 30, 3, 200)), torch.randn(5, 30)
     traced = torch.compile(layer, backend="eager")
@@ -277,7 +277,7 @@ def test_an_empty_table_has_no_rows_to_give():
 
 @pytest.fixture
 def fresh_library(tmp_path, monkeypatch):
-    """The library is looked for anew, in a cache of the test's own; and after the test once more."""
+    """Make `library` look for the compiled products again, in a cache of the test's own; and again after the test."""
     monkeypatch.setenv("SALAAD_CACHE", str(tmp_path))
     cpu_kernels.library.cache_clear()
     yield

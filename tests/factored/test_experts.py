@@ -35,7 +35,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def parts_of(model: PreTrainedModel, some: slice = slice(None), density: float = 0.05) -> dict[str, Slr]:
-    """L + S of the blocks: the best matrix of rank 3, and the largest entries of what is left."""
+    """Return L + S of the blocks: the best approximation of rank 3, and the largest entries of the residual."""
     found = {}
     for name, X in list(find_blocks(model, SalaadConfig()).items())[some]:
         U, sigma, V = torch.linalg.svd(X.detach(), full_matrices=False)
@@ -56,7 +56,7 @@ def test_the_penalty_joins_the_gradient_of_every_expert(family):
         for p, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             theirs.copy_(p)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    # The coupled loss by autograd.
+    # The loss with the penalty, by autograd.
     loss = twin(input_ids=IDS, labels=IDS).loss
     theirs = dict(twin.named_parameters())
     for name, surrogate in salaad.surrogates.items():
@@ -114,7 +114,7 @@ def test_a_model_with_experts_in_parts_is_written_opened_written_again_and_made_
 @pytest.mark.parametrize("which", ["experts", "down_proj", "experts.1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_that_open_dense_are_the_weights_of_an_ordinary_model(family, which, tmp_path):
-    """So many entries that they are stored in parts and opened dense: all experts, a stack of them, or some of each."""
+    """Experts with many entries are stored factored and opened dense: all, a projection's, or one of every stack."""
     model = model_of(family)
     blocks = parts_of(model) | {k: slr for k, slr in parts_of(model, density=0.55).items() if _is_of(k, which)}
     twin = copy.deepcopy(model)
@@ -131,7 +131,7 @@ def test_experts_that_open_dense_are_the_weights_of_an_ordinary_model(family, wh
         opened = open_folder(folder)
         in_parts = slr_modules(opened).keys()
         assert {name for name in blocks if "experts" in name and _is_of(name, which)}.isdisjoint(in_parts)
-        if which != "experts.1":  # whole stacks are parameters again
+        if which != "experts.1":  # a stack whose experts are all dense is a parameter again
             assert all(_stack_of(name) not in stacks(opened) for name in blocks if _is_of(name, which))
         torch.testing.assert_close(logits(opened), expected, rtol=1e-4, atol=1e-5)
         folder = again
@@ -142,7 +142,7 @@ def test_experts_that_open_dense_are_the_weights_of_an_ordinary_model(family, wh
 
 
 def _is_of(name: str, which: str) -> bool:
-    """Whether a block is an expert of every layer: any, a down projection, or the one with this number."""
+    """Return whether a block is an expert that `which` names: any, those of a projection, or those of a number."""
     *_, kind, index = ("", *name.split("."))
     return "experts." in name and index.isdigit() and which in ("experts", kind, f"experts.{index}")
 

@@ -1,4 +1,4 @@
-"""Models of U·V + S against dense models, and files that safetensors alone reads."""
+"""Factored models (U·V + S) against dense models, and their files as safetensors alone reads them."""
 
 import copy
 import json
@@ -67,7 +67,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def with_biases(model: PreTrainedModel) -> PreTrainedModel:
-    """Biases that are not 0, as transformers makes them."""
+    """Draw the biases at random, as transformers makes them 0; return the model in evaluation mode."""
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(p, std=0.1)
@@ -75,7 +75,7 @@ def with_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def blocks_of(model: PreTrainedModel) -> dict[str, Slr]:
-    """Parts of every projection, embedding and untied head; one of rank 0, one without entries, one with neither.
+    """Return random U, V and S of every projection, embedding and untied head; one lacks L, one S, and one both.
 
     Some have so many entries that the layer makes its dense weight for a whole text, but not for a single token.
     """
@@ -96,7 +96,7 @@ def blocks_of(model: PreTrainedModel) -> dict[str, Slr]:
 
 
 def with_dense(model: PreTrainedModel, blocks: dict[str, Slr]) -> PreTrainedModel:
-    """The dense model whose blocks are L + S."""
+    """Return a dense copy of the model whose blocks are L + S."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, slr in blocks.items():
@@ -112,7 +112,7 @@ ARCHITECTURES = {"llama": llama, "gpt2": gpt2, "tied llama": tied_llama}
 
 
 class Case:
-    """A dense L + S model, the same factored, and the folder it was saved in."""
+    """A dense model whose blocks are L + S, the same model factored, and the folder of the factored model."""
 
     def __init__(self, make, folder: Path) -> None:
         original = make()
@@ -135,7 +135,7 @@ def case(request, cases):
 
 @pytest.fixture
 def one(cases):
-    """The LLaMA."""
+    """The case of the LLaMA whose embedding is not tied."""
     return cases["llama"]
 
 
@@ -231,7 +231,7 @@ def test_a_fresh_process_opens_a_folder_after_importing_salaad(one, tmp_path):
     assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], logits(one.model))
 
 
-# ---- dtypes and places
+# ---- dtypes and devices
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -242,7 +242,7 @@ def test_opening_in_a_short_dtype_rounds_the_floats_and_nothing_else(case, dtype
     for tensor in (*rounded.parameters(), *rounded.buffers()):
         tensor.data = tensor.to(dtype) if tensor.is_floating_point() else tensor
     assert assert_opened_as(opened, rounded) > 0
-    # Rounding costs no more than it costs the dense model.
+    # Rounding the factored model changes the logits at most twice as much as rounding the dense model.
     exact = logits(case.dense)
     allowed = 2 * distance(logits(copy.deepcopy(case.dense).to(dtype)), exact)
     assert 0 < distance(logits(opened), exact) < allowed < 0.03
@@ -273,7 +273,7 @@ def test_factoring_in_bfloat16_gives_bfloat16_layers(one):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     for name, module in slr_modules(model).items():
         assert torch.equal(module.U, one.blocks[name].U.bfloat16())
-    # Against the dense bfloat16 model, each of them rounded in its own way.
+    # Against the dense float32 model: what differs is the rounding to bfloat16.
     assert distance(logits(model), logits(one.dense)) < 0.03
 
 
@@ -380,7 +380,7 @@ def test_the_harness_scores_it_as_plain_torch_does(one, tiny_tokenizer_dir):
 
 
 def read_positions(packed: Tensor, count: int, universe: int) -> list[int]:
-    """Elias–Fano by the book: the k-th one of the high part stands at its integer's high bits plus k."""
+    """Decode Elias–Fano by definition: the k-th 1 of the high part stands at the k-th integer's high bits plus k."""
     if not count:
         return []
     low = max(0, math.floor(math.log2(universe // count)))
@@ -398,7 +398,7 @@ def test_a_file_alone_holds_the_parts_of_every_block_and_all_else_dense(case):
         # Conv1D keeps its weight as in×out; the file holds out×in for every layer.
         turned = name.startswith("transformer.h.")
         U, V, values, packed = (tensors.pop(f"{name}.{key}") for key in ("U", "V", "S_values", "S_packed"))
-        # Where transformers looks for a dense weight it must find one that it cannot take.
+        # The dense weight that transformers looks for must be one that it cannot load, so it is empty.
         assert tensors.pop(f"{name}.weight").numel() == 0
         n, m = slr.shape[::-1] if turned else slr.shape
         assert (U.shape, V.shape, values.shape) == ((n, slr.rank), (slr.rank, m), (slr.nnz,))
@@ -446,7 +446,7 @@ def test_in_memory_a_block_takes_its_floats_and_32_bit_indices(case):
         assert expected < 4 * n * m + bias
 
 
-# A 32×32 block of rank 3 in parts: 3·64 floats, and of every entry a float and an int32, 33 more int32 for the rows.
+# A factored 32×32 block of rank 3 takes 3·64 floats, a float and an int32 for every entry, and 33 int32 for the rows.
 @pytest.mark.parametrize(
     ("dtype", "nnz", "in_parts"),
     [

@@ -1,4 +1,4 @@
-"""The kernels of the factored layers for a GPU: run by an interpreter, and what decides where they are used."""
+"""The factored layers' GPU kernels, run by Triton's interpreter, and the rules that decide where they are used."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def test_layers_with_interpreted_kernels_hold_no_more_than_they_must(file):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine whose GPU and Triton are as told: nothing of it is there."""
+    """A function that imitates a machine with the given GPU and Triton; neither has to be there."""
 
     def of(triton: bool = True, there: bool = True, capability: tuple[int, int] = (9, 0), trial: str | None = None):
         monkeypatch.setattr(native, "find_spec", lambda name: name if triton else None)
@@ -89,7 +89,7 @@ def test_columns_have_16_bits_only_where_the_kernels_read_them(machine):
 
 
 def test_columns_of_16_bits_are_good_for_everything_that_torch_does():
-    """As in a layer on a GPU whose kernels cannot take a dtype, such as float64."""
+    """Torch computes with such columns in a layer on a GPU whose kernels cannot take its dtype, such as float64."""
     slr = parts(30, 40, 3, 200)
     layer, other = SlrLinear.from_slr(slr), SlrLinear.from_slr(slr)
     other._buffers["S_columns"] = other.S_columns.short().view(torch.uint8)
@@ -98,10 +98,10 @@ def test_columns_of_16_bits_are_good_for_everything_that_torch_does():
     assert other.columns.dtype == torch.int16
     assert torch.equal(layer(x), other(x)) and torch.equal(layer.weight, other.weight)
     assert all(map(torch.equal, layer.packed().values(), other.packed().values()))
-    assert other.float().S_columns.dtype == torch.int32  # back where they are best
+    assert other.float().S_columns.dtype == torch.int32  # on a CPU, a change of dtype widens them again
 
 
-# n×m of the projections of the 60M and the 1B model, and a rank and a density of them.
+# n×m of the projections of the 60M and the 1B model; `EVERY` combines them with GPUs, ranks, densities and dtypes.
 SHAPES = [(512, 512), (1376, 512), (512, 1376), (2048, 2048), (5461, 2048), (2048, 5461)]
 EVERY = [
     (GPUS[name], shape, rank_ratio, density, dtype)
@@ -119,7 +119,7 @@ def fewest_rows(gpu, shape, rank_ratio, density, dtype) -> float:
 
 
 def test_every_number_of_rows_that_is_multiplied_as_it_is_has_a_valid_grid():
-    """CUDA allows 65535 programs in the third direction of a grid."""
+    """CUDA allows 65535 programs in the third dimension of a grid."""
     for case in EVERY:
         assert 1 < fewest_rows(*case) < float("inf")
         most = math.ceil(fewest_rows(*case)) - 1
@@ -129,7 +129,7 @@ def test_every_number_of_rows_that_is_multiplied_as_it_is_has_a_valid_grid():
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 500), (torch.bfloat16, 50)])
 def test_a_batch_is_decoded_in_parts_and_a_text_is_read_by_dense_weights(name, dtype, most):
-    """At the ranks and densities that the paper aims at; of the 1B model, which is meant to be on a GPU."""
+    """The ranks and the density are the paper's targets; the shapes are those of the 1B model, meant for a GPU."""
     for shape in SHAPES[3:]:
         for rank_ratio in (0.05, 0.15):
             assert gpu_products._MOST < fewest_rows(GPUS[name], shape, rank_ratio, 0.05, dtype) < most
@@ -150,7 +150,7 @@ def test_more_entries_and_slower_caches_let_the_dense_weight_pay_earlier(dtype, 
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_dense_weight_is_made_from_the_row_on_where_the_counted_times_cross(name, dtype):
-    """The bytes that each program asks for, counted one by one for eight rows of x."""
+    """The expected times count the bytes that the programs of the kernels request for eight rows of x."""
     gpu, n, m, rank, nnz, size = GPUS[name], 2048, 5461, 300, 500_000, dtype.itemsize
     fewest = fewest_rows_for_dense((n, m), rank, nnz, dtype, gpu)
     of_V = rank * 8 * m * size
@@ -193,7 +193,7 @@ def test_a_gpu_is_known_by_its_own_name(name, known, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gpu_of(GPU) is GPUS[known]
-        assert gpu_of(torch.device("cpu")) is GPUS["a100"]  # whose kernels an interpreter runs
+        assert gpu_of(torch.device("cpu")) is GPUS["a100"]  # for kernels that an interpreter runs
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -228,7 +228,7 @@ def test_layers_are_given_the_same_x_by_their_roles_and_widths():
         "decoder.0.self_attn.v_proj": 8,
         "decoder.0.self_attn.out_proj": 8,
         "decoder.0.fc1": 8,
-        "layers.1.self_attn.q_a_proj": 8,  # DeepSeek's, of which the second ones are given each their own
+        "layers.1.self_attn.q_a_proj": 8,  # DeepSeek's: only the first (a) projections get the same x
         "layers.1.self_attn.kv_a_proj_with_mqa": 8,
         "layers.1.self_attn.q_b_proj": 6,
         "layers.1.self_attn.kv_b_proj": 5,

@@ -1,6 +1,6 @@
-"""A forward of a factored layer or model makes the host wait for nothing; an embedding pads its rows' entries for that.
+"""Forward passes of factored layers and models never make the host wait; an embedding pads its rows' entries for that.
 
-As off the CPU: there no compiled products of the CPU are used, which take tensors as arrays of the host.
+They compute as on a GPU, without the compiled CPU products, which read tensors as arrays of the host.
 """
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in 
 def test_a_linear_layer_reads_nothing(rows, nnz):
     layer = SlrLinear.from_slr(parts(16, 24, 4, nnz))
     x = gaussian(rows, 24)
-    layer(x)  # makes its sparse tensor
+    layer(x)  # the first call makes the layer's sparse tensor
     with HostReads() as reads, torch.no_grad():
         layer(x)
     assert (reads.count, reads.uploads) == (0, 0)
@@ -41,13 +41,13 @@ def test_an_embedding_off_the_cpu_reads_nothing(nnz):
 
 @pytest.fixture
 def off_the_cpu(monkeypatch):
-    """Products in torch, and the embedding's without a shape that depends on numbers."""
+    """Compute as on a GPU: products in torch, and the embedding's rows without shapes that depend on values."""
     monkeypatch.setattr(operators, "compiled_products", lambda *_: None)
     monkeypatch.setattr(operators, "rows_in_torch", operators.plain_rows)
 
 
 def factored_llama():
-    """Every projection, the embedding and the head as U·V + S; one projection of rank 0, one without entries."""
+    """Return a LLaMA whose projections, embedding and head are U·V + S; one projection lacks U·V, one lacks S."""
     model = llama().eval()
     names = [name for name, p in model.named_modules() if getattr(p, "weight", None) is not None and p.weight.ndim == 2]
     blocks = {name: parts(*model.get_submodule(name).weight.shape, 3, 20, seed=k) for k, name in enumerate(names)}
@@ -70,7 +70,7 @@ def factored_llama():
 def test_a_whole_model_given_no_mask_reads_nothing(off_the_cpu, forward):
     model = factored_llama()
     with torch.no_grad():
-        cache = model(input_ids=IDS).past_key_values  # and makes the sparse tensors
+        cache = model(input_ids=IDS).past_key_values  # this call also makes the sparse tensors
         with HostReads() as reads:
             forward(model, cache)
     assert reads.count == 0

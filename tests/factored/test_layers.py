@@ -18,13 +18,13 @@ properties = settings(deadline=None, max_examples=60)
 
 
 def magnitude(x: Tensor, slr: Slr) -> Tensor:
-    """|x|·(|U|·|V| + |S|)ᵀ, of which every rounding of the layer costs its part."""
+    """|x|·(|U|·|V| + |S|)ᵀ, to which the error of every rounding in the layer is proportional."""
     W = slr.U.double().abs() @ slr.V.double().abs() + torch.from_numpy(sparse(slr)).abs()
     return x.double().abs() @ W.mT
 
 
 def assert_rounds_to(y: Tensor, expected: Tensor, size: Tensor, roundings: int = 4) -> None:
-    """Whether y differs from the float64 result by so many roundings of numbers of this size."""
+    """Assert that y differs from the float64 result by at most so many roundings of numbers of the given size."""
     assert y.shape == expected.shape
     info = torch.finfo(y.dtype)
     allowed = roundings * (info.eps / 2 * size + info.smallest_normal * info.eps)
@@ -34,7 +34,7 @@ def assert_rounds_to(y: Tensor, expected: Tensor, size: Tensor, roundings: int =
 
 @st.composite
 def parts_of_any_shape(draw, dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)) -> Slr:
-    """Tall, wide and square; rank 0 to full; S empty, with empty rows, and full."""
+    """A strategy for U·V + S: tall, wide and square; rank 0 to full; S empty, with empty rows, and full."""
     n, m = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     rank, nnz = draw(st.integers(0, min(n, m))), draw(st.integers(0, n * m))
     return parts(n, m, rank, nnz, draw(st.integers(0, 10**6)), draw(st.sampled_from(dtypes)))
@@ -52,7 +52,7 @@ def test_a_linear_layer_is_the_dense_product_within_rounding(slr, batch, biased)
     assert y.dtype == x.dtype
     offset = 0 if bias is None else bias.double()
     size = magnitude(x, slr) + (0 if bias is None else bias.double().abs())
-    # The sums of a product of short floats are kept in float32; those of the others round at every term.
+    # Products of 16-bit floats are summed in float32; sums of float32 and float64 round at every term.
     roundings = 4 if x.dtype.itemsize < 4 else 4 + m + slr.rank
     assert_rounds_to(y, x.double() @ dense(slr).mT + offset, size, roundings)
 
@@ -160,7 +160,7 @@ def test_a_layer_computes_with_the_entries_it_has_now():
         assert_is(layer, dense(slr))
         assert_is(copy.deepcopy(layer).double(), dense(slr), 1e-12)
         assert_is(copy.deepcopy(layer).bfloat16(), dense(slr), 0.02)
-        assert_is(SlrLinear.from_slr(slr).bfloat16(), dense(slr), 0.02)  # of inference tensors
+        assert_is(SlrLinear.from_slr(slr).bfloat16(), dense(slr), 0.02)  # made of inference tensors
         assert_is(SlrLinear.from_slr(slr).double(), dense(slr), 1e-12)
     copied = copy.deepcopy(layer)
     with torch.no_grad():

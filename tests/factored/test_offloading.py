@@ -1,4 +1,4 @@
-"""A layer whose tensors accelerate puts into its place for a forward, and takes out after it, keeps none of them."""
+"""A layer keeps none of the tensors that accelerate loads for a forward pass and offloads again after it."""
 
 import gc
 
@@ -13,7 +13,7 @@ from tests.helpers.slr_weights import parts
 
 
 class Copies(dict):
-    """Tensors elsewhere, as a disk or the host's memory is for a GPU: what is read is a copy."""
+    """Offloaded tensors, as on a disk or in the host's memory: every read returns a copy."""
 
     def __getitem__(self, name):
         return super().__getitem__(name).clone()
@@ -26,7 +26,7 @@ def activated(slr) -> SlrActivated:
 
 
 @pytest.mark.filterwarnings("ignore:a layer of 40×30 has numbers in torch.float64")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])  # ours, and torch's products
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])  # our products, and torch's
 @pytest.mark.parametrize("rows", [2, 300])
 @pytest.mark.parametrize("kind", [SlrLinear.from_slr, SlrEmbedding.from_slr, activated])
 def test_no_tensor_outlives_its_forward(kind, rows, dtype):
@@ -45,6 +45,6 @@ def test_no_tensor_outlives_its_forward(kind, rows, dtype):
     for _ in range(2):
         assert torch.equal(layer(x), expected)
         if native.INTERPRETED:
-            gc.collect()  # the interpreter leaves cycles that hold what a kernel was given
+            gc.collect()  # the interpreter leaves reference cycles that hold a kernel's arguments
         assert layer.U.is_meta and all(storage.expired() for storage in executed)
     assert len(executed) == 2 * 3

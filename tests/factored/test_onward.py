@@ -1,6 +1,6 @@
-"""What people do with a factored model after it was opened: dense again, short, trained, adapted, compiled, in int8.
+"""Uses of an opened factored model: dequantized, in 16 bits, trained, with adapters, compiled, exported, in int8.
 
-Each is compared with the dense model that holds U·V + S, computed in float64 where rounding matters.
+Each use is compared with the dense model that holds U·V + S, computed in float64 where rounding matters.
 """
 
 import copy
@@ -62,7 +62,7 @@ def test_a_dequantized_model_is_the_dense_one_and_an_ordinary_folder(pair, tmp_p
         assert type(found.get_submodule(name)) is type(module), name
     found.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
-    again = subprocess.run(  # in a process that knows nothing of us
+    again = subprocess.run(  # in a process that does not import salaad
         [
             sys.executable,
             "-c",
@@ -115,7 +115,7 @@ def test_a_trainer_trains_u_v_and_the_entries_of_s_and_the_folder_keeps_them(fol
 
 
 def test_a_training_step_is_that_of_the_dense_expression(pair):
-    """One step of plain SGD on U, V and S_values is the chain rule of the gradient of the dense weight."""
+    """The gradients of U, V and S_values follow by the chain rule from the gradient of the dense weight."""
     folder, twin = pair
     model, twin = open_folder(folder).double(), copy.deepcopy(twin).double()
     for each in (model, twin):
@@ -183,7 +183,7 @@ def test_nothing_is_written_into_a_computed_weight(write):
     with pytest.raises(UserError, match="computed from U, V and S"):
         write(layer.weight)
     weight = layer.weight
-    weight = weight + 1  # what is read is a plain tensor
+    weight = weight + 1  # a result computed from the weight is a plain tensor
     assert type(weight) is torch.Tensor and weight.requires_grad
 
 
@@ -295,7 +295,7 @@ def test_an_int8_folder_takes_a_byte_a_number(tmp_path):
     assert distance(found.double(), dense(slr)) < 0.02
 
 
-# ---- without us
+# ---- without importing salaad
 
 
 def test_a_program_without_our_import_is_told_what_to_write(folder, tmp_path):

@@ -14,7 +14,7 @@ properties = settings(deadline=None, max_examples=150)
 
 @st.composite
 def sets(draw) -> tuple[np.ndarray, int]:
-    """Increasing integers and the number all are below: empty, full, sparse, dense, and in a universe of 2⁴⁰."""
+    """A strategy for increasing integers and the universe they are below: empty, full, sparse, dense, up to 2⁴⁰."""
     universe = draw(st.integers(1, 300) | st.integers(1, 2**40))
     most = min(universe, 60)
     chosen = draw(st.sets(st.integers(0, universe - 1), max_size=most))
@@ -24,7 +24,7 @@ def sets(draw) -> tuple[np.ndarray, int]:
 
 
 def low_bits(count: int, universe: int) -> int:
-    """⌊log2(N/n)⌋ in whole numbers."""
+    """⌊log2(N/n)⌋ for N = universe and n = count, by integer arithmetic."""
     low = 0
     while count << (low + 1) <= universe:
         low += 1

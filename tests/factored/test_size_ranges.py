@@ -30,7 +30,7 @@ SIZES = (0.8, 0.65, 0.5)
 
 @pytest.fixture(scope="module")
 def ranges(runs, tmp_path_factory) -> Path:
-    """A folder of three ranges, written in any order."""
+    """An elastic folder of three ranges, whose budgets were not given in order."""
     folder = tmp_path_factory.mktemp("ranges") / "three"
     compress(runs / "salaad", folder, elastic=True, budget="0.5,0.8,0.65", dtype="float32")
     return folder
@@ -38,7 +38,7 @@ def ranges(runs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(runs, tmp_path_factory) -> dict[float, Path]:
-    """Size → the folder that begins there and has one range."""
+    """Size → the folder of a single range that begins at this size."""
     folder = tmp_path_factory.mktemp("alone")
     for size in SIZES:
         compress(runs / "salaad", folder / str(size), elastic=True, budget=size, dtype="float32")
@@ -92,7 +92,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def cut_at_random(model: GPT2LMHeadModel, rank: int, seed: int) -> tuple[dict[str, Slr], UnitQueue]:
-    """U·V + S of the projections, with nothing of the model in them."""
+    """Return random U·V + S of the projections, independent of the model's weights, and the queue of their units."""
     generator, parts = torch.Generator().manual_seed(seed), {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("c_attn", "c_proj", "c_fc"):
@@ -117,7 +117,7 @@ def test_vectors_of_a_range_are_those_that_were_fitted_with_it(tmp_path):
             expected.get_submodule(name).weight.data = slr.cut(*kept[name]).dense()
         for name, vector in own.items():
             expected.get_parameter(name).data.copy_(vector)
-        # Products of two factors, and weights up to 1: rounding of float32 alone.
+        # Products of two factors, and weights up to 1: only the rounding of float32 differs.
         torch.testing.assert_close(logits(open_folder(tmp_path, budget=budget)), logits(expected), rtol=1e-4, atol=1e-4)
         base = AutoModel.from_pretrained(tmp_path, **({} if budget is None else {"budget": budget}))
         found, whole = base.state_dict(), expected.base_model.state_dict()
@@ -126,7 +126,7 @@ def test_vectors_of_a_range_are_those_that_were_fitted_with_it(tmp_path):
     assert torch.equal(logits(open_folder(tmp_path / "again")), logits(open_folder(tmp_path, budget=below - 1)))
 
 
-# ---- what is no range
+# ---- invalid ranges
 
 
 def with_entry(change: Callable[[dict], None]) -> Callable[[Path], None]:

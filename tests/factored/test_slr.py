@@ -1,4 +1,4 @@
-"""A weight in parts against NumPy: truncated SVD, largest entries, dense matrices."""
+"""`Slr`, a weight as U·V + S, against NumPy: truncated SVD, largest entries, dense matrices."""
 
 from itertools import pairwise, product
 
@@ -30,7 +30,7 @@ def low_rank(n: int, m: int, seed: int = 0) -> np.ndarray:
 
 
 def sparse(n: int, m: int, nnz: int, seed: int = 0) -> np.ndarray:
-    """A matrix with `nnz` entries, all of different size, of both signs."""
+    """A matrix with `nnz` nonzero entries of both signs, no two of equal size."""
     S = np.zeros(n * m)
     generator = np.random.default_rng(seed)
     S[generator.permutation(n * m)[:nnz]] = generator.choice([-1, 1], nnz) * generator.permutation(nnz) - 0.3
@@ -55,7 +55,7 @@ def parts(L: np.ndarray, S: np.ndarray, rank: int) -> Slr:
 
 
 def example(shape: tuple[int, int], rank: int | None = None, nnz: int | None = None, seed: int = 0) -> Slr:
-    """Parts with random L and S: of full rank and half dense unless said otherwise."""
+    """Return an Slr of random L and S, of full rank and half dense unless `rank` and `nnz` say otherwise."""
     n, m = shape
     rank, nnz = min(n, m) if rank is None else rank, n * m // 2 if nnz is None else nnz
     return parts(low_rank(n, m, seed), sparse(n, m, nnz, seed), rank)
@@ -265,11 +265,11 @@ def test_a_file_holds_the_four_named_tensors():
     assert tuple(example((3, 4)).tensors()) == Slr.TENSORS == ("U", "V", "positions", "values")
 
 
-# ---- one side scaled, in order again, two joined, sparse, moved, from factors
+# ---- scaled, resorted, joined, sparse, to, from_factors
 
 
 def assert_in_order(slr: Slr, atol: float = 1e-11) -> None:
-    """The terms are singular and come the largest first, as the entries do."""
+    """Assert that the terms of U·V are its singular ones and that terms and entries come the largest first."""
     for gram in (slr.U.mT @ slr.U, slr.V @ slr.V.mT):
         np.testing.assert_allclose((gram - gram.diag().diag()).numpy(), 0, rtol=0, atol=atol)
     sigma = np.linalg.svd((slr.U @ slr.V).numpy(), compute_uv=False)[: slr.rank]
@@ -278,7 +278,7 @@ def assert_in_order(slr: Slr, atol: float = 1e-11) -> None:
 
 
 def positive(n: int, m: int, seed: int = 7) -> np.ndarray:
-    """Weights that change every order."""
+    """Positive weights that change the order of terms and entries."""
     return np.exp(gaussian(n, m, seed))
 
 

@@ -1,4 +1,4 @@
-"""The form in which a block is stored, and the form in which it is opened, against bytes that are counted."""
+"""The choice between the factored and the dense form, for storing and for opening a block, against counted bytes."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def stored_bytes(folder: Path, name: str = Q) -> int:
-    """Bytes of the tensors of a block in the file."""
+    """Return the bytes that a block's tensors take in the file."""
     tensors = load_file(folder / "model.safetensors")
     return sum(t.numel() * t.element_size() for key, t in tensors.items() if key.startswith(f"{name}."))
 
@@ -33,7 +33,7 @@ def save(model: nn.Module, folder: Path) -> Path:
     return folder
 
 
-# Of 32×32 numbers, 192 in U and V; a place takes 3 to 4 bits in the file and 32 in memory.
+# U and V of the 32×32 block have 192 numbers; an entry's place takes 3 to 4 bits in the file and 32 in memory.
 @pytest.mark.parametrize(
     ("dtype", "nnz", "stored_in_parts", "opened_in_parts"),
     [
@@ -54,7 +54,7 @@ def test_a_block_is_stored_packed_where_that_is_smaller_and_opens_in_the_form_th
         model = factor(llama().to(dtype), {Q: slr})
     assert isinstance(model.get_submodule(Q), SlrLinear) == stored_in_parts
     save(model, tmp_path / "first")
-    assert disk_bytes(slr, dtype.itemsize) == stored_bytes(tmp_path / "first") - 32 * dtype.itemsize  # its bias
+    assert disk_bytes(slr, dtype.itemsize) == stored_bytes(tmp_path / "first") - 32 * dtype.itemsize  # without its bias
     assert (disk_bytes(slr, dtype.itemsize) < 1024 * dtype.itemsize) == stored_in_parts
     opened = open_folder(tmp_path / "first")
     assert isinstance(opened.get_submodule(Q), SlrLinear) == opened_in_parts
@@ -62,7 +62,7 @@ def test_a_block_is_stored_packed_where_that_is_smaller_and_opens_in_the_form_th
     weight = opened.get_submodule(Q).weight.detach()
     assert weight.dtype == dtype and torch.equal(weight.double(), dense(slr))
     assert torch.equal(opened.get_submodule(Q).bias, model.get_submodule(Q).bias)
-    # It is stored again in the form that it has, and nothing else is said of it.
+    # The opened block is saved in the form that it has now, and config.json lists it only if that is factored.
     again = open_folder(save(opened, tmp_path / "again"))
     entry = json.loads((tmp_path / "again" / "config.json").read_text()).get("quantization_config", {"blocks": {}})
     assert (Q in entry["blocks"]) == opened_in_parts == bool(slr_modules(again))
@@ -83,7 +83,7 @@ def test_every_kind_of_layer_opens_dense_where_that_takes_less_memory(tmp_path, 
     opened = open_folder(save(model, tmp_path), dtype=torch.bfloat16)
     assert assert_opened_as(opened, model) > 0
     assert opened_bytes(model) == resident_bytes(opened.bfloat16()) < resident_bytes(model)
-    assert distance(logits(opened.float()), logits(model.float())) < 0.02  # sums rounded to bfloat16, or not
+    assert distance(logits(opened.float()), logits(model.float())) < 0.02  # dense weights are sums rounded to bfloat16
     assert all(parameter.requires_grad for parameter in opened.parameters())
 
 
@@ -156,7 +156,7 @@ def test_a_layer_with_an_activation_between_its_factors_has_no_dense_form():
     assert opened_bytes(layer) == resident_bytes(layer) and opened_bytes(plain) == 4 * 1024 < resident_bytes(plain)
 
 
-# U and V take 192 bytes and 6 scales, S a byte an entry and a scale for every 128; dense it takes 2048 bytes.
+# U and V take 64 bytes and two scales per rank, S a byte per entry and a scale per 128; a dense block takes 2048 bytes.
 @pytest.mark.parametrize(("rank", "nnz", "in_parts"), [(3, 1000, True), (16, 840, False), (16, 500, True)])
 def test_in_int8_a_block_is_stored_packed_where_that_is_smaller_than_the_dense_floats(tmp_path, rank, nnz, in_parts):
     slr = parts(32, 32, rank, nnz)
@@ -166,7 +166,7 @@ def test_in_int8_a_block_is_stored_packed_where_that_is_smaller_than_the_dense_f
     mark_factored(model, 1, in_int8=True)
     save(model, tmp_path)
     numbers = 64 * rank + nnz + 4 * (2 * rank + -(-nnz // 128))
-    low = max(0, (1024 // nnz).bit_length() - 1)  # bits of a place that are stored as they are, the others in unary
+    low = max(0, (1024 // nnz).bit_length() - 1)  # low bits of a place, stored as they are; the others in unary
     packed = numbers + -(-nnz * low // 8) + -(-(nnz + (1024 >> low) + 1) // 8)
     assert (packed < 2048) == in_parts
     assert stored_bytes(tmp_path) - 2 * 32 == (packed if in_parts else 2048)

@@ -1,4 +1,4 @@
-"""The choice of a solver by the rates of a device, as they stand in the table."""
+"""The choice of a solver by a device's rates in the table `RATES`, and the seconds predicted for each solver."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_seconds_by_hand():
 
 @pytest.fixture
 def named(monkeypatch):
-    """The rates of a GPU by the name that its driver gives."""
+    """A function that returns the rates of a GPU whose driver reports the given name."""
 
     def rates(name: str) -> cost.Rates:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)

@@ -15,11 +15,11 @@ SPECTRA = {
     "two clusters": lambda n: torch.cat([torch.full((n // 3,), 1.0), torch.full((n - n // 3,), 0.05)]),
 }
 
-ALLOWED = {"two clusters": 0.05, "hyperbola": 0.08}  # of the eigenvalues
+ALLOWED = {"two clusters": 0.05, "hyperbola": 0.08}  # error of the rank, as a share of the eigenvalues
 
 
 def matrices(sigma: Tensor, n: int, count: int = 2) -> tuple[Tensor, Tensor]:
-    """Symmetric M (count×n×n) with the eigenvalues `sigma` beside zeros, and projections on their eigenvectors."""
+    """Return symmetric M (count×n×n) with eigenvalues `sigma` and zeros, and projections onto sigma's eigenvectors."""
     generator = torch.Generator().manual_seed(n)
     V = torch.linalg.qr(torch.randn(count, n, n, generator=generator).double())[0][..., : len(sigma)]
     return ((V * sigma.double()) @ V.mT).float(), (V @ V.mT).float()
@@ -39,8 +39,8 @@ def test_the_rank_is_that_of_the_definition(kind, kept, gamma, energy):
     n = 400
     sigma = SPECTRA[kind](round(kept * n))
     expected = effective_rank(sigma, gamma, energy)
-    # In 64 columns each eigenvalue weighs by chance, which tells where many are equal. The cut is sharp to a hundredth
-    # of the largest one, below which most of a hyperbola lies.
+    # 64 random columns give each eigenvalue a random weight, which matters where many are equal. The cut is sharp to a
+    # hundredth of the largest eigenvalue, below which most of a hyperbola lies.
     allowed = 1 + ALLOWED.get(kind, 0.01) * len(sigma)
     assert found(sigma, n, gamma, energy) == pytest.approx([expected] * 2, abs=allowed)
 

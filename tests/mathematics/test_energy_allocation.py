@@ -38,7 +38,7 @@ def leading_bits(worth: float) -> float:
 
 
 def one_at_a_time(spectra: dict, remove: int) -> dict:
-    """Remove the unit of least worth, of equals the last, until enough is gone."""
+    """Remove the unit of least worth (of equals the last) until `remove` parameters are gone; return what is left."""
     left = {name: [len(sigma), len(S)] for name, (_, _, sigma, S) in spectra.items()}
     gone = 0
     while gone < remove:
@@ -90,12 +90,12 @@ def test_more_than_there_is_is_refused():
         allocate_by_energy({"a": (3, 5, torch.ones(2), torch.ones(2))}, remove=19)
 
 
-# ---- the line
+# ---- the queue of units (`line`)
 
 
 @st.composite
 def lines(draw, costs: tuple[int, ...] | None = None) -> UnitQueue:
-    """Up to six levels with up to three units of each kind, some with none, of blocks that may cost alike."""
+    """A strategy for queues of up to six levels with up to three units of each kind; blocks may have equal costs."""
     costs = draw(st.lists(st.integers(2, 12), min_size=1, max_size=4)) if costs is None else costs
     counts = draw(st.lists(st.lists(st.integers(0, 3), min_size=2 * len(costs), max_size=2 * len(costs)), max_size=6))
     named = {f"b{i}": cost for i, cost in enumerate(costs)}
@@ -103,7 +103,7 @@ def lines(draw, costs: tuple[int, ...] | None = None) -> UnitQueue:
 
 
 def units(line: UnitQueue) -> list[tuple[str, int, int]]:
-    """Name, side and cost of every unit, the first of the line first."""
+    """Return block, side (0 for L, 1 for S) and cost of every unit, in the order of the queue."""
     return [
         (name, side, cost if side == 0 else 1)
         for level in line.counts.tolist()
@@ -119,7 +119,7 @@ def tally(line: UnitQueue, some: list[tuple[str, int, int]]) -> dict[str, tuple[
 
 
 def beginning(line: UnitQueue, most: int) -> list[tuple[str, int, int]]:
-    """The units from the first on until one would exceed `most`."""
+    """Return the units from the queue's first on, as long as their total cost is at most `most`."""
     kept, cost = [], 0
     for unit in units(line):
         cost += unit[2]

@@ -1,4 +1,4 @@
-"""HPA against section 4.3 written literally, against its rounding rule unit by unit, and the promises of its docs."""
+"""HPA against section 4.3 taken literally and against its rounding rule unit by unit; budgets, and error messages."""
 
 import re
 from fractions import Fraction
@@ -21,7 +21,7 @@ EMPTY = {"a": (4, 6, 0, 0), "b": (3, 3, 0, 0)}
 
 @st.composite
 def blocks_of(draw, most: int = 6, side: int = 12) -> dict[str, tuple[int, int, int, int]]:
-    """Models of none to `most` blocks; ranks and entries from nothing to all there can be."""
+    """A strategy for models of 0 to `most` blocks, with every possible rank and number of entries."""
     blocks = {}
     for i in range(draw(st.integers(0, most))):
         n, m = draw(st.integers(1, side)), draw(st.integers(1, side))
@@ -31,7 +31,7 @@ def blocks_of(draw, most: int = 6, side: int = 12) -> dict[str, tuple[int, int, 
 
 @st.composite
 def cuts(draw, **sizes) -> tuple[dict, int, float]:
-    """A model, what to remove from it, and a κ: a decimal of two digits, or any float."""
+    """A strategy for a model, the number of parameters to remove from it, and a κ: two decimals, or any float."""
     blocks = draw(blocks_of(**sizes))
     whole = sum(rank * (n + m) + nnz for n, m, rank, nnz in blocks.values())
     kappa = draw(st.integers(0, 100).map(lambda k: k / 100) | st.floats(0, 1))
@@ -39,7 +39,7 @@ def cuts(draw, **sizes) -> tuple[dict, int, float]:
 
 
 def sides(blocks: dict) -> tuple[int, int]:
-    """C_L and C_S."""
+    """C_L and C_S, the parameters of all low-rank and of all sparse parts."""
     return sum(r * (n + m) for n, m, r, _ in blocks.values()), sum(nnz for *_, nnz in blocks.values())
 
 
@@ -50,7 +50,7 @@ def gone(blocks: dict, kept: dict) -> tuple[int, int]:
 
 
 def largest_unit(blocks: dict) -> int:
-    """Parameters of one singular value of the largest block that has any."""
+    """Parameters (n + m) of one singular value of the largest block that has any; 1 if no block has."""
     return max((n + m for n, m, rank, _ in blocks.values() if rank), default=1)
 
 
@@ -163,7 +163,7 @@ def test_a_decimal_kappa_means_that_decimal():
 
 
 def common_share(removed: list[int], counts: list[int]) -> bool:
-    """Is there one t in [0, 1] with |removed − t·count| ≤ ½ in every block?"""
+    """Return whether there is one t in [0, 1] with |removed − t·count| ≤ ½ in every block."""
     bounds = [
         (Fraction(2 * k - 1, 2 * r), Fraction(2 * k + 1, 2 * r)) for k, r in zip(removed, counts, strict=True) if r
     ]
@@ -206,7 +206,7 @@ def test_budgets_are_nested_at_every_single_step():
 
 
 def literal(blocks: dict, remove: int, kappa: Fraction) -> dict | None:
-    """Section 4.3 word for word, or None where a fraction of some block is no whole number."""
+    """Return the allocation by section 4.3 taken literally; None if it is no whole number in some block."""
     in_L, in_S = sides(blocks)
     phi_L = kappa * remove / in_L if in_L else Fraction(0)
     phi_S = (1 - kappa) * remove / in_S if in_S else Fraction(0)
@@ -242,9 +242,9 @@ def test_allocation_is_section_3_3_where_every_fraction_of_a_block_is_whole(bloc
 
 
 def unit_by_unit(blocks: dict, remove: int, kappa: Fraction) -> dict:
-    """The rounding rule, a unit at a time: all units of a side in one line, cut as soon as its parameters are gone.
+    """Apply the rounding rule a unit at a time: order a side's units, remove them until the side's share is gone.
 
-    A parameter is whole: the low-rank side is asked for ⌊κC⌋, the sparse side for the rest.
+    Shares are whole numbers: the low-rank side is asked for ⌊κC⌋ parameters, the sparse side for the rest.
     """
     in_L, in_S = sides(blocks)
     asked = kappa * remove // 1
@@ -278,7 +278,7 @@ def test_allocation_is_the_line_of_all_units_cut_where_the_budget_is_met(blocks,
 
 @pytest.mark.parametrize("twentieths", [0, 7, 13, 20])
 def test_allocation_is_that_line_for_every_budget_of_blocks_that_differ_much(twentieths):
-    # The share of the large blocks rounds away in the small ones, so the line has to be followed far.
+    # The share of the large blocks rounds to 0 in the small ones, so the order of units has to be followed far.
     blocks = {f"small {i}": (1, 2, 1, 1) for i in range(12)} | {"large": (20, 20, 20, 40), "wide": (2, 30, 2, 9)}
     for remove in range(sum(sides(blocks)) + 1):
         expected = unit_by_unit(blocks, remove, Fraction(twentieths, 20))
@@ -326,7 +326,7 @@ def test_parameters_of_a_model_by_hand():
     assert parameters({}) == parameters(EMPTY) == 0
 
 
-# ---- sentences
+# ---- error messages
 
 
 @pytest.mark.parametrize("kappa", [-0.1, 1.0000001, 2, float("nan"), float("inf")])

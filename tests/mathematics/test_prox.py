@@ -43,7 +43,7 @@ def largest(Z: Tensor) -> float:
 
 @st.composite
 def matrices(draw, dtypes=(torch.float32, torch.float64)) -> Tensor:
-    """Tall, wide and square; full rank, rank-deficient and zero; entries of size 1e-3 to 1e3."""
+    """A strategy for matrices: tall, wide and square; of full rank, rank-deficient and zero; of size 1e-3 to 1e3."""
     n, m = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     rank = draw(st.none() | st.integers(0, min(n, m)))
     scale = 10.0 ** draw(st.integers(-3, 3))
@@ -84,7 +84,7 @@ def test_soft_threshold_takes_any_shape_and_leaves_its_argument_alone():
 
 
 def assert_minimises(objective, minimum: Tensor, Z: Tensor) -> None:
-    """A prox objective is 1-strongly convex, so a step D away from its minimum costs at least ½‖D‖²."""
+    """Assert that a step D from the minimum costs at least ½‖D‖², as a prox objective is 1-strongly convex."""
     f = objective(minimum)
     directions = [gaussian(*Z.shape, seed) for seed in range(8)] + [gaussian(*Z.shape, 99, rank=1), minimum, Z, -Z]
     for direction in directions:
@@ -103,7 +103,7 @@ def test_soft_threshold_minimises_the_l1_proximal_objective(tau):
 
 
 def svt_error(method: str, dtype: torch.dtype) -> float:
-    """Error of σ and L to allow, relative to σ₁.
+    """The allowed error of σ and L, relative to σ₁.
 
     A full SVD is backward stable. The Gram route knows σ² to about eps·σ₁², hence a σ close to 0 to √eps·σ₁ only.
     """
@@ -238,7 +238,7 @@ def test_effective_rank_is_definition_1_in_exact_fractions(values, sixty_fourths
 
 
 def test_effective_rank_sums_a_long_float32_spectrum_without_losing_its_tail():
-    # 0.999·100000 equal values; a float32 running sum is off by more than that.
+    # All values are equal, so the rank is 0.999·100000; by a running sum in float32 it would be off by more than one.
     assert effective_rank(torch.full((100_000,), 0.1), 0.999) in (99_900, 99_901)
 
 

@@ -28,7 +28,7 @@ def noise(n: int, m: int, seed: int = 0) -> Tensor:
 
 
 def planted(n: int, m: int, rank: int, density: float = 0.05) -> tuple[Tensor, Tensor]:
-    """L of the given rank and S with entries of size 0.5 to 1.5 times that of L's, none of them near zero."""
+    """Return L of the given rank, with entries of about unit size, and S, with nonzero entries of size 0.5 to 1.5."""
     L = noise(n, rank, 1) @ noise(rank, m, 2) / rank**0.5
     generator = torch.Generator().manual_seed(3)
     size, sign, place = torch.rand(3, n, m, generator=generator, dtype=torch.float64)
@@ -40,7 +40,7 @@ def relative(found: Tensor, true: Tensor) -> float:
 
 
 def numpy_rpca(D: np.ndarray, growth: float = 1.5) -> tuple[np.ndarray, np.ndarray]:
-    """The algorithm a second time, with a full SVD and D as it is."""
+    """Return L and S by the same algorithm in NumPy, with full SVDs and without scaling D."""
     lam = 1 / np.sqrt(max(D.shape))
     spectral = np.linalg.svd(D, compute_uv=False)[0]
     L, Y, mu = np.zeros_like(D), D / max(spectral, np.max(np.abs(D)) / lam), 1.25 / spectral
@@ -57,7 +57,7 @@ def numpy_rpca(D: np.ndarray, growth: float = 1.5) -> tuple[np.ndarray, np.ndarr
 
 @pytest.fixture
 def iterations(monkeypatch) -> list[float]:
-    """A list with one entry per singular-value thresholding of what follows."""
+    """A list that gets one entry for every singular-value thresholding in the test."""
     calls = []
     svt = salaad.rpca.svt
     monkeypatch.setattr(salaad.rpca, "svt", lambda *args: calls.append(args[1]) or svt(*args))
@@ -189,7 +189,7 @@ def test_what_cannot_be_decomposed_is_told_in_a_sentence(call, sentence):
 
 
 def test_a_surrogate_is_recovered_where_the_weight_beside_it_looks_like_noise():
-    """A weight with decaying singular values, outliers and 10 % noise follows its block, as a task loss lets it."""
+    """The weight has decaying singular values, outliers and 10 % noise, and follows T as a task loss would let it."""
     n, m = 96, 96
     U, V = (torch.linalg.qr(noise(n, n, seed))[0] for seed in (1, 2))
     parts = ((U * 0.9 ** torch.arange(n)) @ V.mT, planted(n, m, 1)[1], noise(n, m, 3))
@@ -243,7 +243,7 @@ def test_noise_alone_looks_half_low_rank_and_mostly_dense():
         L, S = rpca(control, growth=growth)
         found = statistics(L, S)
         assert int(torch.linalg.matrix_rank(L, rtol=1e-9)) / 256 == pytest.approx(0.565, abs=0.015)
-        assert found.rank_ratio == pytest.approx(0.54, abs=0.015)  # effective: the last 0.1 % of Σσ are 6 to 8 of them
+        assert found.rank_ratio == pytest.approx(0.54, abs=0.015)  # effective: 6 to 8 make up the last 0.1 % of Σσ
         assert found.density == pytest.approx(density, abs=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Singular-value thresholding on every solver against a full SVD in float64, and the bound against the true error."""
+"""Singular-value thresholding by every solver against a full SVD in float64, and its bound against the true error."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def _small_matrices_may_use_subspaces(monkeypatch):
 
 
 def matrix(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5) -> Tensor:
-    """Singular values 3 … 1 for those to keep, and from `gap` down for the others."""
+    """A random matrix (n×m) with `kept` singular values from 3 to 1, and the others from `gap` down to 0.05."""
     generator = np.random.default_rng(seed)
     k = min(n, m)
     U, V = (np.linalg.qr(generator.normal(size=(size, k)))[0] for size in (n, m))
@@ -31,7 +31,7 @@ def matrix(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5) -> T
 
 
 def moved(Z: Tensor, by: float, seed: int = 1) -> Tensor:
-    """Z and noise of this size relative to it."""
+    """Z plus Gaussian noise of norm `by`·‖Z‖_F."""
     noise = torch.randn(Z.shape, generator=torch.Generator().manual_seed(seed))
     return Z + by * Z.norm() / noise.norm() * noise
 
@@ -43,12 +43,12 @@ def reference(Z: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
 
 def error(found: spectral.SvtResult, Z: Tensor, tau: float) -> float:
-    """Of L, relative to ‖Z‖_F."""
+    """The error of the L that was found, relative to ‖Z‖_F."""
     return float((found.L.double() - reference(Z, tau)[0]).norm() / Z.double().norm())
 
 
 def no_eigenvectors(monkeypatch, failures: int) -> None:
-    """Let the next so many eigendecompositions fail to converge."""
+    """Make the next `failures` eigendecompositions fail to converge."""
     real, left = torch.linalg.eigh, [failures]
 
     def eigh(*arguments, **keywords):

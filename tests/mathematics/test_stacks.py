@@ -16,7 +16,7 @@ SHAPES = ((40, 40), (40, 90))
 
 
 def stack(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5, least: float = 0.05) -> Tensor:
-    """Three matrices of singular values 3 … 1 for those to keep, and from `gap` down for the others."""
+    """Three random matrices with `kept` singular values from 3 to 1, and the others from `gap` down to `least`."""
     generator = torch.Generator().manual_seed(seed)
     U, V = (torch.linalg.qr(torch.randn(3, size, n, generator=generator).double())[0] for size in (n, m))
     sigma = torch.cat([torch.linspace(3, 1, kept), torch.linspace(gap, least, n - kept)]).double()
@@ -30,7 +30,7 @@ def reference(Z: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
 
 def errors(found: StackResult, Z: Tensor, tau: float) -> Tensor:
-    """Of L, relative to ‖Z‖_F."""
+    """The error of every L that was found, relative to ‖Z‖_F."""
     return (found.L.double() - reference(Z, tau)[0]).norm(dim=(1, 2)) / Z.double().norm(dim=(1, 2))
 
 
@@ -81,7 +81,7 @@ SPECTRA = {
 
 
 def noise(n: int) -> Tensor:
-    """Its singular values go up to 2√n."""
+    """A Gaussian matrix (n×n), whose singular values go up to 2√n."""
     return torch.randn(n, n, generator=torch.Generator().manual_seed(n)).double()
 
 
@@ -91,7 +91,7 @@ def test_products_hold_up_to_a_known_spread_and_not_at_four_times_that(kind, n):
     U, V = (torch.linalg.qr(noise(size))[0][:, :n] for size in (n, 2 * n))
     sigma = SPECTRA[kind](n)
     Z = ((U * sigma) @ V.mT).float()[None]
-    for spread in (MOST_SPREAD / 5, MOST_SPREAD / 2, MOST_SPREAD):  # in noise τ then lies above it, and in the middle
+    for spread in (MOST_SPREAD / 5, MOST_SPREAD / 2, MOST_SPREAD):  # for "noise": τ above all but one σ, then amid them
         found = by("products", Z, 1 / spread)
         assert found.holds.all() and found.bound < 0.7 * TOLERANCE
     assert not by("products", Z, 1 / (4 * MOST_SPREAD)).holds.any()

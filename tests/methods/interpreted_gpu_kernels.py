@@ -1,4 +1,4 @@
-"""The ADMM's kernels for a GPU, which Triton interprets; `test_passes.py` runs this file."""
+"""The GPU kernels of the ADMM and the penalty, which Triton interprets; `test_passes.py` runs this file."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from salaad.methods.salaad import gpu_kernels, passes
 
-# Of three blocks; τ_L of a stack is above 0 for all or for none.
+# Thresholds of three blocks; τ_L of a stack is above 0 for all blocks or for none.
 HIGH = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
 ZERO = HIGH._replace(tau_L=torch.zeros(3))
 
@@ -21,7 +21,7 @@ def matrices(dtype: torch.dtype, *shape: int):
 
 @pytest.fixture
 def used(monkeypatch):
-    """The kernels that were launched."""
+    """A list that gets the name of every kernel that is launched."""
     names: list[str] = []
     for name in ("divide", "add_penalty"):
         usual = getattr(gpu_kernels, name)
@@ -37,7 +37,7 @@ def test_an_update_is_that_of_torch_to_the_bit(dtype, shape, used):
         found, wanted = passes.divide(X, L, R, tau, thresholded), passes.divide_in_torch(X, L, R, tau, thresholded)
         assert torch.equal(found.R, wanted.R) and torch.equal(found.T, wanted.T)
         assert torch.equal(found.nnz, wanted.nnz)
-        # Sums of 2257 numbers of size 1 in float32, by programs.
+        # Sums of up to 2257 numbers of size 1 in float32, added up program by program.
         torch.testing.assert_close(found[3:], wanted[3:], rtol=1e-5, atol=1e-3)
     alone = passes.divide(X[0], L[0], R[0], passes.Thresholds(*(tau[0] for tau in HIGH)), True)
     together = passes.divide(X, L, R, HIGH, True)
@@ -62,7 +62,7 @@ def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
 
 
 def test_entries_are_counted_in_64_bits(monkeypatch):
-    """The program of the entries from 2³² on, of a block of 91: it has none of them."""
+    """The program for entries from 2³² on writes nothing for a block of 91 entries, which has none of them."""
     tile, size = 2**32 // gpu_kernels._BLOCK, 91
     X, L, R = (matrix[0].flatten() for matrix in matrices(torch.float32, 7, 13))
     after, T = torch.full((size,), 5.0), torch.full((size,), 5.0)
@@ -89,7 +89,7 @@ def test_the_penalty_joins_a_gradient(used):
 
 
 def test_a_penalty_far_below_the_resolution_of_bfloat16_is_there_in_the_mean(used):
-    """The gradient is 1 and the penalty 1e-4, of which bfloat16 holds nothing above 1 below 0.0078."""
+    """The gradient is 1 and the penalty 1e-4; the next number above 1 in bfloat16 is 1.0078."""
     X, T = torch.ones(300, 100).bfloat16(), torch.zeros(300, 100)
     found = []
     for seed in range(4):

@@ -42,15 +42,15 @@ def test_a_method_brings_its_settings_for_the_size_and_an_option_overrides_each(
         ["--config", "350m", "--method", "relora", "--optimizer.lr", "2e-3", "--relora.rank", "8"]
     )
     assert (config.optimizer.lr, config.relora.rank, config.relora.every) == (2e-3, 8, 5000)
-    # A file that names the method was written for it, as that of a run is.
+    # The settings in a file that names the method, such as a run's config.yaml, override the method's own.
     (tmp_path / "mine.yaml").write_text("method: sltrain\noptimizer: {lr: 0.007}\n")
     config, _ = read_command_line(["--config", str(tmp_path / "mine.yaml")])
     assert (config.optimizer.lr, config.sltrain.density) == (0.007, 0.03)
     config, _ = read_command_line(["--config", "nano", "--method", "sltrain"])
     assert (config.sltrain.rank, config.optimizer.lr) == (32, 3e-3)  # a quarter of nano's width
     salaad, _ = read_command_line(["--config", "350m"])
-    assert salaad.optimizer.lr == 2e-3  # untouched by the tables of others
-    for word in ("--relora.rank=8", "--optimizer.lr=2e-3"):  # which the table after the file would replace unseen
+    assert salaad.optimizer.lr == 2e-3  # the settings of other methods do not change it
+    for word in ("--relora.rank=8", "--optimizer.lr=2e-3"):  # which the method's settings would silently replace
         with pytest.raises(UserError, match=f"{word} stands before --config, .* relora .*; give it after --config"):
             read_command_line([word, "--config", "350m", "--method", "relora"])
     config, _ = read_command_line(["--train.batch", "3", "--config", "fast", "--method", "relora"])
@@ -115,7 +115,7 @@ def test_lora_trains_step_by_step_as_peft_does():
         other = others[f"base_model.model.{name}"]
         with torch.no_grad():
             layer.A.copy_(other.lora_A["default"].weight)
-    for name, p in theirs.named_parameters():  # what is no projection is trained as usual
+    for name, p in theirs.named_parameters():  # all but the projections is trained as usual
         p.requires_grad_("lora_" in name or "base_layer" not in name)
     optimizers = [
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) for model in (mine, theirs)
@@ -180,7 +180,7 @@ def test_a_merge_leaves_the_function_and_prunes_the_moments_of_the_adapters_alon
         for layer in factored_layers(model).values():
             layer.B.fill_(0.1)
     kept_B = {name: layer.B.detach().clone() for name, layer in factored_layers(model).items()}
-    method.after_step(optimizer, 60, torch.zeros(()))  # the last step merges nothing that would be trained no more
+    method.after_step(optimizer, 60, torch.zeros(()))  # no merge at the last step, after which nothing trains
     assert all(torch.equal(layer.B, kept_B[name]) for name, layer in factored_layers(model).items())
 
 

@@ -40,7 +40,7 @@ def test_cola_without_the_silu_of_swiglu_multiplies_gate_and_up():
     Cola.rebuild(model, config)
     mlp, x = model.model.layers[0].mlp, torch.randn(3, 16)
     torch.testing.assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x) * mlp.up_proj(x)))
-    again = type(model)(copy.deepcopy(model.config))  # what a folder's config.json makes of it
+    again = type(model)(copy.deepcopy(model.config))  # as a folder's config.json makes the model
     torch.testing.assert_close(again.model.layers[0].mlp.act_fn(x), x)
     assert len(factored_layers(model)) == 14
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -60,7 +60,7 @@ def test_lost_begins_with_the_leading_terms_and_the_columns_they_leave_most_of(s
     layer = LostLinear(linear, LostConfig(rank=6, density=0.2, gamma=0.7, activation=activation))
     np.testing.assert_allclose((layer.B @ layer.A).detach().numpy(), leading, atol=1e-5)
     lengths = [torch.linalg.vector_norm(part, dim=side) for part, side in ((layer.B, 0), (layer.A, 1))]
-    torch.testing.assert_close(*lengths, rtol=1e-4, atol=1e-5)  # both have √σ
+    torch.testing.assert_close(*lengths, rtol=1e-4, atol=1e-5)  # both factors have √σ
     np.testing.assert_array_equal(layer.columns.numpy(), columns)
     np.testing.assert_allclose(layer.W_S.detach().numpy(), W[:, columns], atol=1e-6)  # of W₀, not of the remainder
     x = np.random.default_rng(0).normal(size=(4, shape[1]))

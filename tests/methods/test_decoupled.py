@@ -1,4 +1,4 @@
-"""The decoupled pull against its formula, on two ranks, and released; and the coupled one released."""
+"""The decoupled pull against its formula, on two ranks, and after its release; the coupled pull after its release."""
 
 import os
 import signal
@@ -39,18 +39,18 @@ def test_a_step_is_the_optimizers_and_then_a_part_of_the_way_to_T(rho):
         targets = {name: s.T.clone() for name, s in salaad.surrogates.items()}
         step(plain, optimizers[1])
         for name, T in targets.items():
-            rate = 0.5 * (inverse[name] / mean if rho is None else 1)  # λ goes by ρ
+            rate = 0.5 * (inverse[name] / mean if rho is None else 1)  # a block's rate λ is proportional to ρ
             X = others[f"{name}.weight"]
             X.data = X.data - 0.01 * rate * (X.data - T.double())
         step(model, optimizers[0], salaad)
         for name, X in salaad.weights.items():
-            # T is float32, in which the difference is taken.
+            # The difference X − T is taken in float32, the dtype of T.
             torch.testing.assert_close(X.detach(), others[f"{name}.weight"].detach(), rtol=0, atol=1e-7)
     salaad.close()
 
 
 def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
-    """A share of 1e-4 of the distance is below what bfloat16 resolves: rounded to nearest, nothing would move."""
+    """A step of 5e-4 of the distance is below what bfloat16 resolves: rounded to nearest, no weight would move."""
     distances = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = llama().to(dtype)
@@ -66,7 +66,7 @@ def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
         distances[dtype] = float(sum(kept) / sum(d.norm() for d in before.values()))
         salaad.close()
     assert distances[torch.float32] == pytest.approx((1 - 5e-4) ** 400, rel=1e-3)
-    # The sum of 400 roundings adds noise of some hundredths of a weight.
+    # The sum of 400 stochastic roundings adds noise of some hundredths of a weight.
     assert distances[torch.bfloat16] == pytest.approx(distances[torch.float32], abs=0.05)
 
 
@@ -110,7 +110,7 @@ def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
         step(plain, optimizers[1])
     for name, p in plain.named_parameters():
         assert torch.equal(p, model.get_parameter(name)), name
-    assert ranks and salaad.drain_records()  # L and S follow X all the same
+    assert ranks and salaad.drain_records()  # L and S are still updated
     salaad.close()
 
 
@@ -120,7 +120,7 @@ def test_a_part_of_an_unknown_length_is_refused():
 
 
 def train_on_a_share(batch: int, schedule: str) -> dict:
-    """Six steps of this rank's rows; its weights."""
+    """Train six steps on this rank's rows; return the weights."""
     model = llama()
     wrapped = model if distributed.world_size() == 1 else torch.nn.parallel.DistributedDataParallel(model)
     salaad = Salaad(model, SalaadConfig(**SETTINGS, schedule=schedule))
@@ -129,7 +129,7 @@ def train_on_a_share(batch: int, schedule: str) -> dict:
     ids = torch.randint(64, (batch, 12), generator=torch.Generator().manual_seed(1))
     mine = ids[distributed.rank() * rows :][:rows]
     for i in range(6):
-        if i == 4:  # goes on from its own state, as a resume does
+        if i == 4:  # reload its own state, as a resume does
             salaad.load_state_dict(salaad.state_dict())
         step(wrapped, optimizer, salaad, mine)
     salaad.finish()
@@ -142,7 +142,7 @@ def test_two_ranks_draw_like_one(tmp_path, schedule):
     first, second = run_ranks(train_on_a_share, 2, tmp_path, 4, schedule)
     for name, X in alone.items():
         assert torch.equal(first[name], second[name]), name
-        if schedule == "synchronous":  # a staggered update comes when its turn among its owner's blocks is
+        if schedule == "synchronous":  # staggered updates depend on the owner's other blocks
             torch.testing.assert_close(first[name], X, rtol=0, atol=2e-5)
 
 
@@ -166,7 +166,7 @@ def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypat
 
 
 def test_the_plan_of_a_run_has_the_targets_that_a_rank_holds_of_others():
-    """In float32: of all blocks but the rank's own; nothing alone, nor where the pull is coupled."""
+    """A rank holds float32 targets of all blocks but its own; a single rank holds none, nor does a coupled pull."""
     words = ["--config", "nano", "--salaad.embedding=false"]
     decoupled = read_command_line([*words, "--salaad.pull=decoupled"])[0]
     model = outline(describe_model(decoupled.model, decoupled.data.sequence_length))

@@ -1,4 +1,4 @@
-"""What every way to train has to do: in the trainer, from a checkpoint, at several processes, and as what it leaves."""
+"""What every training method has to do: in the trainer, from a checkpoint, on several processes, with its folders."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments
 from tests.helpers.tiny_llama import IDS, config_of, llama
 from tests.helpers.training import last_checkpoint, lines, moments, run_training
 
-# Of the two others the tests of the trainer itself take care.
+# The tests of the trainer itself cover full_rank and salaad.
 METHODS = tuple(name for name in SETTINGS if name not in ("full_rank", "salaad"))
 # Periodic work after steps 4 and 8 of 12.
 OPTIONS = {
@@ -42,9 +42,9 @@ OPTIONS = {
 }
 VARIANTS = {**OPTIONS, "lost, linear": {**OPTIONS["lost"], "activation": "linear"}}
 VARIANTS["matformer, summed"] = {**OPTIONS["matformer"], "train": "summed"}
-# Model folders of U·V + S or with an activation between its factors.
+# Methods whose checkpoints hold L and S, and methods with an activation between the factors.
 WITH_PARTS, ACTIVATED = ("loro", "sltrain", "lost, linear"), ("cola", "lost")
-# From the dense model of the size and the ranks of the papers: 2Vd + (2L + 1)d, and r(8d + 3(d + m)) a layer, in M.
+# Millions of parameters by the sizes and ranks of the papers: 2Vd + (2L + 1)d, and r(8d + 3(d + m)) per layer.
 SIZES = ("60m", "130m", "350m", "1b")
 DENSE, FACTORS = (58.07, 134.11, 367.97, 1339.08), (42.77, 94.00, 185.22, 609.31)
 STORED = {
@@ -57,12 +57,12 @@ STORED = {
     "sltrain": (43.53, 96.55, 194.29, 645.55),
     "lost": (43.02, 94.78, 188.18, 621.14),
 }
-PRINTED = {"lost": (42.77, 94.00, 185.22, 609.31)}  # without its columns
+PRINTED = {"lost": (42.77, 94.00, 185.22, 609.31)}  # as the paper prints it, without LOST's columns
 TRAINING = {**STORED, "lora": (68.07, 178.93, 487.61, 1817.22), "relora": (68.07, 178.93, 487.61, 1817.22)}
 
 
 def words_of(variant: str) -> dict:
-    """Options of a toy run."""
+    """Return the options of a variant's toy run."""
     method = variant.partition(",")[0]
     # A large ε keeps rounding small: see test_two_processes_train_like_one of the trainer.
     return {
@@ -74,7 +74,7 @@ def words_of(variant: str) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text_files, tiny_tokenizer_dir):
-    """Variant → the folder of its toy run, of one process, trained when first asked for."""
+    """A function from a variant to the folder of its toy run in one process, which the first call trains."""
     folder, toy = tmp_path_factory.mktemp("finished"), partial(toy_arguments, text_files, tiny_tokenizer_dir)
 
     def trained(variant: str):
@@ -115,7 +115,7 @@ def test_the_plan_counts_memory_by_kind(toy, tmp_path, capsys, method):
 
 
 def state_of(folder) -> dict:
-    """Weights as they are trained, the optimizer's moments and the method's own tensors."""
+    """Return the trained weights, the optimizer's moments and the method's own tensors of the last checkpoint."""
     checkpoint = last_checkpoint(folder)
     found = {f"{index} {key}": value for index, entry in moments(checkpoint).items() for key, value in entry.items()}
     weights = checkpoint / "state" / "weights.safetensors"
@@ -126,7 +126,7 @@ def state_of(folder) -> dict:
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, finished, variant):
-    options, pending = toy(**words_of(variant)), {4, 9}  # the first right after a merge, an exact step, a new subspace
+    options, pending = toy(**words_of(variant)), {4, 9}  # 4 is right after a merge, an exact step, a new subspace
     kind = method_of(config_of(variant.partition(",")[0]))
     original = kind.after_step
 
@@ -149,7 +149,7 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, finished, 
 
 
 def test_two_processes_train_like_one_and_the_rest_goes_on_alone(toy, tmp_path, finished):
-    """Every method in one launch of two processes, which then goes on with one from the middle."""
+    """One launch of two processes trains every variant; then one process resumes each from the middle."""
     orders = [
         ([*toy(**words_of(variant), train__save_every=6, train__keep_last=0)], str(tmp_path / f"{variant}-two"))
         for variant in VARIANTS
@@ -163,7 +163,7 @@ def test_two_processes_train_like_one_and_the_rest_goes_on_alone(toy, tmp_path, 
     assert done.returncode == 0, done.stderr[-3000:]
     for variant in VARIANTS:
         one, two = lines(finished(variant)), lines(tmp_path / f"{variant}-two")
-        for alone, shared in zip(one, two, strict=True):  # sums in another order, which Adam's first steps enlarge
+        for alone, shared in zip(one, two, strict=True):  # another order of sums, enlarged by Adam's first steps
             assert shared["loss"] == pytest.approx(alone["loss"], rel=5e-4), variant
         middle = tmp_path / f"{variant}-two" / "checkpoints" / "step-0000006"
         run_training([*toy(**words_of(variant)), f"--resume={middle}"], tmp_path / f"{variant}-rest")
@@ -195,7 +195,7 @@ def test_an_ordinary_step_waits_for_no_device(variant):
     method = method_of(config)(model, config)
     optimizer, _ = method.build_optimizer()
     found = {}
-    for step in (1, 2):  # the first makes the optimizer's state and a subspace
+    for step in (1, 2):  # step 1 makes the optimizer's state and a subspace
         with HostReads() as reads:
             SummedLoss(model)(IDS, IDS).backward()
             method.after_backward()
@@ -211,7 +211,7 @@ def test_an_ordinary_step_waits_for_no_device(variant):
 def test_it_trains_in_every_precision(toy, tmp_path, finished, method, precision):
     run_training(toy(**words_of(method), train__precision=precision), tmp_path / "run")
     exact, short = (lines(folder) for folder in (finished(method), tmp_path / "run"))
-    # bfloat16 has three digits, of losses near 6; a width of MatFormer's differs from another by more.
+    # bfloat16 has three digits, and losses are near 6; widths of MatFormer differ by more than its rounding.
     assert short[-1]["loss"] == pytest.approx(exact[-1]["loss"], abs=0.15)
 
 
@@ -238,7 +238,7 @@ def test_another_method_does_not_go_on_from_its_checkpoint(toy, tmp_path, finish
         run_training([*toy(**words_of(other)), f"--resume={last_checkpoint(finished(method))}"], tmp_path / "other")
 
 
-# ---- what it leaves
+# ---- the folder of a finished run
 
 
 def rows_of(folder, name: str) -> dict:
@@ -316,14 +316,14 @@ def test_factors_with_an_activation_stay_what_they_are(tmp_path, monkeypatch, fi
     assert torch.equal(small(ids).logits, again(ids).logits)
     run_compress(monkeypatch, "--checkpoint", folder, "--output", tmp_path / "bytes", "--dtype", "int8")
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "bytes", dtype=torch.float32)
-    torch.testing.assert_close(rounded(ids).logits, own(ids).logits, rtol=0, atol=0.05)  # of logits around 1
+    torch.testing.assert_close(rounded(ids).logits, own(ids).logits, rtol=0, atol=0.05)  # the logits are around 1
 
 
 @pytest.mark.parametrize("variant", ["matformer"])
 def test_a_width_becomes_a_plain_folder(tmp_path, monkeypatch, finished, variant):
     folder = finished(variant)
     rows = {row["variant"]: row for row in lines(folder, "evaluations.jsonl")}
-    budget = rows["X+X/2"]["parameters"]  # a mixed size, of which a folder holds the narrower width
+    budget = rows["X+X/2"]["parameters"]  # a mixed size, for which a folder holds the narrower width
     run_compress(
         monkeypatch, "--checkpoint", folder, "--output", tmp_path / "half", "--budget", budget, "--dtype", "float32"
     )

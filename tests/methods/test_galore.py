@@ -15,7 +15,7 @@ from salaad.methods.registry import method_of
 from salaad.spectral import leading_left_vectors
 from tests.helpers.tiny_llama import IDS, config_of, llama
 
-# The oracles add ε before the bias correction: one so small that it makes no difference.
+# The oracles add ε before the bias correction, so ε is made too small to matter.
 OPTIONS = ("--galore.rank", "4", "--optimizer.eps", "1e-30", "--optimizer.lr", "0.01", "--optimizer.warmup", "0")
 FINE = torch.zeros(())
 
@@ -64,7 +64,7 @@ def test_past_refreshes_a_weight_moves_as_numpy_moves_it():
             G = G.numpy() if G.shape[0] < G.shape[1] else G.numpy().T
             if step % 3 == 1:
                 found = np.linalg.svd(G, full_matrices=False)[0][:, :4]
-                # Its sign is arbitrary: that nearest to the one before, and at first any, to which nothing is tied.
+                # Signs are arbitrary: each vector takes the sign nearest to its predecessor, the first may have any.
                 P[name] = found * np.where((found * P[name]).sum(0) < 0, -1, 1) if name in P else found
             R = P[name].T @ G
             mean[name] = 0.9 * mean[name] + 0.1 * R

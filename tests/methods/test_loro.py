@@ -13,7 +13,7 @@ OPTIONS = ("--loro.rank", "4", "--loro.every", "3", "--loro.rewarmup", "2", "--t
 
 
 def dense_step(W, G, lr, rank):
-    """W − lr·(projection of G to the tangent space of rank-`rank` matrices at W), brought back to that rank."""
+    """W − lr·(projection of G onto the tangent space of rank-`rank` matrices at W), truncated to that rank."""
     U, _, Vh = torch.linalg.svd(W)
     U, V = U[:, :rank], Vh[:rank].mT
     projected = U @ U.mT @ G + G @ V @ V.mT - U @ U.mT @ G @ V @ V.mT
@@ -26,9 +26,9 @@ def test_the_exact_step_is_that_on_the_manifold(shape):
     generator = torch.Generator().manual_seed(0)
     out, width = shape
     M, N, G = (torch.randn(*size, generator=generator).double() for size in ((out, 4), (width, 4), shape))
-    new_M, new_N = exact_step(M, N, G @ N, G.mT @ M, 0.3)  # a gradient of W gives the factors these
+    new_M, new_N = exact_step(M, N, G @ N, G.mT @ M, 0.3)  # the factors' gradients for a gradient G of W
     torch.testing.assert_close(new_M @ new_N.mT, dense_step(M @ N.mT, G, 0.3, 4), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(new_M.mT @ new_M, new_N.mT @ new_N, rtol=1e-9, atol=1e-9)  # they share √σ
+    torch.testing.assert_close(new_M.mT @ new_M, new_N.mT @ new_N, rtol=1e-9, atol=1e-9)  # both factors have √σ
     assert not (new_M.mT @ new_M - (new_M.mT @ new_M).diagonal().diag()).abs().max() > 1e-9
 
 
@@ -48,7 +48,7 @@ def loro(model, *words, dtype=torch.float32):
 
 
 def test_three_steps_are_two_on_the_factors_and_one_on_the_manifold():
-    """Against Adam written out in float64: the third step starts from where the factors are then."""
+    """The reference is Adam written out in float64; the third step starts from the factors after the second."""
     model = llama()
     words = ("--optimizer.warmup", "0", "--optimizer.lr", "0.01")
     method, optimizer, schedule = loro(model, *words, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_three_steps_are_two_on_the_factors_and_one_on_the_manifold():
             direction[place] = mean[place] / (1 - 0.9**step) / (root + 1e-6)
         before = norm.detach().clone()
         step_unless(torch.zeros(()), optimizer)
-        assert not torch.equal(norm, before)  # what is no factor takes an ordinary step in every one
+        assert not torch.equal(norm, before)  # other parameters take an ordinary step every time
         schedule.step()
         optimizer.zero_grad()
         method.after_step(optimizer, step, torch.zeros(()))
@@ -78,7 +78,7 @@ def test_three_steps_are_two_on_the_factors_and_one_on_the_manifold():
                 for key in "MN":
                     torch.testing.assert_close(factors[name, key].detach(), mine[name, key], rtol=1e-6, atol=1e-8)
                 continue
-            # Some G whose parts in the tangent space are those that Adam's directions stand for.
+            # The projection onto the tangent space of a G with G·N = dM and Gᵀ·M = dN, Adam's directions.
             (Q_M, R_M), (Q_N, R_N) = torch.linalg.qr(M), torch.linalg.qr(N)
             right, left = dM @ torch.linalg.inv(R_N), torch.linalg.inv(R_M).mT @ dN.mT
             projected = Q_M @ left + (right - Q_M @ (Q_M.mT @ right)) @ Q_N.mT
@@ -106,7 +106,7 @@ def test_an_exact_step_after_a_broken_gradient_is_left_out():
 def test_the_learning_rate_rises_again_after_an_exact_step():
     _, _, schedule = loro(llama(), "--optimizer.warmup", "0.25")
     plain, factors = schedule.lr_lambdas
-    assert [factors(step) for step in (2, 5, 8)] == [0, 0, 0]  # the exact steps: the third, the sixth, the ninth
+    assert [factors(step) for step in (2, 5, 8)] == [0, 0, 0]  # the exact steps are the third, sixth and ninth
     assert plain(3) == pytest.approx(0.5 * 1.0) and plain(4) > plain(3) and factors(4) == plain(4)
 
 

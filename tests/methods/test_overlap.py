@@ -1,4 +1,4 @@
-"""ADMM updates beside the next step's forward pass: the same numbers, and nothing is read too soon."""
+"""ADMM updates concurrent with the next forward pass: the same numbers, and no result is read before it is ready."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ DEVICE = replace(RATES["h100"], eigenvectors=1e-7)
 
 @pytest.fixture(params=["ladder", "stacks"])
 def solvers(request, monkeypatch):
-    """A CPU's, and those of a device that the host must not wait for, played on the CPU."""
+    """Run with the solvers of a CPU, and with those of a device that the host must not wait for, on the CPU."""
     if request.param == "stacks":
         monkeypatch.setattr(admm_round, "rates_of", lambda device: DEVICE)
 
@@ -97,7 +97,7 @@ def test_closing_lets_the_model_go_where_the_last_update_met_a_weight_that_is_no
     for model in (each.model, other):
         model(input_ids=IDS[0], labels=IDS[0]).loss.backward()
     for mine, plain in zip(each.model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, plain.grad)  # no penalty joined
+        assert torch.equal(mine.grad, plain.grad)  # no penalty was added
     Salaad(each.model, CONFIG).close()
 
 
@@ -111,7 +111,7 @@ def test_an_update_is_recorded_at_its_step_though_no_gradient_came_after_it():
 
 
 class Streams:
-    """torch's streams without a GPU: what each is given, in order, and what its memory is kept for."""
+    """Fakes of torch's CUDA streams that record, in order, the work, waits and kept memory of every stream."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.made: list[torch.device] = []
@@ -139,7 +139,7 @@ class Streams:
         patch.setattr(torch.cuda, "stream", inside)
 
     def note(self, what: str) -> None:
-        """Something is given to the stream that is active now."""
+        """Record work that is given to the active stream."""
         self.events.append((self._active[-1], what))
 
 
@@ -150,7 +150,7 @@ def streams(monkeypatch) -> Iterator[Streams]:
 
 
 def fake_block(streams: Streams, index: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """A block and its weight on a GPU of which no more is looked at than where they are."""
+    """Return stand-ins for a block and for its weight on the GPU `index`."""
 
     def update(X: SimpleNamespace) -> torch.Tensor:
         streams.note("ladder")
@@ -179,8 +179,8 @@ def test_an_update_beside_comes_after_the_weights_and_before_what_uses_its_resul
     streams.note("forward")
     begun.end()
     assert streams.events == [
-        ("side", "waits for", "main"),  # whose optimizer may still move the weights
-        ("main", "keeps T for side"),  # for that reads it after the block has let go of it
+        ("side", "waits for", "main"),  # main's optimizer may still move the weights
+        ("main", "keeps T for side"),  # side reads the old T after the block has dropped it
         ("side", "stack"),
         ("main", "forward"),
         ("side", "read"),

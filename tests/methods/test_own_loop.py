@@ -1,4 +1,4 @@
-"""A training loop that is not ours: it saves, goes on to the bit, and ends in a small model."""
+"""Salaad in a user's own training loop: it saves, resumes to the bit, and compresses to a small model."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def llama() -> LlamaForCausalLM:
 
 
 class Loop:
-    """A loop as anybody would write it, with an optimizer that has no state of its own to lose."""
+    """A plain training loop, with an optimizer that has no state which a resume could lose."""
 
     def __init__(self, model: nn.Module, salaad: Salaad) -> None:
         self.model, self.salaad = model, salaad
@@ -47,7 +47,7 @@ class Loop:
 
 
 def numbers(loop: Loop) -> dict[str, Tensor]:
-    """Every weight and every tensor of L, S and dual that this rank has."""
+    """Return every weight, and every tensor of L, S and dual of the blocks that this rank owns."""
     state = loop.salaad.state_dict()["surrogates"]
     blocks = {f"{name}/{key}": tensor for name, part in state.items() for key, tensor in part.items()}
     return {**loop.model.state_dict(), **blocks}
@@ -68,7 +68,7 @@ def whole() -> Loop:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, tiny_tokenizer_dir) -> Path:
-    """The folder of the same loop after five steps."""
+    """The folder saved by a loop like that of `whole` after five steps."""
     model = llama()
     loop = Loop(model, Salaad(model, CONFIG))
     loop.run(0, 5)
@@ -77,7 +77,7 @@ def saved(tmp_path_factory, tiny_tokenizer_dir) -> Path:
     return folder
 
 
-# ---- going on
+# ---- resuming
 
 
 def test_a_loop_that_saves_and_loads_ends_to_the_bit_like_one_that_never_stopped(whole, saved, tmp_path):
@@ -100,7 +100,7 @@ def test_state_dict_and_load_state_dict_go_on_to_the_bit(whole, tmp_path):
     loop = Loop(model, Salaad(model, CONFIG))
     loop.run(0, 5)
     torch.save({"model": model.state_dict(), "salaad": loop.salaad.state_dict()}, tmp_path / "mine.pt")
-    loop.run(5, 7)  # what was taken is not changed by going on
+    loop.run(5, 7)  # further steps do not change the saved state
 
     stored = torch.load(tmp_path / "mine.pt", weights_only=True)
     model = llama()
@@ -139,7 +139,7 @@ def test_loading_beside_other_weights_than_those_of_that_time_is_refused(saved):
     model = llama()
     with pytest.raises(UserError, match=r"is not that which .* was saved beside; open the model from there first"):
         Salaad.load(model, saved)
-    Salaad(model, CONFIG)  # the one that was refused has let go of the weights
+    Salaad(model, CONFIG)  # the refused Salaad no longer watches the weights
 
 
 def test_other_settings_may_be_given_to_go_on_with(saved):
@@ -165,9 +165,9 @@ def test_a_folder_without_l_and_s_is_refused_in_a_sentence(tmp_path):
 
 
 def two_ranks(folder: str) -> dict[str, Tensor]:
-    """Five steps on two ranks, saved; what was saved goes on for six more."""
+    """Train five steps, save, load and train six more; return the compressed model's logits and the weights."""
     model = llama()
-    together = dataclasses.replace(CONFIG, schedule="synchronous")  # the other depends on who owns what
+    together = dataclasses.replace(CONFIG, schedule="synchronous")  # "staggered" depends on the owners
     loop = Loop(DistributedDataParallel(model), Salaad(model, together))
     loop.run(0, 5)
     loop.salaad.save(folder)
@@ -187,7 +187,7 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
     first, second = run_ranks(two_ranks, 2, tmp_path, str(tmp_path / "both"))
     assert_equal(first, second)
     for name, value in whole.model.state_dict().items():
-        # Gradients agree to float32 rounding at first; training lets that grow a little.
+        # Gradients agree to float32 rounding at first; in training the difference grows a little.
         assert (first[name] - value).norm() <= 1e-3 * value.norm(), name
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "both", local_files_only=True)
     alone = Salaad.load(model, tmp_path / "both")
@@ -198,7 +198,7 @@ def test_two_ranks_save_one_folder_that_one_rank_reads_and_train_as_one(tmp_path
 
 
 def small_of_two_ranks() -> dict[str, Tensor]:
-    """What the small model makes of a text, with and without the head and by default, after five steps of AdamW."""
+    """Return the small model's logits after five steps of AdamW, by default and with and without a split head."""
     model = llama()
     loop = Loop(DistributedDataParallel(model), Salaad(model, dataclasses.replace(CONFIG, schedule="synchronous")))
     loop.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -281,7 +281,7 @@ def test_what_cannot_be_compressed_is_said_in_a_sentence(saved, arguments, words
     assert words in str(error.value)
 
 
-# ---- our commands on such a folder
+# ---- our commands on a folder that `save` wrote
 
 
 def test_the_commands_open_what_save_wrote(saved, tmp_path):

@@ -1,4 +1,4 @@
-"""Owners of blocks, and two processes that must arrive at what one process computes."""
+"""Owners of blocks, and trainings on two ranks, which must arrive at what one process computes."""
 
 import copy
 import time
@@ -47,7 +47,7 @@ def test_balanced_owners_are_no_further_apart_than_one_block(costs, ranks):
     owners = ownership.assign_owners(costs, ranks, "balanced")
     assert list(owners) == list(costs)
     loads = np.bincount([owners[name] for name in costs], weights=list(costs.values()), minlength=ranks)
-    # The last and least block of a rank went to it when it had no more than any other.
+    # The least expensive block of a rank was assigned last, when no rank had a smaller load.
     for busy in range(ranks):
         mine = [costs[name] for name in costs if owners[name] == busy]
         assert not mine or loads[busy] - min(mine) <= loads.min() + 1e-9
@@ -158,7 +158,7 @@ def train(micro_batches: int = 1) -> dict[str, Any]:
 
 
 def exchange() -> list:
-    """What the small exchanges give on this rank."""
+    """Return the results of a sum, a broadcast and a gather on this rank."""
     mine = torch.tensor([1.0 + distributed.rank(), 10.0])
     distributed.barrier()
     return [
@@ -201,7 +201,7 @@ def test_the_first_gradient_of_each_rank_is_that_of_the_coupled_loss_on_the_whol
 
 
 def truncated(X: Tensor) -> Tensor:
-    """T at the start: the weight at the target rank, in float64 NumPy."""
+    """The initial T: the weight truncated to the target rank, in float64 NumPy."""
     U, s, Vh = np.linalg.svd(X.detach().double().numpy(), full_matrices=False)
     k = max(1, round(CONFIG.rank_ratio * min(X.shape)))
     return torch.from_numpy((U[:, :k] * s[:k]) @ Vh[:k]).float()
@@ -212,7 +212,7 @@ def truncated(X: Tensor) -> Tensor:
 def test_two_ranks_train_like_one(two_ranks, alone, rank, run):
     result = two_ranks[rank][run]
     for step in range(STEPS):
-        # Gradients agree to float32 rounding at first; training on them lets that grow a little.
+        # Gradients agree to float32 rounding at first; in training the difference grows a little.
         assert_close_trees(result["gradients"][step], alone["gradients"][step], 1e-5 if step < 2 else 1e-4)
     assert result["penalties"] == pytest.approx(alone["penalties"], rel=1e-4)
     assert result["summary"] == pytest.approx(alone["summary"], rel=1e-3)
@@ -252,11 +252,11 @@ def test_small_exchanges_give_every_rank_the_same(two_ranks):
         assert result[2] == [[3.0, 20.0], [2.0, 10.0], [{"rank": 0}, {"rank": 1}]]
 
 
-# ---- nobody waits in between
+# ---- no rank waits while it makes its blocks
 
 
 def deploy_and_note() -> list[str]:
-    """What this rank does while L + S takes the place of X: blocks made, and blocks exchanged."""
+    """Return what this rank does while L + S takes the place of X: which blocks it makes, and every exchange."""
     salaad, done = Salaad(toy(), CONFIG), []
     for name, surrogate in salaad.surrogates.items():
 
@@ -285,7 +285,7 @@ SLOW, LAYERS = 0.5, 8  # seconds for a block, and how many there are
 
 
 def deploy_slowly() -> float:
-    """Seconds in which L + S takes the place of X, where each block takes half a second to make."""
+    """Return the seconds until L + S has taken the place of X, where each block takes half a second to make."""
     model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(LAYERS)))
     salaad = Salaad(model, CONFIG)
     for surrogate in salaad.surrogates.values():
@@ -302,13 +302,13 @@ def deploy_slowly() -> float:
 
 
 def test_two_ranks_make_their_blocks_at_the_same_time(tmp_path):
-    # Half of all blocks each, 2 s; one rank after the other it would be 4.
+    # Each rank makes half of the blocks, in 2 s; one rank after the other would take 4 s.
     for seconds in run_ranks(deploy_slowly, 2, tmp_path):
         assert LAYERS / 2 * SLOW <= seconds < 0.75 * LAYERS * SLOW
 
 
 def averaged_together(limit: int) -> tuple[int, list[Tensor]]:
-    """How often ranks exchanged for the gradients of several weights, and the means."""
+    """Return the number of exchanges that averaging the gradients of several weights takes, and the means."""
     weights = [nn.Parameter(torch.zeros(size)) for size in (3, 5, 2, 7)]
     weights[2] = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     for i, weight in enumerate(weights):
@@ -322,7 +322,7 @@ def averaged_together(limit: int) -> tuple[int, list[Tensor]]:
     return len(calls), [weight.grad for weight in weights]
 
 
-@pytest.mark.parametrize(("limit", "calls"), [(2**20, 3), (12, 4)])  # one dtype at a time; 3, 5, 2 and 7 numbers alone
+@pytest.mark.parametrize(("limit", "calls"), [(2**20, 3), (12, 4)])  # by runs of one dtype; each gradient alone
 def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
     for counted, found in run_ranks(averaged_together, 2, tmp_path, limit):
         assert counted == calls
@@ -336,7 +336,7 @@ def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
 
 
 def steps_with(hook: Any, first: int) -> str:
-    """What three steps say whose gradients go to the other ranks by a communication hook from the `first` on."""
+    """Train three steps with a communication hook from step `first` on; return the error, or "" without one."""
     model = toy()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -378,7 +378,7 @@ def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, name, first
 
 
 def bfloat16_step() -> dict[str, Any]:
-    """One backward pass in pure bfloat16, as the trainer does it."""
+    """Run a backward pass in pure bfloat16 as the trainer does; return its gradients and the parts of their sum."""
     rank, ranks = distributed.rank(), distributed.world_size()
     model = toy(torch.bfloat16)
     for layer in (model[0], model[2], model[4]):
@@ -420,7 +420,7 @@ def test_averaging_in_float32_keeps_the_whole_penalty_in_pure_bfloat16(two_ranks
         mean = (first["without penalty"][name].float() + second["without penalty"][name].float()) / 2
         assert torch.equal(first["gradients"][name], second["gradients"][name])
         assert (first["gradients"][name] - mean - penalty).norm() < 1e-3 * penalty.norm()
-    assert torch.equal(first["bias"], second["bias"])  # what is no block is averaged by DistributedDataParallel
+    assert torch.equal(first["bias"], second["bias"])  # DistributedDataParallel averages all but the blocks
     assert first["bias"].dtype == torch.bfloat16
 
 

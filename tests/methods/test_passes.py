@@ -1,4 +1,4 @@
-"""The elementwise part of ADMM updates of several blocks, against the update of one; and the same by kernels."""
+"""The elementwise part of ADMM updates of several blocks and of the penalty, in torch and by interpreted kernels."""
 
 from pathlib import Path
 

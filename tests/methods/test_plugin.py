@@ -18,7 +18,7 @@ from salaad.methods.optimizer import build_optimizer
 from salaad.methods.salaad.surrogate import Surrogate
 
 ANY = {"roles": ("re:.",)}
-# Strong enough that L, S and U are all at work after a few updates.
+# Strong enough that L, S and the dual are all at work after a few updates.
 LIVELY = {"rho": 0.05, "rank_ratio": 0.3, "density": 0.3, "delta_alpha": 0.05, "delta_beta": 0.005}
 
 
@@ -50,7 +50,7 @@ def toy_loss(model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def run(model: nn.Module, salaad: Salaad, steps: int, lr: float = 0.05) -> None:
-    """Plain training of a toy model."""
+    """Train a toy model with plain SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(steps):
         toy_loss(model, step).backward()
@@ -60,13 +60,13 @@ def run(model: nn.Module, salaad: Salaad, steps: int, lr: float = 0.05) -> None:
 
 
 def equation_3(surrogate: Surrogate, X: Tensor) -> Tensor:
-    """ℓ_ρ in the paper's variables, for autograd."""
+    """The penalty of ℓ_ρ in the paper's variables, ρ/2·‖X − L − S + Y/ρ‖², for autograd."""
     L, S, Y = (part.to(X.dtype) for part in (surrogate.low_rank(), surrogate.sparse(), surrogate.dual()))
     return surrogate.rho / 2 * (X - L - S + Y / surrogate.rho).square().sum()
 
 
 def gradient_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """By torch.autograd.grad, which no hook of Salaad sees."""
+    """Return the loss's gradients by torch.autograd.grad, which calls no hook of Salaad."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
@@ -104,7 +104,7 @@ def test_any_loop_gets_the_gradient_of_the_coupled_loss_for_blocks_and_of_the_ta
     coupled, uncoupled = (gradient_of(loss, model) for loss in (task + sum(penalties), gpt2_loss(model, 99)))
     gpt2_loss(model, 99).backward()
     assert_same(gradients(model), coupled)
-    # The penalty matters here, and for the blocks only; the tied embedding is one of them if it was asked for.
+    # The penalty matters here, and for the blocks only; the tied embedding is a block if it was asked for.
     felt = {name for name in coupled if not torch.equal(coupled[name], uncoupled[name])}
     assert felt == {f"{name}.weight" for name in salaad.blocks}
     assert len(felt) == 8 + embedding
@@ -165,13 +165,13 @@ def test_a_discarded_gradient_does_not_use_up_the_penalty_if_skip_is_called():
 
 # ---- schedule
 
-# Layers of 16×24, 8×16, 32×8 and 10×32, dearest first.
+# Layers of 16×24, 8×16, 32×8 and 10×32; `BY_COST` names them from the most to the least expensive.
 WIDTHS = (24, 16, 8, 32, 10)
 BY_COST = ("0", "3", "2", "1")
 
 
 def note_updates(salaad: Salaad) -> dict[str, list[int]]:
-    """Block → the steps at which its surrogate is updated from now on."""
+    """Return block → the steps of its surrogate's updates, which are added to it from now on."""
     steps: dict[str, list[int]] = {name: [] for name in salaad.surrogates}
     for name, surrogate in salaad.surrogates.items():
 
@@ -222,7 +222,7 @@ def test_the_schedule_goes_on_after_a_resume():
         first.step()
     second.load_state_dict(first.state_dict())
     steps = note_updates(second)
-    second.finish()  # all but the third, which step 4 has updated
+    second.finish()  # all but the third by cost, which step 4 has updated
     second.step()
     second.finish()
     assert steps == {"0": [4, 5], "3": [4, 5], "2": [5], "1": [4, 5]}
@@ -302,7 +302,7 @@ def test_training_goes_on_after_deployed_as_if_nothing_had_happened():
 
 
 class Injected(nn.Module):
-    """One weight whose gradient is exactly what is given."""
+    """A module of one weight, whose task gradient is exactly what `backward` is given."""
 
     def __init__(self, X: Tensor) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_in_pure_bfloat16_the_gradient_of_a_block_is_float32_and_holds_the_whole
     gradient = model.layer.weight.grad
     U, s, Vh = np.linalg.svd(X.double().numpy(), full_matrices=False)
     k = round(0.15 * 64)
-    penalty = 1e-2 * (X.double() - torch.from_numpy((U[:, :k] * s[:k]) @ Vh[:k]))  # ρ(X − T): S = U = 0 at the start
+    penalty = 1e-2 * (X.double() - torch.from_numpy((U[:, :k] * s[:k]) @ Vh[:k]))  # ρ(X − T): S = dual = 0 at the start
     assert 0 < penalty.norm() < 1e-3 * G.double().norm()
     assert gradient.dtype == torch.float32
     # The sum is rounded to float32: 2⁻²⁴ of a gradient of size 1.
@@ -342,9 +342,9 @@ def test_in_pure_bfloat16_micro_batches_add_up_in_float32():
 
 
 def moved_by_adamw(X: Tensor, rho: float, rounded: bool = False) -> Tensor:
-    """Where five steps of AdamW take the weight X under random gradients of size 1 to 2 and the penalty of ρ.
+    """Return the weight X after five steps of AdamW under random gradients of size 1 to 2 and the penalty of ρ.
 
-    `rounded` is the mistake to tell apart: it takes the coupled gradient through bfloat16.
+    `rounded` is the mistake that the test must notice: it rounds the gradient with the penalty to bfloat16.
     """
     model = Injected(X)
     salaad = Salaad(model, SalaadConfig(rho=rho, every=100, **ANY))

@@ -39,7 +39,7 @@ def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything but the export: weights as they are trained, the method's tensor, the optimizer's moments."""
+    """Return a checkpoint's state without the export: trained weights, the method's tensor, the optimizer's moments."""
     state = last_checkpoint(folder) / "state"
     buffers = {f"momentum {index}": entry["momentum_buffer"] for index, entry in moments(state.parent).items()}
     return {**load_file(state / "weights.safetensors"), **load_file(state / "method.safetensors"), **buffers}
@@ -90,7 +90,7 @@ def test_two_processes_train_like_one(options, trained, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    # Sums of gradients in another order differ by rounding, 1e-7 of them; plain momentum does not amplify that.
+    # Gradients summed in another order differ by rounding, 1e-7 of them; plain momentum does not amplify it.
     for mine, theirs in zip(lines(trained), lines(tmp_path / "run"), strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
         assert theirs["tokens"] == mine["tokens"]
@@ -117,12 +117,12 @@ def test_the_export_opens_in_plain_transformers_and_is_the_model_that_was_traine
     weights = load_file(checkpoint / "state" / "weights.safetensors")
     name = "model.layers.1.mlp.down_proj"
     product = weights[f"{name}.B"].double() @ weights[f"{name}.A"].double()
-    # One product of four terms in float32.
+    # A weight is a sum of four products in float32.
     torch.testing.assert_close(plain.get_submodule(name).weight.double(), product, rtol=1e-5, atol=1e-6)
     at_the_end = lines(trained, "evaluations.jsonl")[-1]
     ok("evaluate.py", "perplexity", "--checkpoint", trained, "--dtype", "float32", "--output", tmp_path / "out")
     [row] = rows_of(tmp_path / "out", "perplexity")
-    # The same text; the product is taken before the input here, and after it in training.
+    # The same text; here B·A is multiplied out first, while training multiplies x by A and then by B.
     assert row["perplexity"] == pytest.approx(at_the_end["perplexity"], rel=1e-4)
 
 

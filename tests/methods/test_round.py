@@ -1,4 +1,4 @@
-"""An ADMM round as on a device that the host must not wait for, played on the CPU by the rates of one."""
+"""ADMM rounds as on a device that the host must not wait for, imitated on the CPU by the rates of such a device."""
 
 import copy
 from dataclasses import replace
@@ -25,7 +25,7 @@ SETTINGS = {"roles": ("re:.",), "every": 1, "rho": 0.05, "delta_alpha": 0.05, "d
 SHAPES = ((48, 48), (48, 48), (48, 80), (80, 48), (48, 48), (80, 48), (20, 30))  # (out, in)
 
 
-# So slow at eigenvectors that products are the cheaper for small matrices too.
+# So slow at eigenvectors that products are cheaper for small matrices too.
 DEVICE = replace(RATES["h100"], eigenvectors=1e-7)
 
 
@@ -39,7 +39,7 @@ def device(monkeypatch):
 
 
 def weights(shapes: tuple[tuple[int, int], ...] = SHAPES) -> nn.ModuleList:
-    """Matrices whose singular values fall by a factor of twenty."""
+    """Return linear layers of these shapes, whose singular values fall by a factor of twenty."""
     layers = nn.ModuleList(nn.Linear(m, n, bias=False) for n, m in shapes)
     for i, layer in enumerate(layers):
         Z = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(i))
@@ -92,8 +92,8 @@ def test_stacked_blocks_go_where_blocks_alone_go(monkeypatch, settings):
         assert mine[2:8] == pytest.approx(theirs[2:8], rel=0.02, abs=0.055)
         moved[mine[1]] = max(moved[mine[1]], abs(mine[4] - theirs[4]) / SETTINGS["rho"])
     for name, parts in matrices(stacked).items():
-        # Another threshold moves every singular value of L by the difference at most, of which S and the dual take part
-        # in the next update: hence the 2. The rest is rounding, about 1e-5 an update.
+        # Another τ_L moves every singular value of L by at most the difference, and in the next update S and the dual
+        # too: hence the 2. The rest is rounding, about 1e-5 an update.
         n = min(alone.weights[name].shape)
         for part, value in matrices(alone)[name].items():
             assert (parts[part] - value).norm() <= 2 * n**0.5 * moved[name] + 1e-3 * value.norm(), (name, part)
@@ -112,14 +112,14 @@ def test_a_round_is_read_once_and_a_step_beside_it_never(device):
         decompositions.append(reads.decompositions)
     assert counts == [0, 1] * 6
     assert set(operators[::2]) == {0}
-    # Eigenvectors are asked for once a stack while nothing is thresholded, and then no more.
+    # Each of the three stacks computes eigenvectors while nothing is thresholded, and then no more.
     assert decompositions[1] == 3 and decompositions[-1] == 0
     assert {record.method for _, _, record in salaad.drain_records()[-len(SHAPES) :]} == {"products"}
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "4090"])
 def test_by_the_rates_of_a_gpu_as_they_are_a_round_is_one_wait_but_for_the_first_and_small_matrices(monkeypatch, name):
-    """Of width 128, as the smallest model in configs/ has; of the first round each stack is one wait more."""
+    """The width is 128, as in the smallest model in configs/; in the first round every stack is one wait more."""
     monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES[name])
     shapes = ((128, 128), (128, 128), (344, 128), (128, 344), (300, 128))
     for small, inside in (((), [3, 0, 0, 0]), (((24, 24), (24, 24)), [4, 1, 1, 1])):
@@ -150,7 +150,7 @@ def test_statistics_leave_in_one_read(device):
         salaad.step()
     with HostReads() as reads:
         assert len(salaad.drain_records()) == 3 * len(SHAPES)
-    assert reads.count == 2  # whether all is finite, and the rows
+    assert reads.count == 2  # one of whether all is finite, one of the rows
 
 
 def test_training_goes_on_to_the_bit_from_a_state_without_singular_values(device):
@@ -179,7 +179,7 @@ def test_a_saved_folder_goes_on_to_the_bit(device, tmp_path):
 
 
 def fail_products(patch) -> None:
-    """The first block of every stack fails, for as long as this patch lasts."""
+    """Make the products of the first block of every stack fail for as long as this patch lasts."""
     real = admm_round.product_stack
 
     def one_fails(*arguments, **keywords):
@@ -210,7 +210,7 @@ def test_a_block_that_does_not_hold_is_updated_alone(device, monkeypatch):
 
 
 def solvers_and_reads(salaad: Salaad, step: int) -> tuple[dict[str, str], int]:
-    """Block → solver of one round, and how often the host read the device in it."""
+    """Perform one round; return block → solver, and how often the host read from the device in it."""
     wander(salaad.model, step)
     with HostReads() as reads:
         salaad.step()
@@ -302,7 +302,7 @@ def test_a_block_that_no_solver_can_update_is_kept(device, monkeypatch):
     salaad = Salaad(weights(), SalaadConfig(**SETTINGS))
     train(salaad, range(4))
     before = salaad.surrogates["0"].T.clone()
-    salaad.surrogates["0"].R.fill_(3e38)  # finite, but no product with it is
+    salaad.surrogates["0"].R.fill_(3e38)  # finite, but every product with it overflows
     records = train(salaad, range(4, 5))
     assert {record[1]: record[-1] for record in records}["0"] == KEPT
     assert torch.equal(salaad.surrogates["0"].T, before)

@@ -1,4 +1,4 @@
-"""The norm by which a weight is known again: exact, and without a float64 copy of a weight that fills a device."""
+"""The norm that identifies a loaded weight: exact, and without a float64 copy of a weight that fills a device."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -1,4 +1,4 @@
-"""Settings from the length of a run: three lengths trained, and what they are made of."""
+"""Suggested settings by the length of a run: trainings of three lengths, and the rules behind the settings."""
 
 import math
 
@@ -20,7 +20,7 @@ def llama(vocab: int = 96, **options) -> LlamaForCausalLM:
 
 
 def text(steps: int) -> torch.Tensor:
-    """Rows of a language with something to learn: a token is followed by one of three, as a fixed table says."""
+    """Return rows of a language that can be learned: by a fixed table, one of three tokens follows every token."""
     generator = torch.Generator().manual_seed(1)
     following = torch.randint(96, (96, 3), generator=generator)
     rows = torch.empty(steps, 8, 32, dtype=torch.int64)
@@ -32,7 +32,7 @@ def text(steps: int) -> torch.Tensor:
 
 
 def trained(steps: int, **settings) -> salaad.Salaad:
-    """A model after so many steps with the settings that are suggested, but for those that are given."""
+    """Train a model for so many steps with the suggested settings, but for those given; return its Salaad."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     plugin = salaad.Salaad(model, salaad.suggest(model, steps, **settings), total_steps=steps)
@@ -48,14 +48,14 @@ def trained(steps: int, **settings) -> salaad.Salaad:
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, steps: int) -> float:
-    """On text behind that of the training."""
+    """Return the model's loss on the text that comes after the training's."""
     rows = text(steps + 8)[-8:].flatten(0, 1)
     return model(input_ids=rows, labels=rows).loss.item()
 
 
 @pytest.mark.parametrize("steps", [60, 200, 500])
 def test_a_run_of_any_length_ends_with_a_smaller_model_that_is_no_worse(steps):
-    """L + S in place of X, smaller than X and within 1 % of its loss, from settings nobody searched for this model."""
+    """L + S is smaller than X and within 1 % of its loss, with settings that nobody searched for this model."""
     plugin = trained(steps)
     X = held_out_loss(plugin.model, steps)
     with plugin.deployed():
@@ -75,7 +75,7 @@ def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
     micro, _ = read_command_line(["--config", "micro"])
     found = settings_for(micro.train.steps)
     assert found["rho_constant"] == micro.salaad.rho_constant
-    # Every tenth step instead of every fifth, and twice the way at each.
+    # The suggestion updates every tenth step instead of every fifth, and moves τ_L twice as far at each update.
     assert found["delta_alpha"] / found["every"] == pytest.approx(micro.salaad.delta_alpha / micro.salaad.every)
 
 
@@ -89,7 +89,7 @@ def test_what_the_demo_trains_with_is_what_is_suggested_for_a_model_to_be_cut():
 
 
 def test_a_model_that_is_to_be_cut_keeps_nearly_the_loss_of_plain_training_and_is_cut_to_half():
-    """Beside the same model that nothing draws, on the same text."""
+    """Compared with the same model, trained without a penalty on the same text."""
     steps = 200
     plain = held_out_loss(trained(steps, elastic=True, rho_constant=0.0).model, steps)
     plugin = trained(steps, elastic=True)

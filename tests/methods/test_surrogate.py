@@ -1,4 +1,4 @@
-"""One block against Algorithm 1 written a second time: NumPy, float64, the paper's unscaled α, β, Y and ρ."""
+"""One block against a second implementation of Algorithm 1: NumPy, float64, the paper's unscaled α, β, Y and ρ."""
 
 import io
 
@@ -16,7 +16,7 @@ SHAPES = ((20, 20), (12, 30), (30, 12))
 
 
 class Reference:
-    """Algorithm 1 and section 4.2 with the paper's variables, as literally as the decisions of design.md allow.
+    """Algorithm 1 and section 4.2 with the paper's variables, literally but for a threshold of 0.
 
     A threshold of 0 means no thresholding: then L is its argument itself, and X − L + Y/ρ is S without rounding.
     """
@@ -57,7 +57,7 @@ def weight(n: int, m: int, seed: int = 0) -> Tensor:
 
 
 def drift(X: Tensor, updates: int, seed: int, size: float = 0.05) -> list[Tensor]:
-    """A weight that wanders between updates."""
+    """Return the weight X at every update, between which it moves by Gaussian noise."""
     return [X := X + size * weight(*X.shape, seed * 1000 + k) for k in range(updates)]
 
 
@@ -128,7 +128,7 @@ def test_forty_updates_follow_algorithm_1_written_in_the_papers_variables(shape,
 
 
 def assert_eventful(seen: np.ndarray, clamping: bool) -> None:
-    """The trajectory is worth comparing: both thresholds were at work, rank and support moved."""
+    """Assert that the trajectory is worth comparing: both thresholds were at work, rank and number of entries vary."""
     alpha, beta, rank, nnz = seen.T
     assert (alpha > 0).sum() > 10
     assert (beta > 0).sum() > 10
@@ -212,7 +212,7 @@ def test_rounding_does_not_fill_the_sparse_part_when_both_thresholds_return_to_z
     block.update(X)
     before = block.sparse().clone()
     with_thresholds(block, tau_L=0.0, tau_S=0.0).update(X)
-    # L absorbs X − S + U whole, and S = T_0(X − L + U) is what it was.
+    # L becomes X − S + dual, and S, the soft threshold of X − L + dual by 0, stays what it was.
     assert 0 < before.count_nonzero() < before.numel() / 10
     torch.testing.assert_close(block.sparse(), before, rtol=0, atol=1e-5)
     assert torch.equal(block.sparse() != 0, before != 0)

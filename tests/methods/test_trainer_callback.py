@@ -1,4 +1,4 @@
-"""SALAAD in transformers' own Trainer: to the bit over interruptions, the same on two ranks, reported, deployable."""
+"""SALAAD in transformers' Trainer: to the bit over interruptions, on two ranks as on one, its logs and checkpoints."""
 
 import os
 from pathlib import Path
@@ -29,7 +29,7 @@ ROWS = torch.randint(3, 64, (96, 12), generator=torch.Generator().manual_seed(3)
 
 
 class StopAt(TrainerCallback):
-    """Ends a start of the training after a step, as a kill would, with a checkpoint."""
+    """A callback that interrupts the training after a step, with a checkpoint."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -40,7 +40,7 @@ class StopAt(TrainerCallback):
 
 
 class Reporter(TrainerCallback):
-    """In the place of Weights & Biases: keeps what is reported."""
+    """A stand-in for the callback of a reporting integration, which keeps the logs that are reported."""
 
     lines: ClassVar[list[dict[str, float]]] = []
 
@@ -76,7 +76,7 @@ def numbers(salaad: Salaad) -> dict[str, Tensor]:
 
 
 def train(folder: Path, stops: tuple[int, ...] = (), **options: Any) -> SalaadCallback:
-    """A whole training, interrupted after some of its steps."""
+    """Train to the end, interrupted and resumed after each of the `stops`; return the last start's callback."""
     for i, stop in enumerate((*stops, None)):
         trainer, _ = trainer_in(folder, **options)
         callback = SalaadCallback(trainer, CONFIG)
@@ -111,7 +111,7 @@ def test_the_penalty_is_what_makes_the_difference(whole, tmp_path):
 
 
 def test_the_trainer_does_what_a_loop_by_hand_does(whole):
-    """The same batches in the same order through plain torch, with torch's own AdamW and clipping."""
+    """The loop takes the same batches in the same order through plain torch, with torch's own AdamW and clipping."""
     model = llama()
     trainer, _ = trainer_in(Path("unused"))
     batches = list(trainer.get_train_dataloader())
@@ -128,7 +128,7 @@ def test_the_trainer_does_what_a_loop_by_hand_does(whole):
         salaad.step()
     mine, theirs = numbers(salaad), numbers(whole.salaad)
     for name in model.state_dict():
-        # The Trainer weighs the micro-batches by their tokens, which rounds otherwise; twelve steps let that grow.
+        # The Trainer weighs micro-batches by their tokens, which rounds differently; in twelve steps the error grows.
         assert (mine[name] - theirs[name]).norm() <= 2e-2 * theirs[name].norm(), name
 
 
@@ -147,7 +147,7 @@ def test_two_ranks_are_to_the_bit_over_interruptions_too_and_train_as_one(whole,
     assert_equal(parts, other)
     trained = whole.salaad.model.state_dict()
     for name, value in parts.items():
-        # The ranks' batches are the halves of one rank's, in another order of summation.
+        # Each rank's batches are half of one rank's, so gradients are summed in another order.
         assert (value - trained[name]).norm() <= 2e-2 * trained[name].norm(), name
 
 

@@ -1,4 +1,4 @@
-"""What would train without the penalty, or with it twice, in other people's loops: each works or says so."""
+"""Users' loops that could train without the penalty, or with it twice: each works or raises an error that says so."""
 
 import gc
 import weakref
@@ -33,7 +33,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def penalty_of(salaad: Salaad, name: str) -> Tensor:
-    """ρ(X − T) by the paper's formula, in float64."""
+    """The penalty's gradient ρ(X − T) by the paper's formula, in float64."""
     block, X = salaad.surrogates[name], salaad.weights[name].detach().double()
     return block.rho * (X - block.low_rank().double() - block.sparse().double()) + block.dual().double()
 
@@ -90,7 +90,7 @@ def test_a_second_salaad_on_the_same_weights_is_refused_until_the_first_is_close
     with pytest.raises(UserError, match=r"watched by another Salaad already.*call close\(\)"):
         Salaad(model, CONFIG)
     first.close()
-    first.close()  # once is enough
+    first.close()  # may be called again
     with Salaad(model, CONFIG) as second:
         loss_of(model).backward()
         task = torch.autograd.grad(loss_of(model), model[0].weight)[0]
@@ -139,7 +139,7 @@ def test_gradients_of_autograd_grad_are_noticed_and_join_gradients_is_the_cure(o
     torch.testing.assert_close((model[0].weight.grad - task).double(), penalty_of(salaad, "0"), rtol=1e-4, atol=1e-6)
     joined = model[0].weight.grad.clone()
     salaad.join_gradients()
-    assert torch.equal(model[0].weight.grad, joined)  # once a step
+    assert torch.equal(model[0].weight.grad, joined)  # the penalty joins once a step
     optimizer.step()
     salaad.step()
     backward()
@@ -231,7 +231,7 @@ def test_in_bfloat16_the_mean_of_the_joined_gradients_is_the_coupled_gradient():
     # 1536 numbers the slope's is below 4e-3 / (1e-3·sqrt(1536·2000)), that is 0.003.
     assert slope == pytest.approx(1, abs=0.015)
     nearest = ((G.float() + penalty.float()).bfloat16().double() - G.double() - penalty).norm()
-    assert (total / steps - penalty).norm() < nearest / 10  # rounded to nearest, most of it would be lost
+    assert (total / steps - penalty).norm() < nearest / 10  # rounded to nearest, most of the penalty would be lost
 
 
 def test_float16_weights_are_refused_with_the_cure():
@@ -266,7 +266,7 @@ def test_records_that_nobody_drains_are_bounded_to_the_newest():
 
 
 def in_parallel() -> list[Tensor]:
-    """Gradients of a model that was wrapped before the Salaad was made, and of one wrapped after."""
+    """Return the gradients of a model that was wrapped before the Salaad was made, and of one wrapped after."""
     found = []
     for before in (False, True):
         model = toy()

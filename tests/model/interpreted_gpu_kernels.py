@@ -1,4 +1,4 @@
-"""The loss with its kernel for a GPU, which Triton interprets; `test_gpu_kernels.py` runs this file."""
+"""The loss with its GPU kernel, which Triton interprets; `test_gpu_kernels.py` runs this file."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from salaad.model.loss import IGNORED, summed_cross_entropy
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How many tokens each launch had."""
+    """A list that gets the number of tokens of every kernel launch."""
     counts, usual = [], gpu_kernels.cross_entropy_
     monkeypatch.setattr(gpu_kernels, "cross_entropy_", lambda z, *rest: counts.append(len(z)) or usual(z, *rest))
     return counts

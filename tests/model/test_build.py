@@ -186,7 +186,7 @@ def test_cross_entropy_in_bfloat16_keeps_its_sum_and_the_size_of_its_gradient(ho
     expected = F.cross_entropy(hidden.float() @ head.float().T, targets, reduction="sum")
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
-    # Divided by a number of tokens that bfloat16 does not hold: a factor rounded to it would scale the whole gradient.
+    # The divisor, a number of tokens, is no bfloat16 number: rounded to bfloat16 it would scale the whole gradient.
     for mine, theirs in zip(
         torch.autograd.grad(loss / 196.7, [hidden, head]),
         torch.autograd.grad(expected / 196.7, [hidden, head]),

@@ -1,4 +1,4 @@
-"""Training computes attention without a mask: bit for bit the same, without a read, and only where that is right."""
+"""Attention without a mask in training: the same bits, no read by the host, and only for plainly causal models."""
 
 import pytest
 import torch

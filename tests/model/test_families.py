@@ -1,4 +1,4 @@
-"""The usual families by their default roles: what becomes a block, what is told to be left out, and a small model."""
+"""Common model families by their default roles: the blocks, the weights reported as left out, and a small model."""
 
 import pytest
 import torch

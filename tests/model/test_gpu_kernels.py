@@ -1,4 +1,4 @@
-"""The kernel of the loss for a GPU, run by an interpreter."""
+"""The loss's GPU kernel, run by Triton's interpreter."""
 
 from pathlib import Path
 

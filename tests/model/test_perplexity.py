@@ -1,4 +1,4 @@
-"""Perplexity against sums by hand, and the figure of the field's older tables."""
+"""Perplexity against sums by hand, and the legacy perplexity of older tables in the field."""
 
 import math
 

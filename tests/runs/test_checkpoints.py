@@ -39,7 +39,7 @@ STEP_LINE = "the checkpoint cannot be written"
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """Do something in the middle of a step of the run, once."""
+    """A function that takes step → action; each action is done once, in the middle of its step of the run."""
 
     def register(actions: dict) -> None:
         original = SalaadMethod.after_step
@@ -55,7 +55,7 @@ def at_step(monkeypatch):
 
 @contextmanager
 def largest_file(size: int | None):
-    """The kernel lets this process write no file beyond so many bytes: what a full disk does, at a chosen moment."""
+    """Context manager in which the kernel limits the files of this process to `size` bytes, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before[1] if size is None else size, before[1]))
@@ -162,7 +162,7 @@ def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
 
 @pytest.fixture
 def run(trained, tmp_path) -> Path:
-    """A copy of that run which has not noted its end."""
+    """A copy of the run `trained` without its summary.json, as if it had not ended."""
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     return tmp_path / "run"
@@ -210,7 +210,7 @@ def test_keep_last_and_keep_every_never_delete_what_latest_names(tmp_path):
         verify(Checkpoints(folder).latest())
     steps = sorted(int(path.name[5:]) for path in folder.glob("step-*"))
     assert steps == [40, 80, 120, 130]
-    # A run that went back writes a step below those it had reached.
+    # A run that resumed from an earlier checkpoint saves a step below those that are there.
     checkpoints.save(50, write_nothing)
     assert Checkpoints(folder).latest().name == "step-0000050"
 
@@ -229,7 +229,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(tmp_path):
     with pytest.raises(NotSavedError, match="No space left"):
         checkpoints.save(20, fails)
     assert everything(folder) == before
-    # Not even the name of a checkpoint that is to be replaced is lost.
+    # A checkpoint that was to be replaced is not lost, nor is its name.
     with pytest.MonkeyPatch.context() as patch:
         replace = Path.replace
 
@@ -260,7 +260,7 @@ def test_a_second_run_into_the_folder_is_refused(toy, tmp_path):
     assert err.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
     assert len(err.splitlines()) == 1
     assert "wait for its end, or give another" in err
-    # When the first is gone its folder is free.
+    # When the first run has ended, its folder is free.
     run_training([*arguments, "--train.steps=1"], tmp_path / "other")
     locks.claim(tmp_path / "run")
 
@@ -285,8 +285,8 @@ def test_a_run_that_goes_back_gives_up_what_came_after(trained, toy, tmp_path, c
         run_training([*toy(**more), f"--resume={run}/checkpoints/step-0000002"], run)
     reached = int(last_checkpoint(run).name[5:])
     assert 3 <= reached < 6
-    assert not (run / "summary.json").exists()  # which the life that was given up had written
-    # keep_last counts this life's: none of the later ones has taken a place.
+    assert not (run / "summary.json").exists()  # written by the steps that were given up
+    # keep_last counts the checkpoints of this continuation alone, not the later ones that were given up.
     steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
     assert steps == [reached - 1, reached]
     flipped(last_checkpoint(run) / "state" / "trainer.json")
@@ -404,7 +404,7 @@ def test_what_an_evaluation_reads_is_not_deleted_beneath_it(tmp_path, trained):
 
 
 def test_an_evaluation_beside_a_training_sees_complete_checkpoints_only(toy, tmp_path):
-    """Opened again and again while checkpoints come and go, whatever is found is whole."""
+    """The run is opened again and again while checkpoints come and go; every checkpoint that is found is whole."""
     first = start(toy(train__steps=100000, train__save_every=2, train__keep_last=1), tmp_path / "run")
     seen = set()
     try:
@@ -415,7 +415,7 @@ def test_an_evaluation_beside_a_training_sees_complete_checkpoints_only(toy, tmp
             try:
                 source = ModelOnDisk.open(tmp_path / "run")
             except UserError as error:
-                # Deleted between being named and being locked: said, not half read.
+                # Deleted after `latest` named it and before it was locked: an error, and no partial read.
                 assert "missing" in str(error) or "not there" in str(error)
                 continue
             seen.add(source.folder.path.parent.name)

@@ -61,7 +61,7 @@ def test_the_launcher_waits_as_long_as_it_is_told(monkeypatch):
         assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270" in (ROOT / "configs" / path).read_text()
 
 
-@pytest.mark.parametrize("ends", [signal.SIGUSR1, signal.SIGKILL])  # of the job and all in it; of the launcher alone
+@pytest.mark.parametrize("ends", [signal.SIGUSR1, signal.SIGKILL])  # for all of the job; for the launcher alone
 def test_two_processes_save_although_their_launcher_has_died(toy, tmp_path, ends):
     launcher = start(toy(train__steps=100000), tmp_path / "run", processes=2)
     try:

@@ -1,4 +1,4 @@
-"""What a network file system shows late: waited for, and refused with a sentence where it never comes."""
+"""Files that a network file system shows late: waited for, and refused with a sentence where they never come."""
 
 import hashlib
 import threading
@@ -64,7 +64,7 @@ def shown_late(path: Path, aside: Path) -> threading.Thread:
 @pytest.mark.parametrize("late", ["step-0000002", "step-0000002/checksums.json", "step-0000002/state/trainer.json"])
 @pytest.mark.parametrize("machines", ["1", "2"])
 def test_the_newest_checkpoint_is_not_passed_over_for_what_is_shown_late(saved, monkeypatch, capsys, late, machines):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)  # one goes on with what others may have written
+    monkeypatch.setenv("GROUP_WORLD_SIZE", machines)  # one machine resumes what others may have written
     _, folder = saved
     thread = shown_late(folder / late, folder.parent)
     assert Checkpoints(folder).newest_whole(RunState.read) == (folder / "step-0000002", [])
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_was_named_is_waited_for(saved, tmp_path, monkeypatch,
 
 
 def hidden_from_the_first(folder: Path, forever: bool) -> str:
-    """Both ranks save; rank 0 cannot see rank 1's file for a second, or at all."""
+    """Save on both ranks, where rank 0 cannot see rank 1's file for a second, or ever; return checksums or error."""
     checkpoints.UNSEEN = 2
     kept, is_file = time.monotonic() + 1, Path.is_file
 
@@ -128,7 +128,7 @@ def test_what_another_machine_wrote_is_in_the_checksums_or_the_checkpoint_is_not
 
 
 def saved_where_listings_lack_a_file(folder: Path) -> dict[str, str]:
-    """The checksums of two ranks' files, where the first can open the other's, but its listings do not show it."""
+    """Save on both ranks, where rank 0 can open rank 1's file, but its listings lack the file; return the checksums."""
     rglob = Path.rglob
 
     def lacking(self: Path, pattern: str):
@@ -149,7 +149,7 @@ def test_a_file_that_a_listing_lacks_has_its_checksum(tmp_path):
 
 
 def looks_of_two_machines(folder: Path, until: int) -> str:
-    """Rank 1 sees the run only from its look number `until` on."""
+    """Return how often this rank looked at the folder, or its error; rank 1 sees the run from look `until` on."""
     run.UNSEEN, looks, view = 2, [], run._view
 
     def late(of: Path) -> tuple[bool, str]:

@@ -23,7 +23,7 @@ BLOCK = "model.layers.1.mlp.up_proj"
 
 
 def spoil(monkeypatch, bad: dict[int, str]) -> None:
-    """At each of these steps (from 1) put NaN or infinity into the loss, all gradients or the gradient of one block."""
+    """At the steps (from 1) of `bad` make the loss NaN, its value infinite, or a gradient of one block infinite."""
     clip, loss = gradients.Gradients.clip, train.SummedLoss.forward
     calls = {"backward": 0}
     backward = train.Trainer.backward
@@ -37,7 +37,7 @@ def spoil(monkeypatch, bad: dict[int, str]) -> None:
         where = bad.get(calls["backward"])
         if where == "nan loss" and self.training:
             return value * float("nan")
-        # Infinite in value alone: its gradient stays what it was.
+        # Only the value is infinite: the gradient stays what it was.
         return value + float("inf") if where == "inf loss" and self.training else value
 
     def spoiled(self, step):
@@ -51,7 +51,7 @@ def spoil(monkeypatch, bad: dict[int, str]) -> None:
 
 
 def spy_on_weights(monkeypatch) -> list[dict]:
-    """Weights and moments before and after every step of the optimizer."""
+    """Return a list that gets the weights and moments before and after every step of the optimizer."""
     seen = []
     original = train.step_unless
 
@@ -176,11 +176,11 @@ def test_step_unless_leaves_weight_and_state_to_the_bit():
         assert not torch.equal(p, kept) and bool(p.isfinite().all()), name
 
 
-# The solvers, one behind the other.
+# The solvers, each of which takes over where the one before fails.
 
 
 def failing(*names: str):
-    """Decompositions of torch.linalg that do not converge, or (named `…:nan`) fail without a word."""
+    """Return a patch by which torch.linalg functions do not converge (`:float32`: in float32), or give NaN (`:nan`)."""
 
     def patch(monkeypatch) -> None:
         for name in names:
@@ -290,7 +290,7 @@ def test_starting_and_deploying_survive_an_eigh_that_fails(monkeypatch, broken):
     failing(*broken)(monkeypatch)
     deployed = Surrogate(X, rho=0.1, config=SalaadConfig(every=1)).deployed()
     noise = spectral._NOISE * torch.linalg.vector_norm(sigma)
-    # Once at the start, once when it is deployed; what float32 rounds off is a tenth of the noise.
+    # Noise is added at the start and on deployment, hence the 2; the rounding of float32 is a tenth of the noise.
     allowed = 2 * 2**0.5 * noise * sigma[0] / (sigma[rank - 1] - sigma[rank])
     assert float(torch.linalg.vector_norm(deployed - plain)) < float(allowed)
 
@@ -299,7 +299,7 @@ def test_a_run_in_which_nothing_converges_trains_on_and_says_so(toy, tmp_path, m
     original = surrogate.threshold
 
     def sometimes(Z, *args):
-        if Z.shape == (48, 32):  # gate and up; down is the other way round
+        if Z.shape == (48, 32):  # gate and up; down is transposed
             raise torch.linalg.LinAlgError
         return original(Z, *args)
 

@@ -38,7 +38,7 @@ def test_an_example_is_what_its_first_line_says(path):
     machines, each = said if len(said) == 2 else (1, said[0])
     assert (found.num_machines, found.num_processes) == (machines, machines * each)
     assert found.use_cpu == ("on the CPU" in path.read_text())
-    assert found.mixed_precision == "no"  # train.precision says it
+    assert found.mixed_precision == "no"  # train.precision sets it instead
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -127,7 +127,7 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
 
 
 def seconds_until_given_up(retries: int, monkeypatch) -> float:
-    """What a read of a file takes on the hub, when every request of the hub's own client runs into its timeout."""
+    """Return the seconds that a read from the hub takes when every request of the hub's client times out."""
     passed = [0.0]
     no_answer = inspect.signature(http_backoff).parameters["retry_on_exceptions"].default[0]
 
@@ -156,7 +156,7 @@ def test_the_longest_wait_for_text_is_known(retries, monkeypatch):
 
 
 def process_group_of(words: list[str], monkeypatch) -> dict:
-    """What accelerate hands to torch when a process of two begins a run with these options."""
+    """Return what accelerate hands to torch's init_process_group when one of two processes begins a run."""
     given = {}
 
     class Enough(Exception):
@@ -185,7 +185,7 @@ def process_group_of(words: list[str], monkeypatch) -> dict:
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [
-        ([], 1800),  # of torch on the CPU
+        ([], 1800),  # torch's default on the CPU
         (["--data.retries=20"], 2 * (21 * 83 + 31 + 15 * 30)),
         (["--data.max_lost_files=2"], 3 * 2 * (7 * 83 + 61)),
         (["--data.retries=1000000000"], 6 * 3600),
@@ -199,10 +199,10 @@ def test_on_gpus_ranks_wait_longer_than_the_hub_retries(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     waited = patience(DataConfig()).total_seconds()
     assert waited > 1.9 * seconds_until_given_up(DataConfig().retries, monkeypatch) > 1.9 * 600
-    assert patience(DataConfig(retries=0)).total_seconds() == 600  # of torch on GPUs
+    assert patience(DataConfig(retries=0)).total_seconds() == 600  # torch's default on GPUs
 
 
-# ---- buckets of gradients beside a compiled backward
+# ---- buckets of gradients in a compiled backward pass
 
 
 @pytest.mark.parametrize(("size", "megabytes"), [("60m", 25), ("350m", 48), ("1b", 191)])
@@ -210,7 +210,7 @@ def test_a_bucket_holds_a_layer(size, megabytes):
     config, _ = read_command_line(["--config", size])
     model = outline(describe_model(config.model, 256))
     assert compiled_bucket(model, []) == megabytes  # 12 MiB, 48.06 and 191.98 a layer; torch's own is 25
-    apart = [p for p in model.parameters() if p.ndim > 1]  # as in pure bf16, where others average the blocks
+    apart = [p for p in model.parameters() if p.ndim > 1]  # excluded, as the blocks are in pure bf16
     assert compiled_bucket(model, apart) == 25
 
 
@@ -218,7 +218,7 @@ LAYERS = 3
 
 
 def graphs(megabytes: int | None) -> int:
-    """Into how many graphs a compiled model is cut that is wrapped with buckets of this size; None is a layer's."""
+    """Return the number of graphs of a compiled model that is wrapped with buckets of this size (None: a layer's)."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2736, "num_attention_heads": 4, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=LAYERS, use_cache=False))
     counter = CompileCounter()
@@ -231,6 +231,6 @@ def graphs(megabytes: int | None) -> int:
 
 
 def test_a_compiled_model_is_cut_once_a_layer_for_its_gradients(tmp_path):
-    # The last part of the last layer is apart: its gradients come first, and torch begins with a bucket of 1 MiB.
+    # The end of the last layer is a graph of its own: its gradients come first, and torch's first bucket is 1 MiB.
     assert run_ranks(graphs, 2, tmp_path, None) == [LAYERS + 1] * 2
     assert run_ranks(graphs, 2, tmp_path, 25)[0] > LAYERS + 2

@@ -26,9 +26,9 @@ def test_a_step_by_hand():
     assert parts["products"] == pytest.approx(flops / (0.4 * 67e12), rel=1e-3)
     assert parts["optimizer"] == pytest.approx(2 * 16 * parameters / 3.35e12, rel=1e-3)
     assert parts["saving"] > 12 * parameters / 1e9 / 1000  # weights and moments every thousand steps
-    # 24 layers of four 1024² and three 1024×2736 matrices, a tenth of them in every step, shared by eight. Products
-    # alone: 68 of 1024×1024 matrices, two of the whole, about six with and of the quarter that the rank needs; and 5 µs
-    # for each of some 380 calls.
+    # 24 layers of four 1024² and three 1024×2736 blocks, a tenth of them updated in every step, shared by eight ranks.
+    # By products alone: 68 of 1024×1024 matrices, two with the whole block, the work of about six more for the rank;
+    # and 5 µs for each of some 380 calls.
     square, tall = (2 * (74 * 1024**3 + 2 * long * 1024**2) / (0.4 * 67e12) + 380 * 5e-6 for long in (1024, 2736))
     assert parts["periodic work"] == pytest.approx(24 * (4 * square + 3 * tall) / 10 / 8, rel=0.1)
 
@@ -87,9 +87,9 @@ def test_a_solver_that_is_named_is_the_one_that_is_counted():
     }
 
     def block(n, m):
-        """One eigensolver and three products; one SVD, whose columns are taken twice; each column is four calls.
+        """Seconds by one eigensolver and three products, and by one SVD, which takes every column twice.
 
-        After the wait for the eigensolver the host has twenty to make.
+        Each column is four calls; after the wait for the eigensolver the host makes twenty calls more.
         """
         gram = 6 * n * n * m / (0.4 * 67e12) + 9 * n**3 / (0.03 * 67e12) + (n * 4 + 20) * 5e-6
         return gram, (6 * n * n * m + 20 * n**3) / (0.03 * 67e12) + 2 * n * 4 * 5e-6
@@ -127,7 +127,7 @@ def test_matformer_takes_four_passes_or_one_of_a_mean_width():
 
 def test_other_methods_have_their_own_periodic_work():
     device, rates = GPUS["h100"], GPUS["h100"].rates
-    waits = 4 * 5e-6  # of a column
+    waits = 4 * 5e-6  # per column
     galore = predict(*setup("--method=galore", "--galore.every=50"), device, 8)["periodic work"]
     square, tall = (
         6 * 1024**2 * m / (0.4 * rates.peak) + 9 * 1024**3 / (0.03 * rates.peak) + 1024 * waits for m in (1024, 2736)
@@ -206,7 +206,7 @@ def test_every_device_has_all_precisions():
 
 
 def test_an_update_takes_memory_in_place_of_activations_or_beside_them():
-    """Of 350m on one GPU: stacks of 64 blocks of 1024×1024 in float32, at most sixteen times their size."""
+    """350m on one GPU: the largest stacks have 64 blocks of 1024×1024 in float32, and take 16 times their size."""
     stack = 16 * 4 * 64 * 1024 * 1024
     config, description = setup("--train.micro_batch=1")
     beside, _ = setup("--train.micro_batch=1", "--salaad.overlap=true")
@@ -228,7 +228,7 @@ def test_an_update_takes_memory_in_place_of_activations_or_beside_them():
 
 @pytest.fixture
 def a100(monkeypatch):
-    """A process of torch's launcher on a machine with this GPU."""
+    """Imitate a process of torch's launcher on a machine with an A100."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -243,7 +243,7 @@ def test_a_run_says_that_its_launcher_has_too_little_patience_for_its_steps_and_
     assert f"about {3 * step + 28.15:.0f} s (3 steps of {step:.1f} s and a checkpoint of 28.1 GB at 1 GB/s)" in said
     assert "kills it after 30 s; start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", said.split("TIMEOUT=")[1].split()[0])
-    assert short_patience(config, description, 8) is None  # who does as it says is not told again
+    assert short_patience(config, description, 8) is None  # no warning with the timeout that it gives
 
 
 def test_a_run_that_stops_in_time_or_that_no_such_launcher_kills_says_nothing(a100, monkeypatch):

@@ -82,11 +82,11 @@ def test_the_plan_says_how_long_a_save_takes_and_a_launcher_waits():
 
 SMALL = ["--config=nano", "--model.hidden_size=64", "--model.intermediate_size=128", "--model.num_attention_heads=2"]
 SMALL += ["--model.num_hidden_layers=2", "--model.vocab_size=512", "--salaad.embedding=false", "--salaad.roles=[v,o]"]
-ALONE = 8.0  # seconds in which the slow disk would take what the first of two ranks wrote if it wrote all moments
+ALONE = 8.0  # seconds that the slow disk would take if the first of two ranks wrote the weights and all moments
 
 
 def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, SimpleNamespace]:
-    """The parts of a run after a step, and its records."""
+    """Return the parts of a small run after one step, and a stand-in for its recorder."""
     config, _ = read_command_line(SMALL)
     model = model_source(config.model, config.data.sequence_length).build(config.seed, None, None)
     method = method_of(config)(model, config)
@@ -101,7 +101,7 @@ def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, Sim
 
 
 def seconds_of_a_save(folder: Path, tokenizer: str, rate: float) -> float:
-    """Of one checkpoint, each rank with a disk of its own that takes so many bytes a second."""
+    """Return the seconds of one save, where each rank has a disk of its own that takes `rate` bytes a second."""
     parts, recorder = small_run(tokenizer)
     write = HashedFile.write
 
@@ -131,7 +131,7 @@ def test_a_save_takes_as_long_as_the_fullest_of_two_ranks_writes(tmp_path, tiny_
 
 
 def slow_save(folder: Path, tokenizer: str, rate: float) -> tuple[float, float, str]:
-    """Seconds of a save where rank 1's disk alone is slow, a sum over devices after it, and what this rank said."""
+    """Return the seconds of a save where only rank 1's disk is slow, a sum over devices after it, and the stderr."""
     distributed.TOLD_AFTER = 1
     with redirect_stderr(io.StringIO()) as said:
         seconds = seconds_of_a_save(folder, tokenizer, rate if distributed.rank() else inf)
@@ -164,7 +164,7 @@ def test_no_large_file_of_a_checkpoint_is_read_again_for_its_checksum(tmp_path, 
 
 
 def saves_of_which_one_fails(folder: Path, tokenizer: str, sharded: bool, place: tuple[str, str]) -> list[str]:
-    """What three saves end in, in the second of which rank 1 fails at a function; then it sums on."""
+    """Return how three saves end, where rank 1 runs out of memory at the function `place` in the second save."""
     parts, recorder = small_run(tokenizer, sharded)
     module, ended = import_module(place[0]), []
     whole = getattr(module, place[1])

@@ -1,4 +1,4 @@
-"""ZeRO-1: the same bits as plain training, for every optimizer and method, and checkpoints that go either way."""
+"""ZeRO-1: the same bits as plain training for every optimizer and method, and checkpoints that resume either way."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from scripts.reliability.toy_run import ROOT, launch_command
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import assert_same_records, last_checkpoint, moments, run_training
 
-# The methods of the toy runs: a penalty in the gradient, a pull beside it, and gradients that a hook sets.
+# The settings of the toy runs, such as a penalty in the gradient, a decoupled pull, and gradients that a hook sets.
 TOYS = {
     "coupled": {"salaad__embedding": "true"},
     "decoupled": {"salaad__pull": "decoupled", "salaad__pull_rate": 0.5},
@@ -37,7 +37,7 @@ NAMES = ("AdamW", "Adam", "Adafactor", "Adagrad", "NAdam", "RMSprop", "SGD")
 
 
 def parts_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Weights, the method's tensors and the whole state of the optimizer, whichever files they are in."""
+    """Return weights, the method's tensors and the whole state of the optimizer, whichever files they are in."""
     found = {}
     for place in ("model/model.safetensors", "state/weights.safetensors", "state/method.safetensors", SECOND):
         if (checkpoint / place).exists():
@@ -58,7 +58,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
-    """Every toy on two processes, plain and sharded; and each way to go on from the middle of the other."""
+    """The runs of every toy on two processes, plain and sharded; and resumes either way from the other's middle."""
     from scripts.reliability.toy_run import toy_arguments
 
     folder, orders = tmp_path_factory.mktemp("sharded"), []
@@ -123,7 +123,7 @@ def test_one_process_goes_on_from_the_parts_of_two(trained, toy, tmp_path):
 
 
 def weights(name: str) -> list[nn.Parameter]:
-    """Of several sizes; those of Adam in bfloat16 with float32 gradients and moments, as in pure bf16."""
+    """Return weights of several sizes; for Adam, in bfloat16 with float32 gradients and moments, as in pure bf16."""
     generator = torch.Generator().manual_seed(0)
     found = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((8, 4), (3,), (5, 6), (2, 2))]
     if name in ("Adam", "AdamW"):
@@ -134,9 +134,9 @@ def weights(name: str) -> list[nn.Parameter]:
 
 
 def steps(name: str, numbers: range, sharded: bool, folder: Path) -> list[list[float]]:
-    """Steps of one optimizer on the gradients of these numbers, the same on every rank; the weights after them.
+    """Take the steps `numbers` of an optimizer, with the same gradients on every rank; return the weights.
 
-    It goes on from the folder and saves into it, except where that would be before the first step or after the last.
+    Steps from 0 on are saved into the folder at their end; later ones resume from it.
     """
     config, _ = read_command_line(["--config=nano", f"--optimizer.name={name}", "--optimizer.projection_lr=0.5"])
     parameters = weights(name)
@@ -211,7 +211,7 @@ def test_the_plan_tells_the_memory_of_the_fullest_rank():
     model = outline(describe_model(plain.model, 256))
     one, other = (memory_by_kind(config, model, 8) for config in (plain, sharded))
     assert one.pop("optimizer state") == 8 * 1_339_082_752
-    # An embedding of 65.5 M weights, and matrices of 11.2 M and 4.2 M, deal out to within the smallest of them.
+    # An embedding of 65.5 M weights and matrices of 11.2 M and 4.2 M are shared evenly to within the smallest matrix.
     assert 8 * 1_339_082_752 / 8 <= other.pop("optimizer state") <= 8 * (1_339_082_752 / 8 + 4_194_304)
     assert one == other
     assert largest_share(list(model.parameters()), 128) * 1_339_082_752 == 32000 * 2048  # no weight is divided
