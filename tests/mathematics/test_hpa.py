@@ -231,7 +231,7 @@ def literal(blocks: dict, remove: int, kappa: Fraction) -> dict | None:
         (EMPTY, 1),
     ],
 )
-def test_allocation_is_section_3_3_where_every_fraction_of_a_block_is_whole(blocks, cases):
+def test_allocation_is_section_4_3_where_every_fraction_of_a_block_is_whole(blocks, cases):
     compared = 0
     for remove, twentieths in product(range(sum(sides(blocks)) + 1), range(21)):
         expected = literal(blocks, remove, Fraction(twentieths, 20))

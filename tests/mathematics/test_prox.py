@@ -227,7 +227,7 @@ def test_effective_rank_of_spectra_made_by_hand(sigma, gamma, energy, rank):
     st.integers(1, 64),
     st.sampled_from([("nuclear", 1), ("squared", 2)]),
 )
-def test_effective_rank_is_definition_1_in_exact_fractions(values, sixty_fourths, energy):
+def test_effective_rank_is_definition_4_1_in_exact_fractions(values, sixty_fourths, energy):
     name, power = energy
     values.sort(reverse=True)
     gamma = Fraction(sixty_fourths, 64)

@@ -225,7 +225,7 @@ def test_rounding_to_bfloat16_alone_fills_the_sparse_part():
 # ---- statistics and controls
 
 
-def test_statistics_count_by_definition_1():
+def test_statistics_count_by_definition_4_1():
     L = torch.diag(torch.tensor([90.0, 9.0, 0.95, 0.05]))
     S = torch.zeros(4, 6)
     S[0, :3] = 1e-20

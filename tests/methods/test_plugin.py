@@ -232,7 +232,7 @@ def test_the_schedule_goes_on_after_a_resume():
 
 
 @pytest.mark.parametrize("constant", [0.03, 0.5])
-def test_rho_is_equation_5(constant):
+def test_rho_is_equation_7(constant):
     model = toy(*WIDTHS)
     salaad = Salaad(model, SalaadConfig(rho_constant=constant, **ANY))
     for name in BY_COST:

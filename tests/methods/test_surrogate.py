@@ -160,7 +160,7 @@ def test_the_start_does_not_follow_the_weight_that_it_was_made_from():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_the_penalty_and_its_gradient_are_those_of_equation_3_by_autograd(shape, scale):
+def test_the_penalty_and_its_gradient_are_those_of_equation_6_by_autograd(shape, scale):
     block, X = block_after(8, weight(*shape), rho=0.7, **SETTLING)
     variable = X.double().requires_grad_()
     L, S, Y = block.low_rank().double(), block.sparse().double(), block.dual().double()
