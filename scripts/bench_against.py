@@ -78,7 +78,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             }
             usual = (f"{statistics.median(found):.3f}" for found in ratios.values())
             lines.append((f"{row['what']}, over dense", *usual, *_now_over_before(ratios["other"], ratios["here"])))
-    return markdown_table(("what", "before", "now", "now over before", "least to most"), lines)
+    return markdown_table(("what", "before", "now", "now over before", "range of ratios"), lines)
 
 
 def _now_over_before(before: Sequence[float], now: Sequence[float]) -> tuple[str, str]:

@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """Return a table, a line per case; `times torch` is the time over that of `import torch` in the same rounds."""
+    """Return a table, a line per case; `over torch` is the time over that of `import torch` in the same rounds."""
     torch = rows[0]["here"]
     lines = [
         (
@@ -100,7 +100,7 @@ def table(rows: list[dict]) -> str:
         )
         for row in rows
     ]
-    header = ("case", *(["before"] if "other" in rows[0] else []), "now", "times torch")
+    header = ("case", *(["before"] if "other" in rows[0] else []), "now", "over torch")
     return markdown_table(header, lines)
 
 

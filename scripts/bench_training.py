@@ -316,7 +316,7 @@ def table(result: dict) -> str:
         )
         for method, row in result["methods"].items()
     ]
-    header = ("method", "step", "over full-rank", "of it periodic work", "weights", "optimizer", "method", "peak")
+    header = ("method", "step", "over full-rank", "periodic work", "weights", "optimizer", "method", "peak")
     return markdown_table(header, rows)
 
 

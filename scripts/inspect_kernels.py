@@ -81,7 +81,7 @@ def resource_table(rows: list[dict]) -> str:
         for key, group in groups.items()
     ]
     registers = tuple(f"registers, {architecture}" for architecture in architectures)
-    return markdown_table(("kernel", "dtype", "case", "warps", *registers, "shared, B", "spilled, B"), lines)
+    return markdown_table(("kernel", "dtype", "case", "warps", *registers, "shared", "spilled"), lines)
 
 
 if __name__ == "__main__":

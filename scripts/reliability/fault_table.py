@@ -29,7 +29,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     def recovery(seconds: list[float]) -> str:
         return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "–"
 
-    header = ("fault", "tries", "lost", "seconds to recover: median (most)", "note")
+    header = ("fault", "tries", "lost", "seconds to recover: median (max)", "note")
     lines = [
         (r["fault"], f"{r['tries']:,}", ", ".join(r["lost"]) or "nothing", recovery(r["recovery"]), r["note"])
         for r in rows

@@ -51,14 +51,16 @@ def full_size(results: Path) -> str | None:
     if "SALAAD" not in costs or bench is None:
         return None
     best = min(costs, key=costs.get)
-    how = best if best == FULL_RANK.label else f"{best}, {costs[best]:+.1%} from full-rank training in perplexity"
+    how = (
+        best if best == FULL_RANK.label else f"{best} ({costs[best]:+.1%} in perplexity relative to full-rank training)"
+    )
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     return (
-        f"**The best model of full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} from full-rank training "
-        f"in perplexity, a step takes {methods['salaad']['over_full_rank']:.2f} times as long, and training keeps "
-        f"{state['salaad']} of state instead of {state['full_rank']} "
+        f"**The best model at full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} in perplexity relative to "
+        f"full-rank training, its steps take {methods['salaad']['over_full_rank']:.2f} times as long, and the "
+        f"optimizer and the method keep {state['salaad']} in memory instead of {state['full_rank']} "
         f"({ELASTIC}, {_seeds(trainings, Model('SALAAD'))})."
     )
 
@@ -70,9 +72,9 @@ def rates(results: Path) -> str | None:
         cost = trainings.over(one_rate)
         if cost is not None:
             return (
-                f"**Before any method**: give embedding and head a higher learning rate than the projections. With one "
-                f"rate for all, full-rank training at {scale} is {cost:+.1%} from that with two in perplexity "
-                f"({ELASTIC}, {_seeds(trainings, one_rate)})."
+                "**Before any method**: give embedding and head a higher learning rate than the projections. With one "
+                f"rate for all, full-rank training at {scale} is {cost:+.1%} in perplexity relative to that with two "
+                f"rates ({ELASTIC}, {_seeds(trainings, one_rate)})."
             )
     return None
 
@@ -82,7 +84,7 @@ def many_sizes(results: Path) -> str | None:
     return _half_and_fifth(
         results,
         "**Many sizes, no text**: cut to half and to a fifth of the compressible parameters, SALAAD's model is {ours} "
-        "from the whole full-rank model in perplexity; the full-rank model itself, split by robust PCA and cut with "
+        "in perplexity relative to the uncut full-rank model; the full-rank model, split by robust PCA and cut with "
         "the same tools, is {theirs}",
         ours=("SALAAD", "cut, head"),
         theirs=("full-rank", "rpca, head"),
@@ -92,12 +94,14 @@ def many_sizes(results: Path) -> str | None:
 def many_sizes_with_text(results: Path) -> str | None:
     """Return the sentence on one elastic folder, matched and distilled."""
     costs = nano_20(results).costs("SALAAD", "head, tuned")
-    takes = ("", "") if costs is None else (f" ({megabytes(costs[1])})", f", for {costs[0]:.0%} of its operations")
+    size, price = "", ""
+    if costs is not None:
+        size, price = f" ({megabytes(costs[1])})", f", for {costs[0]:.0%} of the training's operations"
     return _half_and_fifth(
         results,
-        f"**Many sizes, and text**: one folder of all sizes{takes[0]}, matched and distilled on a twentieth of the "
-        f"training's tokens{takes[1]}. Its half and its fifth are {{ours}} from the whole full-rank model in "
-        "perplexity; those of the same folder made of the full-rank model are {theirs}",
+        f"**Many sizes, with text**: make one folder of all sizes{size}, matched and distilled on a twentieth of "
+        f"the training tokens{price}. At half and at a fifth SALAAD's folder is {{ours}} in perplexity relative to "
+        "the uncut full-rank model, and a folder made of the full-rank model is {theirs}",
         ours=("SALAAD", "head, tuned"),
         theirs=("full-rank", "rpca, head, tuned"),
     )
@@ -107,9 +111,9 @@ def with_text(results: Path) -> str | None:
     """Return the sentence on cuts of which every size is matched and distilled by itself."""
     return _half_and_fifth(
         results,
-        "**One size, and text**: match the cut to the whole model and distil it on a twentieth of the training tokens. "
-        "SALAAD's half and fifth are {ours} from the whole full-rank model in perplexity, those of the full-rank model "
-        "{theirs}",
+        "**One size, with text**: match the cut to the uncut model and distill it on a twentieth of the training "
+        "tokens. At half and at a fifth SALAAD's model is {ours} in perplexity relative to the uncut full-rank model, "
+        "and the full-rank model is {theirs}",
         ours=("SALAAD", "head, tuned, each"),
         theirs=("full-rank", "rpca, head, tuned, each"),
     )
@@ -123,9 +127,9 @@ def head(results: Path) -> str | None:
         return None
     beside, without = trainings.all_over(models)
     return (
-        f"**The head**: split it too for small sizes, as is the default. A fifth of the compressible parameters "
-        f"is {beside:+.1%} from the whole full-rank model in perplexity with it split and {without:+.1%} with it whole "
-        f"({ELASTIC}, {_seeds(trainings, *models)})."
+        "**The LM head**: split it too for small sizes, as is the default. At a fifth of the compressible parameters, "
+        f"SALAAD's model is {beside:+.1%} in perplexity relative to the uncut full-rank model with the head split, and "
+        f"{without:+.1%} with the head left dense ({ELASTIC}, {_seeds(trainings, *models)})."
     )
 
 
@@ -137,8 +141,8 @@ def trained_small(results: Path) -> str | None:
         return None
     half, fifth = trainings.all_over(models)
     return (
-        f"**One size, known beforehand**: a dense model trained at it, with the rates of the large one, is {half:+.1%} "
-        f"(half) and {fifth:+.1%} (a fifth) from the whole full-rank model in perplexity "
+        "**One size, known beforehand**: a dense model trained at that size, with the learning rates of the large one, "
+        f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the full-rank model of full size "
         f"({ELASTIC}, {_seeds(trainings, *models)})."
     )
 
@@ -147,9 +151,9 @@ def way_to_cut(results: Path) -> str | None:
     """Return the sentence on HPA and energy, for a model trained as in the paper, against the recommended way."""
     return _half_and_fifth(
         results,
-        "**How to cut**: a model trained as in the paper is at half and at a fifth {by_HPA} from the whole full-rank "
-        "model in perplexity by HPA at κ*, and {by_energy} by energy; drawn less, with entries weighted and the head "
-        "split, as is the default for cutting, {ours}",
+        "**How to cut**: at half and at a fifth, a model trained as in the paper is {by_HPA} in perplexity relative to "
+        "the uncut full-rank model when cut by HPA at κ*, and {by_energy} by energy. With our defaults for cutting (a "
+        "weaker pull towards L + S, weighted entries, the head split) SALAAD's model is {ours}",
         by_HPA=("SALAAD, as in the paper", "hpa"),
         by_energy=("SALAAD, as in the paper", "energy"),
         ours=("SALAAD", "cut, head"),
@@ -167,8 +171,8 @@ def headline(results: Path) -> str | None:
     of = {name: row["perplexity"]["mean"] for name, row in (("X", X), ("L+S", whole), ("full", dense))}
     share = whole["parameters"]["mean"] / X["parameters"]["mean"]
     return (
-        f"**The paper's model L + S** is at {scale} {of['L+S'] / of['X'] - 1:+.1%} from X in perplexity, with "
-        f"{share:.0%} of its parameters, and {of['L+S'] / of['full'] - 1:+.1%} from full-rank training (below, "
+        f"**The paper's model L + S** at {scale} is {of['L+S'] / of['X'] - 1:+.1%} in perplexity relative to X, with "
+        f"{share:.0%} of X's parameters, and {of['L+S'] / of['full'] - 1:+.1%} relative to full-rank training (below, "
         "*Perplexity and parameters*)."
     )
 
@@ -183,8 +187,8 @@ def bfloat16(results: Path) -> str | None:
         rounded = the_row(measured["rows"], method=method, variant="X", precision="bf16")["perplexity"]["mean"]
         costs[method] = rounded / the_row(table["rows"], method=method, variant="X")["perplexity"]["mean"] - 1
     return (
-        f"**Weights in bfloat16 during training** change SALAAD's X by {costs['salaad']:+.1%} and full-rank training, "
-        f"whose gradients and moments are in bfloat16 too, by {costs['full_rank']:+.1%} in perplexity at {scale} "
+        f"**Weights in bfloat16 during training** change perplexity at {scale} by {costs['salaad']:+.1%} for SALAAD's "
+        f"X and by {costs['full_rank']:+.1%} for full-rank training, whose gradients and moments are in bfloat16 too "
         "(below, *Training in bfloat16*)."
     )
 

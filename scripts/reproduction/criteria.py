@@ -18,9 +18,9 @@ HEAD_STRUCTURE, HEAD_COST, HEAD_LOSS = 0.3, 0.01, 0.01
 # In how many of the paper's 27 pairs of settings at 130M the larger Δα, Δβ or ρ has the claimed effect.
 KNOB_PAIRS = 27
 KNOBS = {
-    "Δα": {"fewer parameters": 27, "X higher": 25, "L + S higher": 21},
-    "Δβ": {"fewer parameters": 24, "X higher": 22, "L + S higher": 26},
-    "ρ": {"fewer parameters": 27, "X higher": 25, "L + S higher": 24},
+    "Δα": {"fewer parameters": 27, "higher PPL of X": 25, "higher PPL of L + S": 21},
+    "Δβ": {"fewer parameters": 24, "higher PPL of X": 22, "higher PPL of L + S": 26},
+    "ρ": {"fewer parameters": 27, "higher PPL of X": 25, "higher PPL of L + S": 24},
 }
 # The largest over the smallest final loss of the three K/J at 1B.
 LOSSES_OVER_K = 2.84 / 2.78

@@ -47,24 +47,26 @@ def _elastic(results: Results, way: str) -> list[Number]:
     X, whole = (_whole_models(rows, name) for name in ("X", "L+S"))
     curve = _elastic_curve(rows, way)
     if not curve:
-        return [Number("budgets below L + S × seeds", "0", NOT_SHOWN)]
+        return [Number("cuts below L + S, over all budgets and seeds", "0", NOT_SHOWN)]
     steps = [max(_steps(whole | curve, side)) for side in (0, 1)]
     wins, own = sum(is_below(*pair) for pair in curve.values()), _over_own_X(curve, X)
     return [
         Number(
-            "below vanilla + RPCA at all budgets below L + S × seeds", f"{wins} of {len(curve)}", wins == len(curve)
+            "PPL below vanilla + RPCA, at every budget below L + S in every seed",
+            f"{wins} of {len(curve)}",
+            wins == len(curve),
         ),
-        Number("PPL over vanilla + RPCA", _gaps(curve)),
+        Number("PPL of SALAAD over vanilla + RPCA", _gaps(curve)),
         Number(
-            "largest step from L + S down, smaller than of vanilla + RPCA",
+            "largest step of PPL between sizes from L + S down, smaller than for vanilla + RPCA",
             f"×{steps[0]:.2f}, ×{steps[1]:.2f}",
             is_below(*steps),
         ),
         *(
-            Number(f"{name} over its own X", percent_span([pair[side] - 1 for pair in own]))
+            Number(f"PPL of {name} over its own X", percent_span([pair[side] - 1 for pair in own]))
             for side, name in enumerate(DEPLOYED)
         ),
-        Number("PPL of SALAAD's X over vanilla's", _gaps(X)),
+        Number("PPL of SALAAD's X over vanilla's X", _gaps(X)),
     ]
 
 
@@ -77,7 +79,7 @@ def against_small_dense(results: Results) -> list[Number]:
     pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
     numbers = [
         Number(
-            f"PPL of the cut over the dense model's at {millions(cut['budget'])}, below",
+            f"PPL of the cut over the dense model's at {millions(cut['budget'])}, below 0 %",
             percent(cut["perplexity"] / rival["perplexity"] - 1),
             is_below(cut["perplexity"], rival["perplexity"]),
         )
@@ -144,7 +146,7 @@ def kappa(results: Results) -> list[Number]:
                 for row in rows:
                     if row["budget"] == winner["budget"] and row["kappa"] is not None:
                         costs.setdefault(row["kappa"], []).append(row["perplexity"] / winner["perplexity"] - 1)
-    counted = Number(f"budgets × seeds that remove at least {REMOVED:.0%} of L + S", f"{len(winners)}")
+    counted = Number(f"cuts that remove at least {REMOVED:.0%} of L + S, over all budgets and seeds", f"{len(winners)}")
     if not winners:
         return [counted]
     low, high = min(winners), max(winners)
@@ -156,10 +158,11 @@ def kappa(results: Results) -> list[Number]:
             span(winners),
             high - low <= criteria.KAPPA_BAND + _OF_A_STEP,
         ),
-        Number(f"least κ*, at least {criteria.LEAST_KAPPA}", f"{low:g}", low >= criteria.LEAST_KAPPA - _OF_A_STEP),
+        Number(f"smallest κ*, at least {criteria.LEAST_KAPPA}", f"{low:g}", low >= criteria.LEAST_KAPPA - _OF_A_STEP),
         Number("mean κ*", f"{fmean(winners):.2f}"),
         Number(
-            f"most that κ = {one:g} everywhere costs, on the half that chooses", percent(max(map(finite, costs[one])))
+            f"largest rise of PPL with κ = {one:g} everywhere, on the half on which κ* is chosen",
+            percent(max(map(finite, costs[one]))),
         ),
     ]
 
@@ -178,25 +181,25 @@ def rpca(results: Results) -> list[Number]:
         Number("vanilla: rank ratio and density found", found_text(vanilla)),
         Number("Gaussian noise: rank ratio and density found", found_text(vanilla, "control_")),
         Number("SALAAD: rank ratio and density found", found_text(salaad)),
-        Number("SALAAD: rank ratio and density as trained", found_text(salaad, "true_")),
+        Number("SALAAD: true rank ratio and density", found_text(salaad, "true_")),
     ]
     if cut:
         numbers.append(Number("SALAAD, cut as in Table 1: rank ratio and density found", found_text(cut)))
-        numbers.append(Number("SALAAD, cut as in Table 1: rank ratio and density it has", found_text(cut, "true_")))
+        numbers.append(Number("SALAAD, cut as in Table 1: true rank ratio and density", found_text(cut, "true_")))
     for key in STRUCTURE:
         to_noise = fmean(row[key] for row in vanilla) / fmean(row[f"control_{key}"] for row in vanilla)
         name = key.replace("_", " ")
         what = f"{name} of vanilla over noise, at least {criteria.VANILLA_OVER_NOISE}"
         numbers.append(Number(what, f"{to_noise:.2f}", to_noise >= criteria.VANILLA_OVER_NOISE))
         for label, rows in (("L + S", salaad), ("the cut", cut)):
-            numbers += _found_less_true(f"{name} of SALAAD, {label}: found less its own", key, rows)
+            numbers += _found_less_true(f"{name} of SALAAD, {label}: found minus true", key, rows)
     return numbers
 
 
 def _found_less_true(what: str, key: str, rows: Sequence[Row]) -> list[Number]:
     """Judge the error of the found `key`: its mean over the blocks, as in the paper, and its mean absolute value."""
     most = criteria.FOUND_LESS_TRUE[key]
-    names = (f"{what}, of the means at most ±{most}", f"{what}, of a block, mean at most {criteria.FOUND_OF_A_BLOCK}")
+    names = (f"{what}, mean at most ±{most}", f"{what}, mean absolute value at most {criteria.FOUND_OF_A_BLOCK}")
     if not rows:
         return [Number(name, "not measured", NOT_SHOWN) for name in names]
     away = [row[key] - row[f"true_{key}"] for row in rows]

@@ -76,11 +76,11 @@ def against_full_rank(results: Results) -> list[Number]:
     return [
         Number("PPL of full-rank training", spread_text(vanilla)),
         Number(
-            f"PPL of L + S over that, at most {percent(criteria.WHOLE_OVER_FULL_RANK)} in every seed",
+            f"PPL of L + S over full-rank training, at most {percent(criteria.WHOLE_OVER_FULL_RANK)} in every seed",
             percents(better),
             all(one <= criteria.WHOLE_OVER_FULL_RANK for one in better),
         ),
-        Number("PPL of X over that", percents(changes(X, vanilla))),
+        Number("PPL of X over full-rank training", percents(changes(X, vanilla))),
     ]
 
 
@@ -90,7 +90,7 @@ def embedding(results: Results) -> list[Number]:
     for name, most in criteria.EMBEDDING_COST.items():
         inside, outside = (the_row(rows, variant=name, blocks=blocks) for blocks in BLOCKS)
         worse = changes(inside["perplexity"], outside["perplexity"])
-        what = f"PPL of {name.replace('+', ' + ')} over that without, mean at most {percent(most)}"
+        what = f"PPL of {name.replace('+', ' + ')} over that without the embedding, mean at most {percent(most)}"
         numbers.append(Number(what, changes_text(worse), mean_of(worse) <= most))
     sizes = ratios(inside["parameters"], outside["parameters"])
     own = {key: inside[f"embedding_{key}"] for key in STRUCTURE}
@@ -99,7 +99,7 @@ def embedding(results: Results) -> list[Number]:
     return [
         *numbers,
         Number(
-            "parameters of L + S, in every seed fewer than without",
+            "parameters of L + S with and without the embedding, in every seed fewer with it",
             ", ".join(millions(one["parameters"]["mean"]) for one in (inside, outside)),
             all(share < 1 for share in sizes),
         ),
@@ -110,7 +110,10 @@ def embedding(results: Results) -> list[Number]:
             all(largest[key] <= most for key, most in criteria.EMBEDDING_STRUCTURE.items()),
         ),
         *(
-            Number(f"PPL cut by HPA to {millions(row['parameters']['mean'])}, {blocks}", spread_text(row["perplexity"]))
+            Number(
+                f"PPL of the cut by HPA to {millions(row['parameters']['mean'])}, {blocks}",
+                spread_text(row["perplexity"]),
+            )
             for row, blocks in zip(cut, BLOCKS, strict=True)
         ),
     ]
@@ -131,15 +134,15 @@ def lm_head(results: Results) -> list[Number]:
         meaningful = all(is_structured(other) for _, other in pairs)
         numbers += [
             Number(
-                f"{rho:g}·ρ: rank ratio and density of the head, PPL of X and L + S over those without it, in no seed "
-                f"both at most {criteria.HEAD_STRUCTURE} and at most {percent(criteria.HEAD_COST)}",
+                f"{rho:g}·ρ: rank ratio and density of the head, PPL of X and L + S over those without the head; in "
+                f"no seed structure at most {criteria.HEAD_STRUCTURE} and PPL at most {percent(criteria.HEAD_COST)}",
                 "; ".join(
                     f"{structure_text(head)}, {percents(cost)}" for (head, _), cost in zip(pairs, worse, strict=True)
                 ),
                 False if any(benign) else True if meaningful else NOT_SHOWN,
             ),
             Number(
-                f"{rho:g}·ρ: rank ratio and density of the embedding, at most the head's in every seed",
+                f"{rho:g}·ρ: rank ratio and density of the embedding, at most those of the head in every seed",
                 "; ".join(structure_text(other) for _, other in pairs),
                 (meaningful or NOT_SHOWN)
                 if all(other[key] <= head[key] for head, other in pairs for key in STRUCTURE)
@@ -152,13 +155,13 @@ def lm_head(results: Results) -> list[Number]:
     return [
         *numbers,
         Number(
-            "rise of the training loss from the smaller to the larger ρ, with the head over "
-            f"{criteria.HEAD_LOSS} more in every seed",
+            "rise of the training loss from the smaller to the larger ρ, with the head minus without it, over "
+            f"{criteria.HEAD_LOSS} in every seed",
             ", ".join(map(difference, more)),
             all(one > criteria.HEAD_LOSS for one in more),
         ),
         Number(
-            "seeds in which the larger ρ lowers the head's rank ratio and density, all",
+            "seeds in which the larger ρ lowers the head's rank ratio and density, must be all",
             f"{structured} of {len(heads)}",
             structured == len(heads),
         ),
@@ -197,8 +200,8 @@ def _trades(pairs: Sequence[tuple[Row, Row]]) -> dict[str, float]:
     """Return three fractions of pairs: where the larger value gives a smaller L + S, a higher PPL of X, of L + S."""
     return {
         "fewer parameters": part_of(larger["parameters"] < smaller["parameters"] for smaller, larger in pairs),
-        "X higher": part_of(larger["X"] > smaller["X"] for smaller, larger in pairs),
-        "L + S higher": part_of(larger["L+S"] > smaller["L+S"] for smaller, larger in pairs),
+        "higher PPL of X": part_of(larger["X"] > smaller["X"] for smaller, larger in pairs),
+        "higher PPL of L + S": part_of(larger["L+S"] > smaller["L+S"] for smaller, larger in pairs),
     }
 
 
@@ -234,13 +237,13 @@ def bounded(results: Results) -> list[Number]:
     return [
         Number("largest mean δ of the first half", span(early)),
         Number(
-            f"largest of the second half, at most {criteria.LATE_OVER_EARLY} times that in every seed",
+            f"largest mean δ of the second half, at most {criteria.LATE_OVER_EARLY} times the former in every seed",
             span(late),
             within,
         ),
         Number("average mean δ of the third quarter", span(third)),
         Number(
-            f"average of the last quarter, at most {criteria.LAST_OVER_THIRD} times that in every seed",
+            f"average mean δ of the last quarter, at most {criteria.LAST_OVER_THIRD} times the former in every seed",
             span(last),
             settled,
         ),
@@ -253,7 +256,7 @@ def _every_block(ends: Sequence[Row]) -> list[Number]:
     """Judge the worst block, and the growth of τ_S: with J = 1 no entry of X − L − S exceeds 2·τ_S, which bounds δ."""
     blocks = f"‖X−L−S‖ over ‖X‖ of the worst block at the end, at most {criteria.WORST_BLOCK:.0%} in every seed"
     growth = (
-        "mean τ_S of the last quarter over that of the third, of the block that grew most, at most "
+        "mean τ_S of the last quarter over that of the third, largest over the blocks, at most "
         f"{criteria.THRESHOLD_GROWTH} in every seed"
     )
     if not all("errors" in end for end in ends):
@@ -262,7 +265,7 @@ def _every_block(ends: Sequence[Row]) -> list[Number]:
     above = [sum(error > criteria.WORST_BLOCK for error in end["errors"].values()) for end in ends]
     return [
         Number(blocks, _percents(worst), all(error <= criteria.WORST_BLOCK for error in worst)),
-        Number("blocks above that", f"{', '.join(map(str, above))} of {len(ends[0]['errors'])}"),
+        Number(f"blocks above {criteria.WORST_BLOCK:.0%}", f"{', '.join(map(str, above))} of {len(ends[0]['errors'])}"),
         Number(growth, span(grown), all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
     ]
 

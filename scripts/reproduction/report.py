@@ -8,38 +8,47 @@ from salaad.common.files import read_json
 from scripts.reproduction.claims import CLAIMS, claims_tables, text_table, verdicts
 from scripts.reproduction.conclusions import conclusions
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import LEGEND, changed_since, commits_of, is_fresh
+from scripts.reproduction.freshness import BEHIND, LEGEND, changed_since, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 from scripts.results_tables.elastic import bench_of, fair_table
 
 TITLE = "The paper, table by table"
 ABOUT = (
-    "Made by scripts/reproduce.py from the JSON under results/: nothing is typed by hand.",
-    "Perplexity is exp of the mean loss over the second half of the validation text, the first being what κ* is chosen "
-    "on (over all of it in items measured before 25bcf70: a table says its tokens); beside it, where a table has it, "
-    "stands the legacy figure of the field, the mean of batch means with batches + 1 in the denominator, so lower "
-    "for fewer batches: those of 32 rows in the items, of 16 in the first table.",
-    "A claim agrees only if all parts of its measure hold; where a part would hold by chance, as nothing is there that "
-    "it is about, the claim is not shown. The limits are in scripts/reproduction/criteria.py: the paper's own numbers "
-    "wherever it prints one. They were set, or made stricter, when results of nano and micro were known, and X and "
-    "L + S of one seed of nano-20.",
-    "At nano and micro all weights learn at one rate, the field's usual one. Later searches found slower projections "
-    "far better for full-rank training and SALAAD alike (elastic/README.md): what is compared here holds at the one "
-    "rate.",
-    "Cuts by energy of commits before 42d0652 count every entry of a block alike, since checkpoints held no second "
-    "moments of the optimizer then; those of later commits are weighed by them.",
+    "scripts/reproduce.py makes this page from the JSON files under results/; no number is typed by hand. Every item "
+    "has its command, with which `--again` repeats the measurement.",
+    "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/); with -20, "
+    "they see twenty training tokens per parameter.",
+    "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
+    "surrogate cut to a budget of parameters. *Vanilla* is full-rank training without SALAAD; *RPCA* (robust PCA) "
+    "splits its weights into L + S after training. κ is the fraction of the removed parameters that is taken from L, "
+    "and κ* the best κ of those tried.",
+    "Perplexity (PPL) is exp of the mean loss over the second half of the validation text; κ* is chosen on the first "
+    "half. Items measured before commit 25bcf70 use the whole text; notes below the tables tell the number of tokens.",
+    "*Legacy* perplexity, as older tables of the field have it, is exp of the batches' mean losses, summed and divided "
+    "by the number of batches + 1. The fewer the batches, the lower it is. Batches have 32 rows in the items and 16 in "
+    "the first table.",
+    "A claim agrees only if all parts of its measure hold. It is *not shown* where a part holds only because the thing "
+    "that the part is about is missing.",
+    "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
+    "or made stricter, when the results of nano and micro, and X and L + S of one seed of nano-20, were known.",
+    "At nano and micro all weights have one learning rate, as is usual in the field. Later searches found that a lower "
+    "rate for the projections is far better for full-rank training and SALAAD alike (elastic/README.md), so the "
+    "comparisons at nano and micro hold for a single rate only.",
+    "Cuts by energy weight every entry by the optimizer's second moments. Checkpoints before commit 42d0652 did not "
+    "store these moments, so cuts measured before it weight all entries of a block equally.",
 )
-BESIDE = {
-    "demo/README.md": "the demo: trained and cut in minutes",
-    "nano/README.md": "nano: the search for its settings, its models cut by every way to cut",
+PAGES = {
+    "demo/README.md": "the demo: a model trained and cut in minutes",
+    "nano/README.md": "nano: the search for its settings, and its models cut in every way",
     "micro/README.md": "micro: what L + S costs at every size",
-    "elastic/README.md": "one training at every size, beside small dense models and all other ways",
-    "methods/README.md": "every way to train, beside one another",
+    "elastic/README.md": "one training cut to every size, compared with small dense models and all other methods",
+    "methods/README.md": "all training methods compared",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
-    "bench/README.md": "training, inference and compression on the clock",
+    "bench/README.md": "time and memory of training, inference and compression",
+    "kernels/README.md": "the GPU kernels: errors and registers, found without a GPU",
     "scaling/README.md": "predicted hours of the paper's trainings on GPUs",
-    "reliability.md": "what a training run survives, and the seconds to recover",
+    "reliability.md": "faults that a training run survives, and the time to recover",
 }
 
 FAIR = "nano-20"  # the scale whose table of all methods opens the report
@@ -73,15 +82,17 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
 def facts(result: Result) -> list[str]:
     """Return the origin of an item's numbers, one line each: command, hub command, commit and machine, trainings."""
     trainings = result["trainings"]
-    told = [f"made by: `{result['command']}`, anew with `--again`"]
-    told += [f"needs a model from the hub: `{result['hub']}`"] if result["hub"] else []
+    told = [f"made by: `{result['command']}`"]
+    told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
     changed = changed_since(result["commit"])
-    since = f"; since then changed: {', '.join(changed)}" if changed else ""
+    what = "all code in the list of freshness.py" if len(changed) == len(BEHIND) else ", ".join(changed)
+    since = f"; since then changed: {what}" if changed else ""
     told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
-        told.append(f"trained: {len(trainings)} runs, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
+        runs = "1 run" if len(trainings) == 1 else f"{len(trainings)} runs"
+        told.append(f"trained: {runs}, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
     return told
 
 
@@ -92,8 +103,8 @@ def outdated_note(measured: Mapping[str, Result]) -> str:
         return "All items were measured with the code as it is."
     return (
         f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
-        f"them changed (each says what; `--again` measures anew), or with changes that were not committed: "
-        f"{', '.join(old)}."
+        "them changed, or with changes that were not committed: "
+        f"{', '.join(old)}. Every item lists what has changed."
     )
 
 
@@ -115,8 +126,8 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     ]
     once = [scale.name for scale in scales if len(scale.seeds) == 1]
     told = (
-        "Judged on trainings with the paper's way to draw X, to the end; above and below stands what we recommend too. "
-        f"One seed at {', '.join(once)}. {LEGEND}"
+        "The claims are judged on trainings that, as in the paper, pull X towards L + S until the end. The first table "
+        f"and the conclusions cover the settings that we recommend too. One seed at {', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
@@ -145,8 +156,8 @@ def markdown(
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
         parts += ["## What to conclude", "\n".join(f"- {sentence}" for sentence in said)]
-    parts += ["## How to read it", " ".join(ABOUT), "Beside it:"]
-    parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in BESIDE.items()))
+    parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "Other pages:"]
+    parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in PAGES.items()))
     for scale, measured in found.items():
         parts += [f"## {scale.name}", outdated_note(measured)]
         parts += [f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
@@ -167,7 +178,7 @@ def markdown_item(result: Result, scale: Scale) -> list[str]:
         parts += [f"![{plain(caption)}]({scale.name}/reproduce/{name})", plain(caption)]
     if result["item"] in NUMBERS:
         numbers = NUMBERS[result["item"]](result["rows"])
-        parts.append(text_table(("in all", "ours"), [(number.what, number.ours) for number in numbers]))
+        parts.append(text_table(("summary", "ours"), [(number.what, number.ours) for number in numbers]))
     elif result["notes"]:
         parts.append("\n".join(f"- {note}" for note in result["notes"]))
     parts.append("\n".join(f"- {fact}" for fact in facts(result)))

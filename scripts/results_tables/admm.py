@@ -62,10 +62,10 @@ def solver_table() -> str:
                     f"{theirs['seconds'] / whole['seconds']:.1f}×",
                 )
             )
-    header = ("shape", "phase, rank ratio", "solver", "time", "full SVD over it", "error in L", "its bound")
-    header += ("a single orthogonal step: error, time over ours", "the authors' update over ours")
-    phases = (f"{phase}: the authors' over ours" for phase in result["rounds"])
-    return f"{markdown_table(header, rows)}\n\n{markdown_table(('all blocks once', *phases), rounds)}"
+    header = ("shape", "phase, rank ratio", "solver", "time", "full SVD over ours", "error in L", "error bound")
+    header += ("one orthogonal iteration: error, time over ours", "authors' update over ours")
+    phases = (f"{phase}: authors' update over ours" for phase in result["rounds"])
+    return f"{markdown_table(header, rows)}\n\n{markdown_table(('all blocks, once each', *phases), rounds)}"
 
 
 def trajectory_table() -> str:
@@ -111,10 +111,11 @@ def stacked_table() -> str:
                 f"{products['seconds'] / alone['seconds']:.1f}×",
             )
         )
-    header = ("shape", "phase, rank ratio", "error in L by eigenvectors", "by products", "the bound of this")
-    header += ("in Γ, in Υ by products", "time over one block alone: eigenvectors", "products")
+    header = ("shape", "phase, rank ratio", "eigenvectors: error", "products: error", "products: bound")
+    header += ("products: error of Γ, of Υ", "eigenvectors: time", "products: time")
     _, calls = operations(n, m)
-    told = f"Products alone are {calls} calls. {result['machine']}, commit {result['commit']}."
+    told = f"Errors are those of L, times relative to one block alone. Products alone make {calls} calls."
+    told = f"{told} {result['machine']}, commit {result['commit']}."
     return f"{markdown_table(header, rows)}\n\n{told}"
 
 
@@ -137,7 +138,7 @@ def choice_table() -> str:
             parts = predict(trained, description, GPUS[device], 1)
             shares.append(f"{parts['periodic work'] / sum(parts.values()):.1%}")
         rows.append((name, device, ", ".join(sorted(chosen)), *(f"{t:.2f} s" for t in total.values()), *shares))
-    header = ("model", "GPU", "taken", "by products", "by eigenvectors", "part of a training, fp32", "bf16-mixed")
+    header = ("model", "GPU", "chosen", "products", "eigenvectors", "share of a training, fp32", "bf16-mixed")
     return markdown_table(header, rows)
 
 
@@ -152,7 +153,9 @@ def balance_table() -> str:
         for how, deal in DEALINGS.items():
             ratios = [ownership.imbalance(costs, deal(costs, ranks), ranks) for ranks in counts]
             rows.append((name, blocks, how, *(f"{ratio:.2f}" for ratio in ratios)))
-    return markdown_table(("model", "blocks", "dealt", "1 rank", *(f"{ranks} ranks" for ranks in counts[1:])), rows)
+    return markdown_table(
+        ("model", "blocks", "assignment", "1 rank", *(f"{ranks} ranks" for ranks in counts[1:])), rows
+    )
 
 
 def one_way(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
@@ -161,6 +164,6 @@ def one_way(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
 
 
 DEALINGS = {
-    "once: round-robin, one way": one_way,
+    "old: round-robin, one way": one_way,
     **{how: partial(ownership.assign_owners, how=how) for how in get_args(ownership.Dealing)},
 }

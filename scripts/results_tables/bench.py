@@ -12,7 +12,7 @@ from scripts.torture import table as drill_table
 
 def sections() -> dict[str, str]:
     """Every table of times, sizes and faults."""
-    about_inference = "Factored over dense; nano trained and cut, the others random."
+    about_inference = "The weights of nano are trained and cut, those of the other models random."
     return {
         "training": training_table(),
         "inference": f"{inference_table(recorded('inference'))}\n\n{about_inference}",
@@ -44,8 +44,8 @@ def storage_table() -> str:
     """Return the table of scripts/bench_storage.py for nano-20's model."""
     result = read_json(RESULTS / "bench" / "storage-nano.json")
     told = (
-        f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters; its X takes "
-        f"{megabytes(result['dense_bytes'])} in float32, with whose speed the last two columns compare. "
+        f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters. The last two columns "
+        f"are speeds relative to X in float32, which takes {megabytes(result['dense_bytes'])}. "
         f"{result['machine']}, {result['threads']} threads, {result['products']} products in float32, "
         f"commit {result['commit']}."
     )

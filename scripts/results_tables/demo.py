@@ -29,21 +29,21 @@ def summary_table() -> str:
     seeds = set.intersection(*({row["seed"] for row in _measured(models[label])} for label in CUTS))
     full, salaad = (_mean([row for row in models[label] if row["seed"] in seeds]) for label in CUTS)
     whole = full["X"]["parameters"]
-    lines = [_line("whole", [salaad["X"], None, full["X"], None, full["X"]])]
+    lines = [_line("uncut", [salaad["X"], None, full["X"], None, full["X"]])]
     for share in SHARES:
         cuts = [_at(row, way, share) for row in (salaad, full) for way in (CUTS[row["label"]], FITTED[row["label"]])]
         lines.append(_line(_part(cuts[0], whole), [*cuts, _dense(models, share)]))
-    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, one seed of those trained small"
+    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, dense models of one"
     told = (
-        f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens a "
-        "parameter; lower is better. Cuts are made without text."
+        f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens per "
+        "parameter; lower is better."
     )
     if FITTED["SALAAD"] in salaad["ways"]:
         told += (
-            " The *fitted* columns are sizes of one folder, which is matched and distilled on a twentieth of the "
-            f"training text for {_fitting_cost(salaad):.0%} of the training's operations."
+            " *Tuned* models are sizes of one folder, matched and distilled on a twentieth of the training text for "
+            f"{_fitting_cost(salaad):.0%} of the training's operations; the other cuts use no text."
         )
-    header = ("size", "parameters", "SALAAD", "fitted", "full-rank, cut alike", "fitted", "dense, trained small")
+    header = ("size", "parameters", "SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
 
 
@@ -52,13 +52,16 @@ def headline(salaad: Row, full: Row, models: Mapping[str, Sequence[Row]]) -> str
     said = []
     for share in SHARES[1:]:
         mine, alike = (_at(row, CUTS[row["label"]], share) for row in (salaad, full))
-        others = {"a dense model trained at that size": _dense(models, share), "a full-rank model cut alike": alike}
+        others = {
+            "a dense model trained at that size": _dense(models, share),
+            "a full-rank model cut the same way": alike,
+        }
         beside = (f"{compared(mine['perplexity'] / one['perplexity'])} {name}" for name, one in others.items() if one)
         said.append((_part(mine, full["X"]["parameters"]), " and ".join(beside)))
     whole = compared(salaad["X"]["perplexity"] / full["X"]["perplexity"])
     (first, half), (second, fifth) = said
     return (
-        f"**At {first} of its parameters SALAAD's model is {half}; at {second} it is {fifth}; whole it is {whole} "
+        f"**At {first} of its parameters SALAAD's model is {half}; at {second} it is {fifth}; uncut it is {whole} "
         "full-rank training.**"
     )
 

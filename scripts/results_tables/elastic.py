@@ -78,13 +78,14 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     tokens = rows[0]["text_tokens"]
     header = ("model", "seeds", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
     told = (
-        f"After {tokens / 1e6:.1f} M tokens. *Legacy* is the field's mean of batch means, here of 16 rows, *C4* the "
-        "perplexity on C4 text; *stored*, *trained* and *bytes* are of the model in float32, *state* is that of the "
-        "optimizer and the method, *step time* is over full-rank's, of SALAAD while its weights are drawn "
-        f"(results/bench/{bench.name}). What is cut is at half, then at a fifth of the "
-        "compressible parameters; ± is the deviation over the seeds."
+        f"After {tokens / 1e6:.1f} M tokens. Rows of cuts come in pairs: the first keeps half of the compressible "
+        "parameters, the second a fifth. *Legacy* is the perplexity of older tables, from means of batches of 16 rows; "
+        "*C4* is that on C4 text. *Stored* and *trained* count parameters; *bytes* is the size of the model in "
+        "float32; *state* is the memory of the optimizer and the method; *step time* is relative to full-rank "
+        f"training, of SALAAD while its weights are pulled (results/bench/{bench.name}). ± is the standard deviation "
+        "over the seeds."
     )
-    told += " Some of the code behind every row has changed since it was measured." if all(old) else ""
+    told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
 
 
@@ -181,8 +182,9 @@ def curves_table(rows: Sequence[Row]) -> str:
     commits = ", ".join(sorted({commit for row in rows for commit in _commits(row)}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     told = (
-        f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps; ± is the deviation over the "
-        f"seeds where there are several. Commits of trainings and cuts {commits}; {machines}."
+        f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps, by share of the "
+        "compressible parameters; ± is the standard deviation over several seeds. Commits of trainings and cuts: "
+        f"{commits}; {machines}."
     )
     header = ("model", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
     return f"{markdown_table(header, lines)}\n\n{told}"

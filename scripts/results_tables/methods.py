@@ -10,7 +10,7 @@ from scripts.compare_methods import Rates, best_rates
 from scripts.results_tables import RESULTS
 
 METHODS = RESULTS / "methods"
-_SECOND_FACTOR = " The second factor of a rate is that of the projections."
+_SECOND_FACTOR = " In a × b, a is the learning rate and b the factor on it for projections."
 
 
 def sections() -> dict[str, str]:
@@ -55,9 +55,10 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
     tokens = some["variants"]["X"]["tokens"]
     commits = ", ".join(sorted({entry["full"]["commit"] for entry in result["methods"].values()}))
     told = (
-        f"Perplexity over {tokens:,} validation tokens after {some['steps']:,} steps, one seed. *Stored* and *bytes* "
-        "are those of the trained model in float32 (in brackets the count that its paper prints, where that is "
-        "another), *state* those of the optimizer and of the method beside it, *step time* that over full-rank's. "
+        f"Perplexity over {tokens:,} validation tokens after {some['steps']:,} steps, one seed. *Stored* and *trained* "
+        "count parameters (in brackets the count in the method's paper, where it differs); *bytes* is the size of the "
+        "model in float32; *state* is the memory of the optimizer and the method; *step time* is relative to full-rank "
+        "training. "
         f"{some['machine']}, commits {commits}."
     )
     told += _SECOND_FACTOR if any("×" in row[1] for row in rows) else ""
@@ -76,7 +77,7 @@ def search_table(result: dict[str, Any]) -> str:
     some = next(row for entry in result["methods"].values() for row in entry["search"] if row["variants"])
     told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
     told += _SECOND_FACTOR if any("×" in row[3] for row in rows) else ""
-    return f"{markdown_table(('method', 'its own', 'runs', 'learning rate: perplexity'), rows)}\n\n{told}"
+    return f"{markdown_table(('method', 'default rate', 'runs', 'learning rate: perplexity'), rows)}\n\n{told}"
 
 
 def _at_the_edge(search: list[dict[str, Any]]) -> str:

@@ -77,7 +77,8 @@ def search_table(points: list[dict]) -> str:
             f"{point['density']:.2f}",
         ]
         rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
-    header = ("lr", "c", "K", "Δα", "Δβ", "X (to vanilla)", "L + S (to X)", "of the blocks", "total", "rank", "density")
+    header = ("lr", "c", "K", "Δα", "Δβ", "X (vs. vanilla)", "L + S (vs. X)")
+    header += ("blocks kept", "parameters", "rank ratio", "density")
     return markdown_table(header, rows)
 
 
@@ -124,7 +125,7 @@ def one_file() -> str:
     """Return a sentence with the perplexity of one elastic folder of SALAAD's run at each size."""
     rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
     sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
-    return f"One elastic folder of SALAAD's run, refined and fitted to {millions(rows[-1]['budget'])}: {sizes}."
+    return f"One elastic folder of SALAAD's run, refined for {millions(rows[-1]['budget'])}: {sizes}."
 
 
 def structure_tables() -> str:

@@ -78,7 +78,7 @@ def _hours_that_fit(config: RunConfig, description: PretrainedConfig, device: Gp
         return "does not fit"
     hours = config.train.steps * sum(predict(changed, description, device, ranks).values()) / 3600
     told = f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-    return f"no; {words.replace('--train.', '')}: {told}" if words else told
+    return f"with {words.replace('--train.', '')}: {told}" if words else told
 
 
 def memory_table() -> str:
@@ -102,10 +102,10 @@ def sharding_table() -> str:
         parameters, blocks = list(model.parameters()), find_blocks(model, config.salaad)
         for how in get_args(ownership.Dealing):
             dealt = [_fullest(parameters, _like_the_admm(parameters, blocks, ranks, how), ranks) for ranks in SHARES]
-            rows.append((size, f"the owners of the ADMM, {how}", *(f"{ratio:.2f}" for ratio in dealt)))
+            rows.append((size, f"to the owners of the blocks, {how}", *(f"{ratio:.2f}" for ratio in dealt)))
         dealt = [_fullest(parameters, owners_of(parameters, ranks), ranks) for ranks in SHARES]
-        rows.append((size, "by bytes, as it is", *(f"{ratio:.2f}" for ratio in dealt)))
-    return markdown_table(("model", "owners", *(f"{ranks} processes" for ranks in SHARES)), rows)
+        rows.append((size, "by bytes (used)", *(f"{ratio:.2f}" for ratio in dealt)))
+    return markdown_table(("model", "moments dealt", *(f"{ranks} processes" for ranks in SHARES)), rows)
 
 
 def _like_the_admm(
@@ -138,7 +138,7 @@ def bf16_cost() -> str:
         for (method, precision), pure in found.items()
         if precision == "bf16"
     ]
-    table = markdown_table(("nano, perplexity of X", "fp32", "pure bf16", "more"), rows)
+    table = markdown_table(("nano, perplexity of X", "fp32", "pure bf16", "change"), rows)
     return f"{table}\n\n{result['notes'][0]}; {result['machine']}, commit {result['commit']}."
 
 
@@ -152,10 +152,10 @@ def saving_table() -> str:
             sizes = (saving.whole, saving.alone, saving.most)
             seconds = (f"{size / RATE:.1f}" for size in (saving.alone, saving.most, saving.whole))
             rows.append((f"{ranks}", shard, *(f"{size / 1e9:.2f}" for size in sizes), *seconds))
-    parts = " and ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in saving.parts.items())
-    header = ("processes", "train.shard", "checkpoint, GB", "fullest, one writes", "fullest, all write")
+    parts = ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in saving.parts.items())
+    header = ("processes", "train.shard", "checkpoint", "most, one writes", "most, all write")
     header += ("s, one writes", "s, all write", "s, one disk for all")
-    return f"{markdown_table(header, rows)}\n\nA checkpoint is {parts}."
+    return f"{markdown_table(header, rows)}\n\nA checkpoint consists of {parts}."
 
 
 def stops_table() -> str:
@@ -195,39 +195,39 @@ def _assumed() -> Iterator[str]:
     """Yield what predictions assume of all devices, by part of a step."""
     rates = GPUS["h100"].rates
     yield (
-        f"**Products** reach {REACHED:.0%} of the peak, and take {KERNELS} kernels a layer and micro-batch, forward "
-        f"and backward, of {LAUNCH * 1e6:g} µs at least."
+        f"**Products** reach {REACHED:.0%} of the peak, and take {KERNELS} kernels per layer and micro-batch, forward "
+        f"and backward together, of at least {LAUNCH * 1e6:g} µs each."
     )
     yield (
-        f"**Activations**, {KEPT_VALUES} numbers of the model's width a layer and token, are moved through the memory "
-        f"{MOVED} times, forward and backward together. Where they are recomputed, operations, launches and what is "
-        f"moved are {_share(1 + FORWARD)} of that."
+        f"**Activations** ({KEPT_VALUES} times the model's width per layer and token) are moved through the memory "
+        f"{MOVED} times, forward and backward together. Where they are recomputed, operations, launches and moved "
+        f"bytes are {_share(1 + FORWARD)} of that."
     )
     yield (
-        f"**Exchange**: {PER_MACHINE} GPUs are in a machine; with more the network counts in place of the link. "
-        f"Gradients are exchanged beside the backward pass of the last micro-batch, {_share(BACKWARD)} of the time of "
-        "its products and activations; only what is longer than that counts."
+        f"**Exchange**: a machine has {PER_MACHINE} GPUs; with more GPUs the network's rate applies instead of the "
+        "link's. Gradients are exchanged during the backward pass of the last micro-batch, which takes "
+        f"{_share(BACKWARD)} of the time of its products and activations; only an exchange beyond that time counts."
     )
     yield (
-        f"**ADMM**: a call takes {rates.launch * 1e6:g} µs at least; products reach {rates.products:.0%} of the peak "
-        f"of fp32, an eigensolver {rates.eigenvectors:.0%}, and it waits for {COLUMN_KERNELS} calls at every column, "
-        f"and the device for {REFILL} calls of the host after it; so the thresholds are computed by products alone at "
-        "the target rank (`salaad/spectral/cost.py`). A full SVD, where it is asked "
-        "for, takes 6·n²·m + 20·n³ operations at the eigensolver's rate and waits at twice as many columns. With "
-        "`salaad.overlap` a round hides behind the next forward pass as far as that takes."
+        f"**ADMM**: a call takes at least {rates.launch * 1e6:g} µs. Products reach {rates.products:.0%} of the fp32 "
+        f"peak, an eigensolver {rates.eigenvectors:.0%}. The eigensolver waits for {COLUMN_KERNELS} calls at every "
+        f"column, and after it the device waits for {REFILL} calls of the host; therefore the thresholds are computed "
+        "by products alone, at the target rank (`salaad/spectral/cost.py`). A full SVD, if requested, takes 6·n²·m + "
+        "20·n³ operations at the eigensolver's rate and waits at twice as many columns. With `salaad.overlap` a round "
+        "is hidden for as long as the next forward pass takes."
     )
     yield (
-        "**Not counted**: reading and writing L, S and the dual, what `torch.compile` saves, merges of ReLoRA, "
-        "projections of GaLore, waiting for text, and what the allocator loses to fragments."
+        "**Not counted**: reading and writing L, S and the dual, time saved by `torch.compile`, merges of ReLoRA, "
+        "projections of GaLore, waiting for text, and memory that the allocator loses to fragmentation."
     )
     yield (
-        f"**Saving**: a disk takes {RATE / 1e9:g} GB/s, of one process or of all together; a core hashes what is "
-        "written no slower, as one with instructions for SHA-256 does (an older one takes twice as long). No file of "
-        "the model, the optimizer or the surrogates is read again."
+        f"**Saving**: a disk takes {RATE / 1e9:g} GB/s, from one process or from all together. A core hashes at least "
+        "as fast as the disk writes, as a core with SHA-256 instructions does (an older one takes twice as long). No "
+        "file of the model, the optimizer or the surrogates is read again."
     )
     yield (
-        f"**A stop**: up to {STEPS_BEFORE} steps end until the ranks have agreed, as an answer is read a step later "
-        "and a host runs a step ahead of its device; then all save to one disk."
+        f"**A stop**: the ranks finish up to {STEPS_BEFORE} steps before they have agreed to stop, since an answer is "
+        "read one step later and a host runs one step ahead of its device; then all save to one disk."
     )
 
 

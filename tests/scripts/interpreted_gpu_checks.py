@@ -1,4 +1,4 @@
-"""The check that kernels are used, with an interpreting Triton; `test_on_device.py` runs this file."""
+"""The check that GPU kernels are used, with Triton's interpreter; `test_on_device.py` runs this file."""
 
 import pytest
 import torch

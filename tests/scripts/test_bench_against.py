@@ -25,7 +25,7 @@ INFERENCE = '{"rows": [{"work": "decode", "batch": 4, "dense": 500, "factored": 
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Run the script on `now` and `before`, where a step takes half and a factored token twice of now's time."""
+    """A function that runs the script; in `before`, a step takes half and a factored token twice the time of `now`."""
     for name, factors in {"now": ("2", "1"), "before": ("1", "2")}.items():
         scripts = tmp_path / name / "scripts"
         scripts.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The benchmarks' clocks, what they say computes, and where."""
+"""The benchmarks: their clocks, the products they name, the memory they plan for, and the ADMM updates they time."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ GPU = torch.device("cuda")
 
 
 class Event:
-    """An event of a GPU whose time is that of a counter; it is known once somebody has waited."""
+    """A fake CUDA event, whose time comes from a counter and is known once somebody has waited for an event."""
 
     time, waited = 0.0, 0
 
@@ -40,7 +40,7 @@ class Event:
 
 @pytest.fixture
 def events(monkeypatch):
-    """A GPU's clock without a GPU, on which any other wait is an error."""
+    """Fake CUDA events in place of a GPU's; any other wait for the device is an error."""
     Event.time, Event.waited = 0.0, 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the device"))
@@ -68,7 +68,7 @@ def test_marks_on_a_cpu_are_its_clock(monkeypatch):
 
 @pytest.mark.parametrize(("device", "updates"), [("cpu", [1.0] * 4), ("cuda", [2.0] * 4)])
 def test_a_step_is_counted_whole_and_an_update_on_a_gpu_by_all_that_it_delays(device, updates, events):
-    """Between its three marks lies a second each, and another between two steps, which is in no step."""
+    """A step's three marks lie 1 s apart, and so do two steps; the time between two steps belongs to neither."""
     config = read_command_line([*small_run(True), "--method=full_rank"])[0]
     contender = bench_training.Contender(config, torch.device("cpu"))
     contender._marks = devices.Marks(GPU)
@@ -86,7 +86,7 @@ def test_a_step_is_counted_whole_and_an_update_on_a_gpu_by_all_that_it_delays(de
 
 
 def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(monkeypatch):
-    """Steps of 1 s, whose fifth in a round of ten has 3 s of work more."""
+    """Steps take 1 s; the fifth in a round of ten has 3 s of periodic work on top."""
 
     class Timed(bench_training.Contender):
         def step(self, batch):
@@ -156,9 +156,9 @@ def test_what_does_not_fit_side_by_side_is_planned_one_after_the_other_and_what_
     configs = {method: small(method) for method in ("full_rank", "salaad")}
     weights = 4 * 367.97e6
     kept, more = bench_training.needs(configs["full_rank"])
-    assert kept == pytest.approx(3 * weights, rel=1e-3)  # and the moments
+    assert kept == pytest.approx(3 * weights, rel=1e-3)  # the weights and two moments
     activations = 16 * 256 * 24 * 1024 * 34 * 4
-    assert more == pytest.approx(weights + activations, rel=0.1)  # and the logits
+    assert more == pytest.approx(weights + activations, rel=0.1)  # the tolerance is for the logits
     salaad = bench_training.needs(configs["salaad"])
     assert salaad[0] > kept + 8 * 302e6  # R and T of every block
     together, alone = kept + sum(salaad), sum(salaad)
@@ -205,7 +205,7 @@ def test_memory_on_a_gpu_is_what_its_allocator_gave(monkeypatch):
 
 
 def test_an_update_is_as_exact_as_the_solver_that_is_timed_and_shared_by_its_blocks(monkeypatch):
-    """On the CPU, told that it is a device on which blocks are stacked."""
+    """Measured on the CPU with the rates of an H100, by which blocks are stacked."""
     monkeypatch.setattr(admm_round, "rates_of", lambda device: RATES["h100"])
     monkeypatch.setattr(bench_admm, "blocks_at_once", lambda n, m, count, device: count)
     like = read_json(bench_admm.SPECTRA)["blocks"]["model.layers.2.mlp.gate_proj"]
@@ -224,7 +224,7 @@ def test_a_round_has_as_many_blocks_as_the_model_or_as_fit(monkeypatch):
     for free, expected in ((80e9, 72), (1e7, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 80e9))
         assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == expected
-    free = 6e9  # 0.8 of it, without 16 numbers for each entry of a full stack, at 16 bytes an entry of a block
+    free = 6e9  # 0.8 of it, less 16 numbers per entry of a full stack, holds blocks of 16 bytes per entry
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
     held = (0.8 * free - 4 * 16 * 2**26) / (16 * 1024 * 2736)
     assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == int(held)

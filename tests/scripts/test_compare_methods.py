@@ -1,4 +1,4 @@
-"""The search of learning rates: where it goes, and that what was found is not trained again."""
+"""The search of learning rates: which rates it tries, and that finished trainings are not repeated."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from scripts.trainings import Trained
 
 
 def stored(config) -> int:
-    """Parameters of the trained model."""
+    """Return the number of parameters that the trained model stores."""
     model = outline(describe_model(config.model, config.data.sequence_length))
     method_of(config).rebuild(model, config)
     return method_of(config).stored(model)["parameters"]
@@ -26,8 +26,10 @@ def stored(config) -> int:
 
 @pytest.fixture
 def search(tmp_path, monkeypatch):
-    """Run the script with trainings whose best learning rate is given, twice that of projections at half of it; which
-    ones it trained."""
+    """A function that runs the script with stand-ins for trainings, and returns which it trained.
+
+    The loss is least where the projections' rate is `best`, and grows with their share of the learning rate.
+    """
     output = tmp_path / "found.json"
 
     def run(best: float, *words: str) -> list[tuple[float, int | None]]:
@@ -124,7 +126,7 @@ def test_settings_of_the_methods_are_searched_at_the_best_rates_and_taken_over(s
     assert search(0.003, "--own") == []
 
 
-# By name, since other tests register methods of their own beside them.
+# Named here, since other tests register methods of their own.
 @pytest.mark.parametrize(
     "method", ["full_rank", "salaad", "lora", "relora", "galore", "loro", "cola", "sltrain", "lost", "matformer"]
 )

@@ -1,4 +1,4 @@
-"""What the report concludes: the numbers of its sentences against sums by hand, and silence where one is missing."""
+"""The report's conclusions: the numbers in its sentences against sums by hand, and no sentence where one is missing."""
 
 import json
 
@@ -33,10 +33,10 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
         row("SALAAD", 1, 41.0, cut={0.2: 80.0}, cut_head={0.5: 42.0, 0.2: 46.0}),
         row("SALAAD", 2, 9.0, cut={0.2: 9.0}, cut_head={0.5: 9.0, 0.2: 9.0}),
     )
-    # Seed 0 alone has cuts of both; the head is told of two seeds, with means of 10 % and 15 %, 80 % and 100 %.
-    assert "SALAAD's model is +2.0% and +10.0% from" in many
+    # Only seed 0 has cuts of both models; the sentence on the head has two seeds: 10 % and 15 %, 80 % and 100 %.
+    assert "SALAAD's model is +2.0% and +10.0% in perplexity relative to the uncut full-rank model" in many
     assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), one seed)" in many
-    assert "is +12.5% from the whole full-rank model in perplexity with it split and +90.0% with it whole" in head
+    assert "is +12.5% in perplexity relative to the uncut full-rank model with the head split, and +90.0% with" in head
     assert head.endswith("2 seeds).")
 
 
@@ -45,9 +45,9 @@ def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_s
     mine = row("SALAAD", 0, 51.0, head_tuned={0.5: 49.0, 0.2: 52.0})
     costs = {"train": {"operations": 2e12}, "head, tuned": {"operations": 5e11, "bytes": 22_000_000}}
     [found] = said(tmp_path, full, mine | {"costs": costs})
-    assert "all sizes (22.00 MB), matched" in found and "training's tokens, for 25% of its operations" in found
-    assert "Its half and its fifth are -2.0% and +4.0% from the whole full-rank model in perplexity" in found
-    assert "the full-rank model are -4.0% and +10.0%" in found
+    assert "all sizes (22.00 MB), matched" in found and "tokens, for 25% of the training's operations" in found
+    assert "SALAAD's folder is -2.0% and +4.0% in perplexity relative to the uncut full-rank model" in found
+    assert "a folder made of the full-rank model is -4.0% and +10.0%" in found
 
 
 def test_sizes_made_one_by_one_and_dense_models_stand_beside_the_whole_model(tmp_path):
@@ -55,8 +55,8 @@ def test_sizes_made_one_by_one_and_dense_models_stand_beside_the_whole_model(tmp
     mine = row("SALAAD", 0, 51.0, head_tuned_each={0.5: 50.5, 0.2: 58.0})
     full = row("full-rank", 0, 50.0, rpca_head_tuned_each={0.5: 49.0, 0.2: 60.0})
     [tuned, dense] = said(tmp_path, full, mine, *small)
-    assert "SALAAD's half and fifth are +1.0% and +16.0% from the whole full-rank model" in tuned
-    assert "those of the full-rank model -2.0% and +20.0%" in tuned
+    assert "SALAAD's model is +1.0% and +16.0% in perplexity relative to the uncut full-rank model" in tuned
+    assert "and the full-rank model is -2.0% and +20.0%" in tuned
     assert "is +4.0% (half) and +20.0% (a fifth)" in dense
 
 
@@ -64,8 +64,8 @@ def test_both_ways_to_cut_the_papers_model_stand_beside_what_is_recommended(tmp_
     paper = row("SALAAD, as in the paper", 1, 55.0, hpa={0.5: 60.0, 0.2: 100.0}, energy={0.5: 55.0, 0.2: 110.0})
     mine = row("SALAAD", 1, 51.0, cut_head={0.5: 51.0, 0.2: 55.0})
     [cut] = said(tmp_path, row("full-rank", 0, 9.0), row("full-rank", 1, 50.0), paper, mine)
-    assert "+20.0% and +100.0% from the whole full-rank model in perplexity by HPA" in cut
-    assert "+10.0% and +120.0% by energy" in cut and "for cutting, +2.0% and +10.0%" in cut
+    assert "+20.0% and +100.0% in perplexity relative to the uncut full-rank model when cut by HPA" in cut
+    assert "+10.0% and +120.0% by energy" in cut and "SALAAD's model is +2.0% and +10.0%" in cut
 
 
 def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp_path):
@@ -74,13 +74,11 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
     (tmp_path / "bench" / "methods-nano.json").write_text(json.dumps({"methods": dict.fromkeys(PAIR, costs)}))
     one_rate = row("full-rank, one rate", 0, 75.0)
     whole, rates = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 51.0), one_rate)
-    assert (
-        "train full-rank. SALAAD's X is +2.0% from full-rank training in perplexity, a step takes 1.25 times" in whole
-    )
-    assert "1.50 MB of state instead of 1.50 MB" in whole
-    assert "full-rank training at nano-20 is +50.0% from that with two in perplexity" in rates
+    assert "train full-rank. SALAAD's X is +2.0% in perplexity relative to full-rank training, its steps" in whole
+    assert "its steps take 1.25 times as long" in whole and "keep 1.50 MB in memory instead of 1.50 MB" in whole
+    assert "full-rank training at nano-20 is +50.0% in perplexity relative to that with two rates" in rates
     [whole] = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 49.0), row("galore", 0, 48.0))
-    assert "train galore, -4.0% from full-rank training in perplexity. SALAAD's X is -2.0% from" in whole
+    assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
 
 
 def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):
@@ -99,10 +97,8 @@ def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):
     short = [*table, trained("salaad", "L+S", 99.0, 90.0)]
     write("nano", table1=short, bf16=[{**one, "precision": "bf16"} for one in rounded])
     headline, bfloat16 = conclusions(tmp_path)
-    assert "is at nano -1.0% from X in perplexity, with 90% of its parameters, and +23.8% from full-rank" in headline
-    assert (
-        "change SALAAD's X by +3.0% and full-rank training" in bfloat16 and "by +2.5% in perplexity at nano" in bfloat16
-    )
+    assert "at nano is -1.0% in perplexity relative to X, with 90% of X's parameters, and +23.8% relative" in headline
+    assert "change perplexity at nano by +3.0% for SALAAD's X and by +2.5% for full-rank training" in bfloat16
     write("nano-20", table1=[*table, trained("salaad", "L+S", 80.0, 50.0)])
     headline, bfloat16 = conclusions(tmp_path)
-    assert "is at nano-20 -20.0% from X in perplexity, with 50%" in headline and "at nano (" in bfloat16
+    assert "at nano-20 is -20.0% in perplexity relative to X, with 50%" in headline and "at nano by" in bfloat16

@@ -1,4 +1,4 @@
-"""scripts/count_reads.py: what it counts is what the page of results/admm says, and no more than is promised."""
+"""scripts/count_reads.py: its counts are those recorded in results/admm, and no higher than promised."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from scripts.count_reads import KINDS, as_one, counts_here, table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "results" / "admm" / "reads.json").read_text())
-# Their masks and their generate look at the device, whatever the model's layers are.
+# The masks and the `generate` of transformers read from the device, whatever the model's layers are.
 OF_TRANSFORMERS = ("use_cache", "attention_mask", "generate")
 
 
@@ -36,7 +36,7 @@ def test_what_transformers_read_is_the_same_of_a_dense_and_of_a_factored_model(n
 
 
 def test_operators_of_a_round_go_by_its_stacks(now):
-    """Per block there are views, and copies out of the stack."""
+    """A block more in a stack costs only views, and copies out of the stack."""
     for how in ("stacked, by eigenvectors", "stacked, by products alone"):
         few, many = (now[f"an ADMM round of {blocks} blocks, {how}"]["operators"] for blocks in (10, 168))
         assert many < few * 6 / 2 + 50 * (168 - 10)  # six stacks in place of two
@@ -44,7 +44,7 @@ def test_operators_of_a_round_go_by_its_stacks(now):
 
 
 def test_what_is_recorded_is_what_is_counted_now(now):
-    """How many operators there are depends on the versions of torch and transformers too."""
+    """Operators are compared only with equal versions of torch and transformers, on which their number depends."""
     same = [kind for kind in KINDS if kind != "operators" or RECORDED["versions"] == provenance()["versions"]]
     again = "run python scripts/count_reads.py --other CHECKOUT --output results/admm/reads.json, CHECKOUT of 7add67b"
     recorded = {row["what"]: {kind: row["now"][kind] for kind in same} for row in RECORDED["rows"]}

@@ -1,4 +1,4 @@
-"""The scripts behind results/elastic: the split of a budget against all splits, and a comparison that goes on."""
+"""The scripts behind results/elastic: the split of a budget against all splits, and a comparison that resumes."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ def test_a_budget_is_dealt_as_well_as_by_trying_everything(seed):
     budget = draw.choice((60, 151, 203))
     found = dealt(costs, budget)
     assert sum(costs[name][i][0] for name, i in found.items()) <= budget
-    room = 0.97 * budget  # a budget is divided into 400 steps, up to which every probe is rounded
+    room = 0.97 * budget  # `dealt` rounds every probe's parameters up to whole 400ths of the budget
     tried = (dict(zip(costs, choice, strict=True)) for choice in itertools.product(range(4), repeat=4))
     fitting = [c for c in tried if sum(costs[name][i][0] for name, i in c.items()) <= room]
     loss = {id(c): sum(costs[name][i][1] for name, i in c.items()) for c in (*fitting, found)}
@@ -45,14 +45,14 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     ways = rows["SALAAD"]["ways"]
     for way in ("cut", "cut, head", "head, tuned"):
         assert [row["share"] for row in ways[way]] == elastic_ways.all_shares()
-        assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # as large, however it was made
+        assert ways[way][-1]["parameters"] <= 1.02 * ways["cut"][-1]["parameters"]  # about as large in every way
         for size in ways[way]:  # the same text whole, and its second half
             assert ("other_perplexity" in size) == (size["share"] in NAMED)
             assert size.get("other_perplexity", size["perplexity"]) == pytest.approx(size["perplexity"], rel=0.2)
     for way, cut in (("tuned, each", "cut"), ("head, tuned, each", "cut, head")):
         assert [row["share"] for row in ways[way]] == list(NAMED)
         counted = {row["share"]: row["bytes"] for row in ways[cut]}
-        for row in ways[way]:  # a file of the same ranks and counts, whose header takes some more
+        for row in ways[way]:  # a file of the same ranks and counts, with a longer header
             assert counted[row["share"]] < row["bytes"] < counted[row["share"]] + 20_000
     for row in (row for row in ways["head, tuned"] if row["share"] in NAMED):  # one of the sizes of a folder, alone
         folder, alone = tmp_path / "runs" / "SALAAD-0" / "elastic-head", tmp_path / f"alone-{row['share']}"
@@ -62,7 +62,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     narrower = {row["parameters"] for name, row in widths.items() if name != "X" and "+" not in name}
     assert narrower <= {size["parameters"] for size in rows["matformer"]["ways"]["nested"]}
     costs = rows["SALAAD"]["costs"]
-    # Two folders of one size; one of three ranges, each of which reads the same text and learns two sizes in a step.
+    # Two folders of one size; one of three ranges, each of which reads the same text and learns two sizes per step.
     assert costs["head, tuned, each"]["tokens"] == 2 * costs["head, tuned"]["tokens"] > 0
     assert costs["head, tuned"]["operations"] > 1.5 * costs["head, tuned, each"]["operations"]
     small, large = rows["SALAAD"]["samples"]["head, tuned"]
@@ -81,7 +81,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     compare_elastic.main()
     again = {row["label"]: row["ways"] for row in json.loads(output.read_text())["rows"]}
     assert again == {label: row["ways"] for label, row in rows.items()}
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train.eval_every=2"])  # is watched otherwise, but trained the same
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train.eval_every=2"])  # evaluated at other steps, trained the same
     compare_elastic.main()
     for row in kept["rows"]:
         row["ways"].pop("head, tuned", None)
@@ -109,7 +109,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
 
 
 def test_dense_models_have_the_sizes_of_methods_that_store_factors():
-    """nano: width 128, feed-forward width 344, 4 layers, 4096 pieces; rank 32 and, of SLTrain, 0.03 of all entries."""
+    """nano has width 128, feed-forward width 344, 4 layers, 4096 tokens; the rank is 32, SLTrain's density 0.03."""
     every = compare_elastic.trainings("nano", (), compare_elastic.Settings((), (), {}))
     sizes = {one.label: one.words[-1] for one in every if one.label.startswith("dense")}
     whole = 2 * 4096 * 128 + 9 * 128

@@ -1,4 +1,4 @@
-"""Bringing a text and training a tokenizer on it, as commands, on files that stand for the hub's."""
+"""The commands that fetch a text and train a tokenizer on it, on local files in place of the hub's."""
 
 import json
 import lzma

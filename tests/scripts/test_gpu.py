@@ -1,4 +1,4 @@
-"""scripts/gpu.py: its whole path on the CPU with tiny shapes, going on where it stopped, and what fails in between."""
+"""scripts/gpu.py: all of it on the CPU with tiny shapes, how it resumes, and how it reports stages that fail."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def call(monkeypatch, *words: str) -> None:
 
 @pytest.fixture
 def only(monkeypatch):
-    """Let there be these stages and no others; begins `gpu.py` with options."""
+    """A function that takes the only stages there are, and returns a function that runs `gpu.py` with options."""
 
     def of(*stages: gpu.Stage):
         monkeypatch.setattr(gpu, "stages", lambda *_: iter(stages))
@@ -38,13 +38,13 @@ def only(monkeypatch):
 
 
 def outcomes(folder: Path) -> dict[str, str]:
-    """Stage → how it ended, as the page says."""
+    """Return stage → how it ended, as the page says."""
     [table] = re.findall(r"^\| stage .*\n.*\n((?:\|.*\n)+)", (folder / "README.md").read_text(), re.M)
     return dict(re.findall(r"^\| (\S+) +\| +(.*?) \| +\S* \|$", table, re.M))
 
 
 def writes(path: Path | str, text: str = "{}") -> str:
-    """The words behind `python -c` that write a file."""
+    """Return the code for `python -c` that writes a file."""
     return f"from pathlib import Path; Path({str(path)!r}).write_text({text!r})"
 
 
@@ -56,7 +56,7 @@ def checks_file(folder: Path, *rows: dict) -> None:
 
 @needs_triton
 def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # the commit is unknown, and stays so if somebody commits
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # the commit stays unknown, even if somebody commits
     folder = tmp_path / "cpu"
     call(monkeypatch, "--device=cpu", "--tiny", f"--output={folder}")
     names = [stage.name for stage in gpu.stages("cpu", tiny=True)]
@@ -158,14 +158,14 @@ def test_the_text_is_fetched_unless_all_of_it_is_there(tmp_path, monkeypatch):
         return next(stage.before for stage in gpu.stages("cuda", tiny=False) if stage.name == "60m-wikipedia")
 
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    (tmp_path / "runs" / ".partial-wikipedia").mkdir(parents=True)  # as a fetch leaves that was killed
+    (tmp_path / "runs" / ".partial-wikipedia").mkdir(parents=True)  # as a killed fetch leaves it
     assert before()[0] == "scripts/fetch_text.py"
     (tmp_path / "runs" / "wikipedia").mkdir()
     assert before() == ()
 
 
 def starts_a_child(path: Path) -> str:
-    """The words behind `python -c` of a stage that takes ten minutes, and writes the number of a process of its own."""
+    """Return the code for `python -c` of a stage that takes ten minutes and writes its child's process id to `path`."""
     return (
         "import subprocess, time; child = subprocess.Popen(['sleep', '600']); "
         f"open({str(path)!r}, 'w').write(str(child.pid)); time.sleep(600)"
@@ -242,7 +242,7 @@ def test_checks_that_are_not_all_made_go_on(tmp_path, only):
 def test_the_reproduction_takes_as_long_as_is_predicted(monkeypatch):
     slow, fast = (gpu.reproduction_minutes(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"))
     assert gpu.AROUND < fast < slow < 120
-    assert gpu.reproduction_minutes("Tesla T4") == slow  # which is not known
+    assert gpu.reproduction_minutes("Tesla T4") == slow  # unknown, so taken for an A100
 
 
 def test_who_ends_the_script_ends_the_stage_that_runs(tmp_path):
@@ -284,7 +284,7 @@ def test_what_the_shell_script_starts_needs_no_package_that_only_the_tests_need(
 
 
 def test_the_shell_script_makes_an_environment_once_and_hands_its_options_on(tmp_path):
-    """In a folder of its own, with a stand-in for Python that writes down what it is started with."""
+    """The script runs in a folder of its own, with a stand-in for Python that writes down its arguments."""
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/gpu.sh", "scripts/venv.sh", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)

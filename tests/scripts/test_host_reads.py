@@ -1,4 +1,4 @@
-"""scripts/host_reads.py: what makes the host wait for a device is seen, and nothing else."""
+"""scripts/host_reads.py: it counts what makes the host wait for a device, and nothing else."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from scripts.host_reads import DEVICE, HostReads
 
 
 def host(x: torch.Tensor) -> torch.Tensor:
-    """Memory of the host, of the size of x."""
+    """A tensor in the host's memory, of the shape of x."""
     return torch.zeros(x.shape)
 
 
@@ -39,7 +39,7 @@ def test_a_read_is_counted_once(what):
     with HostReads() as reads:
         READING[what](x)
     assert (reads.count, reads.earlier) == (1, 0)
-    READING[what](x)  # after it nothing is counted
+    READING[what](x)  # nothing is counted after the context
     assert reads.count == 1
 
 

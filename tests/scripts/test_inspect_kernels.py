@@ -1,4 +1,4 @@
-"""The kernels for a GPU, run by an interpreter against float64 and compiled ahead of time: the whole script."""
+"""scripts/inspect_kernels.py: GPU kernels, run by an interpreter against float64 and compiled ahead of time."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.interpreted import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_REGISTERS = 255  # of a thread, of every architecture
+MOST_REGISTERS = 255  # of a thread, on every architecture
 # Sums of up to 300 products in float32; one unit in the last place of bfloat16, which the interpreter rounds down; two
 # roundings to the nearest in float16, of half a unit each.
 LARGEST = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
@@ -21,7 +21,7 @@ TRAINED_ONLY = {"divide_kernel", "penalty_kernel"}  # nothing is trained in floa
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """What the script writes, with nothing compiled before."""
+    """The results that the script writes when it starts with an empty cache of kernels."""
     folder = tmp_path_factory.mktemp("kernels")
     command = [sys.executable, str(ROOT / "scripts" / "inspect_kernels.py"), "--output", str(folder / "kernels.json")]
     subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")}, check=True)
@@ -74,4 +74,4 @@ def test_V_is_read_16_bytes_at_once_where_it_is_aligned_and_number_by_number_els
             ptx = resources.compile_for(case, 90).asm["ptx"]
             read[case.what] = len(re.findall(r"ld\.global\.b(?:16|32)\b", ptx))
     aligned = {"B=1": 0, "B=1, 2 layers": 0, "B=1, 3 layers": 0}
-    assert read == aligned | {"B=1, not aligned": 8}  # of the 1024 numbers of a program, by each of its 128 threads
+    assert read == aligned | {"B=1, not aligned": 8}  # 1024 numbers per program, read by 128 threads

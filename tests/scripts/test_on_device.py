@@ -1,4 +1,4 @@
-"""The checks of scripts/gpu_checks.py: what they find, what they leave out, and that what is wrong does not pass."""
+"""The checks of scripts/gpu_checks.py: what they find, what they leave out, and that wrong results do not pass."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_kernels_that_are_not_used_are_named():
 
 
 def stale(step):
-    """As a graph would be that reads no new token."""
+    """Return what a CUDA graph that reads no new token would be: a function that repeats the first result."""
     first = None
 
     def replay():
@@ -102,13 +102,13 @@ def stale(step):
 
 
 def test_decoding_token_by_token_is_the_whole_row_at_once_and_what_is_stale_is_seen():
-    """With the step itself in the place of its graph."""
+    """The decoding step itself takes the place of its CUDA graph."""
     assert set(outcomes(factored.decoding(CPU, True, lambda step: step)).values()) == {PASSES}
     assert set(outcomes(factored.decoding(CPU, True, stale)).values()) == {FAILED}
 
 
 def test_a_decoding_step_reads_nothing_that_would_break_a_capture():
-    """On the CPU the embedding alone reads, which a GPU computes otherwise."""
+    """On the CPU only the embedding reads a value; on a GPU it is computed without a read."""
     reads = []
 
     def watched(step):
@@ -129,7 +129,7 @@ def test_a_decoding_step_reads_nothing_that_would_break_a_capture():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """torch's mode that watches for waits, without a GPU; the modes that were set."""
+    """Replace torch's sync debug mode, which needs a GPU; return the list of the modes that are set."""
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -157,7 +157,7 @@ def test_waits_are_counted_by_line_and_by_part_and_other_warnings_are_not(watche
 
 
 def play_gpu(monkeypatch, rates) -> None:
-    """A training and a round on the CPU as on a GPU: a wait for each eigensolver and one for the results of a round."""
+    """Make a training and a round on the CPU wait as on a GPU: for every eigensolver and once for a round's results."""
     held, by_eigenvectors, begun = admm_round.Round._held, admm_round.gram_stack, waiting.round_
     monkeypatch.setattr(admm_round, "rates_of", lambda device: rates)
     monkeypatch.setattr(admm_round.Round, "_held", lambda self: wait_for_it() or held(self))
@@ -232,7 +232,7 @@ def test_a_resume_that_loses_the_state_of_the_admm_does_not_pass(lost, toy_alone
 
 @pytest.fixture(scope="module")
 def toy_alone(tmp_path_factory, text_files, tiny_tokenizer_dir):
-    """A toy whose trainings are made in this process, and one that was not interrupted."""
+    """A `Toy` whose trainings run in this process, and one training of it that was not interrupted."""
     toy = trainings.Toy(CPU, tmp_path_factory.mktemp("toy"), text_files, str(tiny_tokenizer_dir))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trainings, "perform", in_this_process)

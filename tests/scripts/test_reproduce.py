@@ -11,7 +11,7 @@ from scripts.reproduction import grid, trainings
 from scripts.reproduction.items import Item, Measured
 
 BOTH = trainings.once(trainings.VANILLA, trainings.SALAAD)
-# What the reports of this project read of a finished run; one seed of it fails if a file says so.
+# Writes what the reports of this project read of a finished run; the run that the file `broken` names fails.
 TRAIN = """
 import json, pathlib, sys
 words = sys.argv[1:]
@@ -46,7 +46,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(place, monkeypatch, capsys):
-    """Words of the command line, to the names that were trained and what was printed (stdout and stderr)."""
+    """A function from command-line words to the names of the trained runs and the printed text (stdout, stderr)."""
 
     def run(*words: str) -> tuple[list[str], tuple[str, str]]:
         (place / "trained").write_text("")

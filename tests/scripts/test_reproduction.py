@@ -49,7 +49,7 @@ def cell(label: str, seed: int, name: str, perplexity: float, parameters: float,
 
 
 def curve(label: str, seed: int, whole: int, dear: float = 1.0) -> list[dict]:
-    """X, L + S, and every budget by HPA with its best at κ = 0.6, by energy, and refined."""
+    """Return rows of X, of L + S, and of every budget by HPA, best at κ = 0.6, and by energy, refined and not."""
     rows = [cell(label, seed, "X", 99.0, 1_800_000), cell(label, seed, "L+S", 99.5, whole)]
     for budget, perplexity in BUDGETS.items():
         of = {"budget": budget, "parameters": budget - 5}
@@ -167,7 +167,7 @@ def rows() -> dict[str, list[dict]]:
 
 @pytest.fixture
 def judged(tmp_path):
-    """Item → rows, written as results, to claim → verdict."""
+    """A function that writes item → rows as results and returns claim → verdict."""
 
     def judge(rows: dict[str, list[dict]]) -> dict[str, Verdict]:
         for old in tmp_path.glob("*.json"):
@@ -180,7 +180,7 @@ def judged(tmp_path):
 
 
 def failed(found: Verdict) -> list[str]:
-    """What does not keep its limit."""
+    """Return the names of the numbers that do not keep their limits."""
     return [number.what for number in found.numbers if number.holds is False]
 
 
@@ -211,7 +211,7 @@ def printed(method: str, name: str, row: list, factor: float = 1.0, **more) -> d
 
 
 def test_no_limit_is_weaker_than_the_papers_number_at_its_worst_size():
-    """Its own tables keep every limit, and with its worst size by half a percent worse they do not."""
+    """The paper's tables keep every limit; with perplexities half a percent higher, at least one size does not."""
     table, embedding = (read_json(PAPER)[name] for name in ("table1", "embedding"))
 
     def beside_X(factor: float) -> list[bool]:
@@ -264,7 +264,7 @@ def test_without_one_of_its_items_a_claim_says_what_to_run(claim, rows, judged):
 
 
 def change(item: str, key: str, value: object, **where: object):
-    """Rows with another value in those that have these others."""
+    """Return a function that sets `key` to `value` in the item's rows that match `where`."""
 
     def apply(rows: dict) -> None:
         hit = [row for row in rows[item] if all(row[name] == wanted for name, wanted in where.items())]
@@ -276,7 +276,7 @@ def change(item: str, key: str, value: object, **where: object):
 
 
 def course(*deltas: float):
-    """Another mean error at every step of one seed."""
+    """Return a function that sets δ at the steps of seed 1 to `deltas`."""
 
     def apply(rows: dict) -> None:
         second = [row for row in rows["dynamics"] if row["seed"] == 1]
@@ -317,7 +317,7 @@ DISAGREEING = (
         change("lm_head", "density", 0.9, rho=0.1, block="embedding"),
     ),
     ("knobs", "larger Δα: fewer", change("ablation130m_pairs", "parameters", 9.9e6, alpha=1)),
-    ("knobs", "larger ρ: X higher", change("ablation130m_pairs", "X", 50.0, rho=1)),
+    ("knobs", "larger ρ: higher PPL of X", change("ablation130m_pairs", "X", 50.0, rho=1)),
     ("frequency", "mean δ", change("frequency", "delta", 11.0, K=20, seed=1)),
     ("frequency", "rank ratio", change("frequency", "rank_ratio", 0.2, K=20, seed=1)),
     ("frequency", "density", change("frequency", "density", 0.05, K=20, seed=0)),
@@ -346,25 +346,31 @@ def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
     found = {name: ours(verdict) for name, verdict in judged(rows).items()}
     assert found["central"]["PPL of L + S"] == "100.35 ± 0.65" and found["central"]["PPL of X"] == "101.00 ± 1.00"
     assert found["central"]["parameters of L + S over X, at most 94% in every seed"] == "88.9 %, 88.9 %"
-    assert found["against_full_rank"]["PPL of L + S over that, at most −4.0 % in every seed"] == "−6.8 %, −5.6 %"
-    assert found["elastic_by_hpa"]["below vanilla + RPCA at all budgets below L + S × seeds"] == "6 of 6"
-    assert found["elastic_by_energy"]["SALAAD over its own X"] == "+0.8 % to +0.8 %"
-    assert found["elastic_by_energy"]["vanilla + RPCA over its own X"] == "+21.0 % to +262.9 %"
-    assert found["against_small_dense"]["PPL of the cut over the dense model's at 0.90 M, below"] == "−1.0 %"
+    assert (
+        found["against_full_rank"]["PPL of L + S over full-rank training, at most −4.0 % in every seed"]
+        == "−6.8 %, −5.6 %"
+    )
+    assert found["elastic_by_hpa"]["PPL below vanilla + RPCA, at every budget below L + S in every seed"] == "6 of 6"
+    assert found["elastic_by_energy"]["PPL of SALAAD over its own X"] == "+0.8 % to +0.8 %"
+    assert found["elastic_by_energy"]["PPL of vanilla + RPCA over its own X"] == "+21.0 % to +262.9 %"
+    assert found["against_small_dense"]["PPL of the cut over the dense model's at 0.90 M, below 0 %"] == "−1.0 %"
     assert found["kappa"]["κ*, in a band of at most 0.25"] == "0.6"
-    assert found["embedding"]["parameters of L + S, in every seed fewer than without"] == "1.40 M, 1.60 M"
-    assert found["embedding"]["PPL cut by HPA to 1.20 M, embedding included"] == "103.50 ± 0.50"
+    assert (
+        found["embedding"]["parameters of L + S with and without the embedding, in every seed fewer with it"]
+        == "1.40 M, 1.60 M"
+    )
+    assert found["embedding"]["PPL of the cut by HPA to 1.20 M, embedding included"] == "103.50 ± 0.50"
     assert "+0.080, +0.080" in found["lm_head"].values()
     assert found["frequency"]["final loss, within 2.2% in every seed"] == "2.890, 2.890, 2.830"
     assert found["frequency"]["mean δ, falls with K in every seed"] == "10.16, 7.74, 5.73"
     assert list(found["bounded"].values())[:2] == ["7 to 14", "8 to 16"]
     assert found["bounded"]["‖X−L−S‖ over ‖X‖ at the end, mean over the blocks"] == "10 to 20 %"
-    assert found["bounded"]["blocks above that"] == "0, 0 of 2"
+    assert found["bounded"]["blocks above 30%"] == "0, 0 of 2"
     assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.20 ± 0.05, 0.08 ± 0.01"
 
 
 def test_budgets_above_the_structured_model_do_not_count(rows, judged):
-    what = "below vanilla + RPCA at all budgets below L + S × seeds"
+    what = "PPL below vanilla + RPCA, at every budget below L + S in every seed"
     assert ours(judged(rows)["elastic_by_energy"])[what] == "6 of 6"
     change("flexible", "parameters", 1_300_000, label="SALAAD", variant="L+S")(rows)
     change("flexible", "perplexity", 500.0, label="SALAAD", budget=1_400_000)(rows)
@@ -696,7 +702,7 @@ def test_the_costs_of_the_admm_are_the_papers_where_it_prints_them():
         assert row["bytes"] >= 2 * 4 * n * m  # two matrices in float32
     seventy = next(row for row in measured.rows if row.get("size") == "70b")
     assert seventy["blocks"] == 560 and 6e10 < seventy["parameters"] < 8e10
-    # A GPU a block: the largest one's matrices.
+    # With a GPU for every block, a GPU holds at most the largest block's matrices.
     assert seventy["bytes_many"] == max(row["bytes"] for row in blocks)
     small = next(row for row in measured.rows if row.get("size") == "60m")
     assert small["step_flops"] == pytest.approx(6 * 58.07e6 * 512 * 256, rel=0.1)

@@ -1,4 +1,4 @@
-"""What pages say beside their tables, and what pictures show: against sums by hand."""
+"""The sentences and tables of the results pages, and the curves of their pictures, against sums by hand."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
             row("SALAAD", seed, salaad + off, cut_head=[cut + off for cut in cuts], head_tuned=[50.0] * 3)
             for seed, off in ((1, 0.3), (2, -0.3))
         ),
-        row("SALAAD", 3, 99.0, cut_head=[99.0] * 3, head_tuned=[99.0] * 3),  # with nothing of its seed to compare
+        row("SALAAD", 3, 99.0, cut_head=[99.0] * 3, head_tuned=[99.0] * 3),  # no other row has its seed
         row("dense, 0.5", 0, 60.0),
         row("dense, 0.2", 0, 70.0),
     ]
@@ -47,11 +47,13 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(demo, "RESULTS", tmp_path)
     page = demo.summary_table()
-    # Means over the seeds that both have.
+    # The means are over the seeds that both models have.
     half, alike, fifth, alike_too, whole = (words.removesuffix(" with") for words in said)
     assert f"At 75 % of its parameters SALAAD's model is {half} than a dense model trained at that size" in page
-    assert re.search(f"and {alike} (than|with) a full-rank model cut alike; at 60 % it is {fifth} than", page)
-    assert f"and {alike_too} than a full-rank model cut alike; whole it is {whole} than full-rank training" in page
+    assert re.search(f"and {alike} (than|with) a full-rank model cut the same way; at 60 % it is {fifth} than", page)
+    assert (
+        f"and {alike_too} than a full-rank model cut the same way; uncut it is {whole} than full-rank training" in page
+    )
     assert "for 21% of the training's operations" in page and "means of 2 seeds" in page
 
 
@@ -90,7 +92,7 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
         one["X"]["legacy_perplexity"] = 47.0
         one["ways"]["hpa"][1] |= {"legacy_perplexity": 52.5, "other_perplexity": 90.0, "bytes": 5e6, "kappa": 0.65}
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in elastic.fair_table(rows, bench).splitlines()]
-    assert ["SALAAD", "0", "50.00", "47.00", "", "2.00 M", "", "", "3.00 MB", "1.50"] in lines  # timed by its label
+    assert ["SALAAD", "0", "50.00", "47.00", "", "2.00 M", "", "", "3.00 MB", "1.50"] in lines  # the time of its label
     assert ["SALAAD, as in the paper", "0", "50.00", "47.00", "", "2.00 M", "", "", "4.00 MB", "1.25"] in lines
     half = ["SALAAD: hpa, κ* 0.65", "0", "55.00", "52.50", "90.00", "1.50 M", "", "5.00 MB", "", ""]
     assert half in lines and ["SALAAD: hpa", "0", "80.00", "", "", "1.20 M", "", "", "", ""] in lines
@@ -108,12 +110,12 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     ]
     lines = [line.strip("|").split("|") for line in goals_table(rows).splitlines() if line.startswith("|")]
     found = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
-    # Only seed 1 is of both; the dense model of a fifth has none in common.
-    assert found["the whole model, over full-rank training"][:2] == ["0.0%", "-2.0%, met"]
+    # Full-rank and SALAAD have only seed 1 in common; the dense model of a fifth has no seed in common with SALAAD.
+    assert found["uncut, over full-rank training"][:2] == ["0.0%", "-2.0%, met"]
     assert found["half, over full-rank training"] == ["0.5%", "+0.8%, missed", "–", "–"]
     assert found["a fifth, over full-rank training"][1] == "+4.8%, met"
     assert found["the elastic score"][1] == "–"  # not all of its sizes are there
     assert found["over the dense model trained at the size"][1] == "-10.0%, met"
-    assert found["over the full-rank model, split and cut alike"][1] == "-1.1%, met"  # at a fifth, the worst
-    assert found["over the cut that leaves the head whole"][1] == "+0.0%, met"  # three quarters alike
+    assert found["over the full-rank model, split and cut the same way"][1] == "-1.1%, met"  # the worst size, a fifth
+    assert found["over the cut that leaves the head dense"][1] == "+0.0%, met"  # equal at three quarters
     assert found["over the model trained as in the paper, cut by energy"][1] == "+0.8%, missed"  # at half

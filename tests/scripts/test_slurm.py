@@ -23,7 +23,7 @@ trap 'sleep 0.5; echo saved > saved; exit 0' TERM; touch ready; while :; do slee
 }
 
 
-# The job's own, as Slurm says them to the script.
+# The job's own environment variables, as Slurm sets them for the script.
 JOB = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOB_NODELIST": "n[1-2]",
@@ -35,7 +35,7 @@ JOB = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Start the script with arguments as a job of two nodes; its process."""
+    """A function that starts the script with arguments as a job of two nodes, and returns its process."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, body in STAND_INS.items():
@@ -62,8 +62,8 @@ def test_the_launcher_gets_nodes_processes_and_the_arguments_of_the_training(job
     assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("static", "first-host:29500")
     assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node, launch.max_restarts) == (2, 2, 4, 0)
     assert words[-7:] == ["train.py", "--config", "1b.yaml", "--output", "runs/a b", "--resume", "auto"]
-    assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from the job by itself
-    assert int((tmp_path / "patience").read_text()) < 300  # the signal comes so many seconds before the end
+    assert (tmp_path / "cpus").read_text() == "24\n"  # srun no longer takes it from the job by itself
+    assert int((tmp_path / "patience").read_text()) < 300  # Slurm's signal comes 300 s before the end
     assert not (tmp_path / "requeued").exists()
 
 

@@ -1,4 +1,4 @@
-"""Scripts started as their first lines say, `python scripts/NAME.py`, where Python looks beside the script alone."""
+"""Scripts started by `python scripts/NAME.py`, for which Python searches only the script's folder for modules."""
 
 import os
 import re

@@ -27,12 +27,12 @@ def test_kills_at_any_moment_leave_no_trace_in_one_process_and_in_two(drills):
 
 def test_checkpoints_of_1_2_and_3_processes_go_on_with_1_2_and_3(drills):
     [row] = drills.world()
-    # From 1 to 1 and from 2 to 2 are what the kills do.
+    # Seven of the nine pairs: the kills cover 1 to 1 and 2 to 2.
     assert (row.tries, row.lost) == (7, [])
 
 
 def test_the_comparison_sees_a_difference(drills):
-    """A run with another seed is not the same; nor is one of which a bit was turned over."""
+    """A run with another seed differs, and so does a run of which one bit was flipped."""
     one = drills.whole("one", drills.options(10))
     again = drills.whole("again", drills.options(10))
     assert differences(one, again) == []
@@ -45,8 +45,8 @@ def test_the_comparison_sees_a_difference(drills):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run a script's main as its command line does; its exit code, and what it printed on both."""
-    monkeypatch.setattr(errors, "leave", sys.exit)  # which would end the tests
+    """A function that runs a script's main as its command line does; it returns exit code and lines of both outputs."""
+    monkeypatch.setattr(errors, "leave", sys.exit)  # the original would end the tests
 
     def run(script, *arguments: object) -> tuple[int, list[str], list[str]]:
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])

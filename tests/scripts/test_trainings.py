@@ -1,4 +1,4 @@
-"""A script's trainings: what is there is taken only if it is what was asked for."""
+"""A script's trainings: a finished run is taken only if it was trained with the requested settings."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ WORDS = ["--config", "nano", "--method=salaad", "--train.steps=7"]
 
 @pytest.fixture
 def finished(tmp_path):
-    """A finished run, whose configuration is changed as given."""
+    """A function that writes a finished run, with the given changes to its configuration."""
 
     def write(**changes):
         config = read_command_line(WORDS)[0].to_dict()
