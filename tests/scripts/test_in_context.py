@@ -1,0 +1,41 @@
+"""Loss on tokens that repeat a bigram of their row and on others, against plain Python and known losses."""
+
+import itertools
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.research.in_context import losses, repeated_bigrams
+
+
+def test_a_bigram_is_repeated_if_it_stood_anywhere_before_in_the_row():
+    rows = torch.randint(0, 4, (50, 23), generator=torch.Generator().manual_seed(0))
+    rows[0] = 7  # overlapping bigrams of equal tokens
+    for row, found in zip(rows.tolist(), repeated_bigrams(rows).tolist(), strict=True):
+        bigrams = list(itertools.pairwise(row))
+        assert found == [False, *(bigram in bigrams[:place] for place, bigram in enumerate(bigrams))]
+
+
+class Copying(nn.Module):
+    """Gives probability ¾ to token 1 and shares the rest among the three others, whatever it reads."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids):
+        logits = torch.tensor([1 / 12, 3 / 4, 1 / 12, 1 / 12]).log()
+        return SimpleNamespace(logits=logits.expand(*input_ids.shape, 4))
+
+
+def test_losses_are_means_over_the_tokens_of_each_kind_without_padding():
+    ids = torch.tensor([[1, 1, 1, 1, 0, 2], [3, 2, 3, 2, 0, 0]])
+    labels = ids.clone()
+    labels[1, 4:] = -100
+    found = losses(Copying(), [{"input_ids": ids, "labels": labels}])
+    likely, unlikely = log(4 / 3), log(12)
+    # Repeated are the third and fourth 1, and the second 2 after the second 3.
+    assert found["copied"] == (pytest.approx((2 * likely + unlikely) / 3), 3)
+    assert found["other"] == (pytest.approx((likely + 4 * unlikely) / 5), 5)
+    assert found["all"] == (pytest.approx((3 * likely + 5 * unlikely) / 8), 8)
