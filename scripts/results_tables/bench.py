@@ -42,7 +42,7 @@ def recorded(kind: str) -> dict[str, Any]:
 
 def storage_table() -> str:
     """Return the table of scripts/bench_storage.py for nano-20's model."""
-    result = read_json(RESULTS / "bench" / "storage-nano.json")
+    result = read_json(RESULTS / "bench" / "storage-nano-20.json")
     told = (
         f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters. The last two columns "
         f"are speeds relative to X in float32, which takes {megabytes(result['dense_bytes'])}. "
