@@ -1,6 +1,6 @@
 """What the number format of a compressed folder costs and gains: bytes, perplexity, seconds to open, speed.
 
-    python scripts/bench_storage.py --checkpoint runs/elastic-nano-20/SALAAD-0 --output results/bench/storage-nano-20.json
+    python scripts/bench_storage.py --checkpoint runs/nano-20-salaad --output results/bench/storage-nano-20.json
 
 compress.py cuts the checkpoint to a budget and stores it as float32, bfloat16 and int8; each folder is opened in both
 float dtypes. Speeds are relative to the dense X in float32, which takes turns with every model.

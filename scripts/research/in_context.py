@@ -1,6 +1,6 @@
 """Loss on tokens that can be copied from their row, and on all others: whether a model has learned to copy in context.
 
-    python scripts/research/in_context.py --checkpoints runs/full_rank runs/salaad --output results/elastic/copying.json
+    python scripts/research/in_context.py --checkpoints runs/full_rank runs/salaad --output results/FILE.json
 
 A token can be copied if it and the token before it already stood next to each other earlier in the row (a repeated
 bigram). Small models begin to copy such tokens rather suddenly (induction heads), some trainings earlier than others,
@@ -9,7 +9,9 @@ and a difference in perplexity between two trainings may be a difference in when
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -59,6 +61,14 @@ def losses(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, tupl
     return {kind: (float(loss[which].double().mean()), int(which.sum())) for kind, which in kinds.items()}
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table, a line per checkpoint."""
+    lines = [
+        (r["model"], f"{r['step']:,}", *(f"{r[kind][0]:.3f}" for kind in ("all", "copied", "other"))) for r in rows
+    ]
+    return markdown_table(("model", "step", "all tokens", "tokens to copy", "other tokens"), lines)
+
+
 def main() -> None:
     """Measure every checkpoint and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -80,8 +90,7 @@ def main() -> None:
         step = int(source.folder.path.parent.name.rpartition("-")[2])
         rows.append({"model": label, "step": step, **measured})
         write_json({**provenance(), "rows": rows}, options.output)
-    lines = [(r["model"], str(r["step"]), *(f"{r[kind][0]:.3f}" for kind in ("all", "copied", "other"))) for r in rows]
-    print(markdown_table(("model", "step", "loss", "tokens to copy", "other tokens"), lines))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.evaluation.figures import dress, save
 from scripts.reproduction.freshness import MARK
 from scripts.reproduction.palette import COLORS, OTHERS
+from scripts.research import in_context
 from scripts.results_tables import RESULTS
 from scripts.shares import NAMED, shares
 
@@ -34,7 +35,7 @@ def results() -> dict[str, Path]:
 
 
 def sections() -> dict[str, str]:
-    """Return for every scale the tables of curves, of costs, of samples if there are any, and of all methods."""
+    """Return for every scale the tables of curves, costs, all methods and, if measured, samples and copying."""
     found = {}
     for scale, path in results().items():
         rows = read_json(path)["rows"]
@@ -42,7 +43,21 @@ def sections() -> dict[str, str]:
         if any(row.get("samples") for row in rows):
             found[f"elastic-samples-{scale}"] = samples_table(rows)
         found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
+        copying = ELASTIC / "in-context" / path.name
+        if copying.exists():
+            found[f"in-context-{scale}"] = in_context_table(read_json(copying))
     return found
+
+
+def in_context_table(result: Mapping[str, Any]) -> str:
+    """Return the table of scripts/research/in_context.py, with the number of tokens of each kind."""
+    _, copied = result["rows"][0]["copied"]
+    _, others = result["rows"][0]["other"]
+    told = (
+        f"Mean loss in nats over {copied:,} validation tokens that repeat a bigram of their row, and over {others:,} "
+        f"others. Commit {result['commit']}; {result['machine']}."
+    )
+    return f"{in_context.table(result['rows'])}\n\n{told}"
 
 
 def bench_of(results: Path, scale: str) -> Path:
