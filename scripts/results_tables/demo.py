@@ -43,6 +43,11 @@ def summary_table() -> str:
             " *Tuned* models are sizes of one folder, matched and distilled on a twentieth of the training text for "
             f"{_fitting_cost(salaad):.0%} of the training's operations; the other cuts use no text."
         )
+    if (RESULTS / "elastic" / "in-context" / f"{SCALE}.json").exists():
+        told += (
+            " Trainings of this length differ in whether they have begun to copy from their context, so compare models "
+            "of one seed and one shape ([measured](results/elastic/README.md#nano-20))."
+        )
     header = ("size", "parameters", "SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
     return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
 
