@@ -223,9 +223,13 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones."""
+    """Draw perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones.
+
+    Only seeds with which all curves were measured are drawn, if there are any.
+    """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
+    rows = comparable(rows)
     models = by_label(rows)
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
         for marker, way in zip(markers, _ways(mine), strict=False):
@@ -263,6 +267,19 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 def _ways(rows: Sequence[Row]) -> list[str]:
     """The ways to smaller sizes that were measured with any seed."""
     return list(dict.fromkeys(way for row in rows for way in row["ways"]))
+
+
+def comparable(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows of the seeds with which all curves were measured; all rows if there is no such seed.
+
+    Seeds can differ by more than ways do, so curves of other seeds in one picture would mislead. A model that was not
+    cut, or of none of these seeds, stays.
+    """
+    curves = {(row["label"], way) for row in rows for way in row["ways"]}
+    seeds = {row["seed"] for row in rows}
+    whole = {s for s in seeds if {(r["label"], way) for r in rows if r["seed"] == s for way in r["ways"]} == curves}
+    trained = {label for label, mine in by_label(rows).items() if any(row["seed"] in whole for row in mine)}
+    return [row for row in rows if not whole or row["seed"] in whole or row["label"] not in trained]
 
 
 def _points(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:

@@ -14,6 +14,7 @@ from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
+from scripts.results_tables.elastic import comparable
 from scripts.shares import NAMED
 from tests.helpers.deploying import compress
 
@@ -165,3 +166,14 @@ def test_a_training_costs_what_its_method_passes_through(tmp_path):
     per_token = 6 * passed + 12 * 4 * 128 * 256  # and the products of attention
     cost = elastic_ways.Measured(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
     assert cost == {"tokens": 1000, "operations": pytest.approx(1000 * per_token)}
+
+
+def test_a_picture_shows_the_seeds_with_which_all_curves_were_measured():
+    def row(label, seed, *ways):
+        return {"label": label, "seed": seed, "ways": {way: [] for way in ways}}
+
+    complete = [row("full-rank", 0, "rpca"), row("SALAAD", 0, "cut", "tuned"), row("dense, 0.5", 0), row("other", 2)]
+    more = [row("full-rank", 1, "rpca"), row("SALAAD", 1, "cut"), row("dense, 0.5", 1)]
+    assert comparable([*complete, *more]) == complete
+    without = [one for one in (*complete, *more) if one["label"] != "SALAAD"] + [row("SALAAD", 3, "tuned")]
+    assert comparable(without) == without

@@ -61,7 +61,9 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
     rows = [
         row("full-rank", 0, 50.0, rpca=[51.0, 55.0, 80.0]),
         row("full-rank", 1, 52.0, rpca=[53.0, 57.0, 90.0]),
-        row("SALAAD", 0, 54.0, cut=[52.0, 56.0, 85.0]),
+        row("full-rank", 2, 99.0),  # a seed with which nothing was cut
+        row("SALAAD", 0, 53.0, cut=[51.0, 55.0, 84.0]),
+        row("SALAAD", 1, 55.0, cut=[53.0, 57.0, 86.0]),
         row("galore", 0, 56.0),
         row("lost", 0, 58.0, parameters=1.5e6),
         row("dense, 0.5", 0, 60.0, parameters=1.4e6),
