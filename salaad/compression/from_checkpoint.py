@@ -292,7 +292,8 @@ class CheckpointDeployment:
         with deployed(model, parts):
             yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
 
-    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:  # noqa: D102
+    def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
+        """Return the variant cut from L + S, and fitted on text if `tune` was called, as a model to store."""
         parts, vectors = self.cut(variant), {}
         if self.tuning is not None:
             fitted = self.tuning.matched(self.tuning.untouched(parts), self._name_of(variant))

@@ -60,6 +60,7 @@ def task_class(task_data: Path | None) -> type:
             return task_data / f"mmlu.{split}.jsonl" if shared else own
 
         def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            """Read the rows from `task_data` if it is given, in place of a download by the harness."""
             if task_data is None:
                 super().download(dataset_kwargs, **kwargs)
                 return

@@ -52,6 +52,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the module's spec, whose loader applies the change after the import; None for other modules."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)

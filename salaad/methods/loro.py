@@ -114,7 +114,8 @@ class Loro(LowRankMethod):
         periodic = most_loaded(exact, owners_of({name: layer.M for name, layer in layers.items()}, ranks), ranks)
         return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 
-    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
+    def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
+        """Build the optimizer, whose factors learn at r/d of the learning rate, with restarts after exact steps."""
         config, settings = self.config.optimizer, self.config.settings
         factors = [p for layer in factored_layers(self.model).values() for p in (layer.M, layer.N)]
         taken = {id(p) for p in factors}
@@ -135,7 +136,8 @@ class Loro(LowRankMethod):
         return step % self.config.settings.every == 0
 
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
+    def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:
+        """Take the exact step of every layer after each K-th step; its owner computes it, all ranks receive it."""
         if not self.is_exact(step):
             return
         lr = self.config.optimizer.lr * self.rate(step - 1)

@@ -53,7 +53,8 @@ class Matformer(Method):
         return Widths(model, settings.halvings)
 
     @classmethod
-    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
+        """Raise a UserError for a model without SwiGLU layers, or whose width cannot be halved so often."""
         super().check(model, config)
         widths, times = cls.widths_of(model, config.settings), 2**config.settings.halvings
         if not widths.layers:

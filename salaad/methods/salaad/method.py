@@ -55,7 +55,8 @@ class SalaadMethod(Method):
             )
 
     @classmethod
-    def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102
+    def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:
+        """Return the bytes of one rank, with float32 copies of bfloat16 blocks and the surrogates that it owns."""
         memory = super().memory(model, config, ranks)
         blocks = find_blocks(model, config.settings)
         if config.train.precision == "bf16":  # the blocks keep gradients and moments in float32
@@ -71,7 +72,8 @@ class SalaadMethod(Method):
         return memory
 
     @classmethod
-    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
+        """Return the work of a step, with the ADMM updates of the most loaded rank as periodic work."""
         settings, work = config.settings, super().work(model, config, ranks, rates)
         blocks = find_blocks(model, settings)
         updates = {name: _update_seconds(X, settings, rates) for name, X in blocks.items()}
@@ -87,7 +89,8 @@ class SalaadMethod(Method):
         )
 
     @classmethod
-    def memory_for_a_moment(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> tuple[float, bool]:  # noqa: D102
+    def memory_for_a_moment(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> tuple[float, bool]:
+        """Return the bytes of the largest ADMM update, and whether `overlap` runs it beside a forward pass."""
         settings, blocks = config.settings, find_blocks(model, config.settings)
         owned = [Counter() for _ in range(ranks)]  # short and long side → how many are updated at once
         for name, owner in ownership.owners_of(blocks, ranks, settings.owners).items():
@@ -104,7 +107,8 @@ class SalaadMethod(Method):
         return max(found), settings.overlap
 
     @classmethod
-    def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102
+    def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
+        """Return the rows on blocks, their owners, targets, pull and controller for --dry-run."""
         blocks, settings = find_blocks(model, config.settings), config.settings
         owners = ownership.owners_of(blocks, ranks, settings.owners)
         counts = [list(owners.values()).count(rank) for rank in range(ranks)]
