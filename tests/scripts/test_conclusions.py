@@ -1,6 +1,7 @@
 """The report's conclusions: the numbers in its sentences against sums by hand, and no sentence where one is missing."""
 
 import json
+from math import log
 
 from scripts.reproduction.conclusions import PAIR, conclusions
 
@@ -102,3 +103,18 @@ def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):
     write("nano-20", table1=[*table, trained("salaad", "L+S", 80.0, 50.0)])
     headline, bfloat16 = conclusions(tmp_path)
     assert "at nano-20 is -20.0% in perplexity relative to X, with 50%" in headline and "at nano by" in bfloat16
+
+
+def test_small_dense_models_are_compared_over_tokens_that_cannot_be_copied_too(tmp_path):
+    rows = [row("full-rank", 0, 50.0), row("dense, 0.5", 0, 60.0), row("dense, 0.2", 0, 75.0)]
+    [plain] = said(tmp_path, *rows)
+    assert plain.endswith(
+        "is +20.0% (half) and +50.0% (a fifth) in perplexity relative to the full-rank model of full "
+        "size ([elastic](elastic/README.md), one seed)."
+    )
+    (tmp_path / "elastic" / "in-context").mkdir()
+    losses = {"full-rank-0": 3.0, "dense-0.5-0": 3.0 + log(1.1), "dense-0.2-0": 3.0 + log(1.25)}
+    measured = [{"model": model, "other": [loss, 9]} for model, loss in losses.items()]
+    (tmp_path / "elastic" / "in-context" / "nano-20.json").write_text(json.dumps({"rows": measured}))
+    [more] = said(tmp_path, *rows)
+    assert more.startswith(plain) and "do not repeat a bigram of their row, seed 0, it is +10.0% and +25.0%;" in more
