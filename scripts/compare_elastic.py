@@ -58,7 +58,7 @@ from scripts.trainings import ROOT, config_of, is_of, trained
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
 FIGURES = ("variant", "parameters", "perplexity")
-OF_A_CUT = (*FIGURES, "legacy_perplexity", "other_perplexity", "kappa", "bytes")
+OF_A_CUT = (*FIGURES, "legacy_perplexity", "other_perplexity", "in_context", "kappa", "bytes")
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # one rate for all weights, as in most trainers
 CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")

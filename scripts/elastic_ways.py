@@ -35,6 +35,7 @@ from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from salaad.spectral.cost import RATES
 from salaad.training.prediction import flops_of_passes, rebuilt_outline
+from scripts.in_context import losses
 from scripts.shares import NAMED, shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
@@ -88,9 +89,17 @@ class Measured:
         return {"other_perplexity": measure(variant)["perplexity"]}
 
     def row(self, evaluation: VariantEvaluation, variant: Variant, share: float = 1) -> dict[str, Any]:
-        """Return the figures of a variant; at shares that tables name and for whole models, on the second text too."""
-        named = share in (*NAMED, 1)
-        return evaluation(variant) | (self.on_other_text(evaluation.deployment, variant) if named else {})
+        """Return the figures of a variant.
+
+        At shares that tables name and for whole models they include the perplexity on the second text, and the losses
+        on tokens that can be copied from their row and on others, with the numbers of these tokens (`in_context`).
+        """
+        row = evaluation(variant)
+        if share not in (*NAMED, 1):
+            return row
+        with evaluation.opened(variant) as (model, _, _):
+            row["in_context"] = losses(model, evaluation.batches())
+        return row | self.on_other_text(evaluation.deployment, variant)
 
     def training_cost(self, positions: int) -> dict[str, float]:
         """Return tokens and operations of the training's forward and backward passes; periodic work is not counted."""

@@ -1,8 +1,7 @@
 """Perplexity of every variant that one checkpoint can be cut to, cached beside the checkpoint's run."""
 
 import json
-from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from salaad.common import native
 from salaad.common.files import digest_of, read_json_lines
-from salaad.compression.deployment import Deployment, own_text
+from salaad.compression.deployment import Deployment, OpenedVariant, own_text
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.documents import is_remote
@@ -87,8 +86,9 @@ class VariantEvaluation:
         }
         key = json.dumps(of)
         if key not in self.cached:
-            with deployment.opened(variant, getattr(torch, self.dtype)) as (model, parameters, kappa):
-                result = evaluate(SummedLoss(model), self._batches(variant.name), model.device)
+            with self.opened(variant) as (model, parameters, kappa):
+                batches = tqdm(self.batches(), desc=variant.name, unit="batch", leave=False, disable=None)
+                result = evaluate(SummedLoss(model), batches, model.device)
                 device = model.device
             row = {
                 "perplexity": result.perplexity,
@@ -120,7 +120,11 @@ class VariantEvaluation:
             "dtype": self.dtype,
         }
 
-    def _batches(self, name: str) -> Iterable[dict[str, Tensor]]:
+    def opened(self, variant: Variant) -> AbstractContextManager[OpenedVariant]:
+        """Return a context with the model of a variant, its number of parameters and the κ that its cut implies."""
+        return self.deployment.of(variant).opened(variant, getattr(torch, self.dtype))
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Return the batches of the text that every variant is evaluated on."""
         which = {"rows": self.batch, "max_tokens": self.tokens, "half": self.half}
-        batches = list(validation_batches(self.text, self.data, **which))
-        return tqdm(batches, desc=name, unit="batch", leave=False, disable=None)
+        return list(validation_batches(self.text, self.data, **which))

@@ -1,15 +1,12 @@
 """The generated sections of the project's README, and the table of results/demo."""
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Any
+from collections.abc import Sequence
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.elastic import by_label
-
-Row = Mapping[str, Any]
+from scripts.results_tables.compared import FULL_RANK, Model, Trainings
+from scripts.results_tables.elastic import by_label, not_copied
 
 SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
@@ -25,56 +22,82 @@ def sections() -> dict[str, str]:
 
 def summary_table() -> str:
     """Return a table: a SALAAD and a full-rank model whole, cut, and fitted on text; dense models of these sizes."""
-    models = by_label(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
-    seeds = set.intersection(*({row["seed"] for row in _measured(models[label])} for label in CUTS))
-    full, salaad = (_mean([row for row in models[label] if row["seed"] in seeds]) for label in CUTS)
-    whole = full["X"]["parameters"]
-    lines = [_line("uncut", [salaad["X"], None, full["X"], None, full["X"]])]
+    rows = read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"]
+    trainings, others = Trainings(rows), Trainings(rows, not_copied)
+    first = {label: mine[0] for label, mine in by_label(rows).items()}
+    whole = first[FULL_RANK.label]["X"]
+    lines = [("uncut", millions(whole["parameters"]), *_cells(trainings, others, columns_at(None)))]
     for share in SHARES:
-        cuts = [_at(row, way, share) for row in (salaad, full) for way in (CUTS[row["label"]], FITTED[row["label"]])]
-        lines.append(_line(_part(cuts[0], whole), [*cuts, _dense(models, share)]))
-    trained = "one seed each" if len(seeds) == 1 else f"means of {len(seeds)} seeds, dense models of one"
+        size = next(size for size in first["SALAAD"]["ways"][CUTS["SALAAD"]] if size["share"] == share)
+        part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
+        lines.append((part, millions(size["parameters"]), *_cells(trainings, others, columns_at(share))))
     told = (
-        f"Perplexity over {full['X']['tokens']:,} validation tokens of Wikipedia, {trained}, 20 training tokens per "
-        "parameter; lower is better."
+        "Perplexity relative to full-rank training with the same seed, in parentheses over the tokens that do not "
+        f"repeat a bigram of their row, where it was measured. {_seeds(trainings)}. 20 training tokens per parameter, "
+        f"{whole['tokens']:,} validation tokens of Wikipedia; lower is better."
     )
-    if FITTED["SALAAD"] in salaad["ways"]:
+    if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
             " *Tuned* models are sizes of one folder, matched and distilled on a twentieth of the training text for "
-            f"{_fitting_cost(salaad):.0%} of the training's operations; the other cuts use no text."
+            f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
         )
-    if (RESULTS / "elastic" / "in-context" / f"{SCALE}.json").exists():
-        told += (
-            " Trainings of this length differ in whether they have begun to copy from their context, so compare models "
-            "of one seed and one shape ([measured](results/elastic/README.md#nano-20))."
-        )
+    told += (
+        " Small dense models of this length have not begun to copy from their context, models of full size have "
+        "([measured](results/elastic/README.md#nano-20))."
+    )
     header = ("size", "parameters", "SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
-    return f"{markdown_table(header, lines)}\n\n{headline(salaad, full, models)} {told}"
+    return f"{markdown_table(header, lines)}\n\n{headline(trainings)} {told}"
 
 
-def headline(salaad: Row, full: Row, models: Mapping[str, Sequence[Row]]) -> str:
+def columns_at(share: float | None) -> list[Model]:
+    """Return the models of a line of the table: whole for None, else with a share of the compressible parameters."""
+    if share is None:
+        return [Model("SALAAD"), NOTHING, FULL_RANK, NOTHING, NOTHING]
+    cuts = [Model(label, ways[label], share) for label in ("SALAAD", "full-rank") for ways in (CUTS, FITTED)]
+    return [*cuts, Model(f"dense, {share:g}")]
+
+
+NOTHING = Model("")  # has no measurements
+
+
+def _seeds(trainings: Trainings) -> str:
+    """Return in words how many seeds the figures of each kind of model are means of."""
+    cut, fitted, _, _, dense = (len(trainings.seeds(FULL_RANK, model)) for model in columns_at(SHARES[-1]))
+    kinds = {"cuts": cut, "tuned models": fitted, "small dense models": dense}
+    return "Means over seeds: " + ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+
+
+def _cells(trainings: Trainings, others: Trainings, models: Sequence[Model]) -> list[str]:
+    """Return what each model is relative to full-rank training, over all tokens and over those not copied."""
+    cells = []
+    for model in models:
+        over, besides = trainings.over(model), others.over(model)
+        cells.append("–" if over is None else f"{over:+.1%}" + ("" if besides is None else f" ({besides:+.1%})"))
+    return cells
+
+
+def headline(trainings: Trainings) -> str:
     """Return the table in a sentence: cuts against dense models of their sizes and a full-rank model cut alike."""
     said = []
     for share in SHARES[1:]:
-        mine, alike = (_at(row, CUTS[row["label"]], share) for row in (salaad, full))
-        others = {
-            "a dense model trained at that size": _dense(models, share),
-            "a full-rank model cut the same way": alike,
+        ours = Model("SALAAD", CUTS["SALAAD"], share)
+        rivals = {
+            "a dense model trained at that size": Model(f"dense, {share:g}"),
+            "a full-rank model cut the same way": Model("full-rank", CUTS["full-rank"], share),
         }
-        beside = (f"{compared(mine['perplexity'] / one['perplexity'])} {name}" for name, one in others.items() if one)
-        said.append((_part(mine, full["X"]["parameters"]), " and ".join(beside)))
-    whole = compared(salaad["X"]["perplexity"] / full["X"]["perplexity"])
-    (first, half), (second, fifth) = said
+        found = {name: trainings.over(ours, rival) for name, rival in rivals.items()}
+        said.append(" and ".join(f"{compared(value)} {name}" for name, value in found.items() if value is not None))
+    half, fifth = said
     return (
-        f"**At {first} of its parameters SALAAD's model is {half}; at {second} it is {fifth}; uncut it is {whole} "
-        "full-rank training.**"
+        f"**At half of the compressible parameters SALAAD's model is {half}; at a fifth it is {fifth}; uncut it is "
+        f"{compared(trainings.over(Model('SALAAD')))} full-rank training.**"
     )
 
 
-def compared(ratio: float) -> str:
-    """What a ratio of perplexities says, such as `8.1 % better than`."""
-    percent = f"{abs(1 - ratio) * 100:.1f}"
-    return "level with" if percent == "0.0" else f"{percent} % {'better' if ratio < 1 else 'worse'} than"
+def compared(difference: float) -> str:
+    """What a relative difference of perplexities says, such as `8.1 % better than`."""
+    percent = f"{abs(difference) * 100:.1f}"
+    return "level with" if percent == "0.0" else f"{percent} % {'better' if difference < 0 else 'worse'} than"
 
 
 def samples() -> str:
@@ -83,50 +106,3 @@ def samples() -> str:
     written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
     texts = written.get("head, tuned") or written["tuned"]
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
-
-
-def _measured(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the seeds that were cut; only of those that were fitted on text too, if there are any."""
-    cut = [row for row in rows if CUTS[row["label"]] in row["ways"]]
-    return [row for row in cut if FITTED[row["label"]] in row["ways"]] or cut
-
-
-def _mean(rows: Sequence[Row]) -> Row:
-    """Return the rows of several seeds of a model as one row, with the means of their perplexities."""
-    first = rows[0]
-    both = (CUTS[first["label"]], FITTED[first["label"]])
-    ways = {way: _mean_sizes([row["ways"][way] for row in rows]) for way in both if way in first["ways"]}
-    [X] = _mean_sizes([[row["X"]] for row in rows])
-    return {**first, "X": X, "ways": ways}
-
-
-def _mean_sizes(curves: Sequence[Sequence[Row]]) -> list[Row]:
-    """Return curves over the same sizes as one, with the means of their perplexities."""
-    return [
-        {**sizes[0], "perplexity": fmean(size["perplexity"] for size in sizes)} for sizes in zip(*curves, strict=True)
-    ]
-
-
-def _at(row: Row, way: str, share: float) -> Row | None:
-    """Return the figures of a way at a share; None if not measured."""
-    return next((size for size in row["ways"].get(way, ()) if size["share"] == share), None)
-
-
-def _dense(models: Mapping[str, Sequence[Row]], share: float) -> Row | None:
-    """Return the figures of the first dense model that was trained at this share, if there is one."""
-    return next((row["X"] for row in models.get(f"dense, {share:g}", ())), None)
-
-
-def _part(size: Row, whole: int) -> str:
-    return f"{100 * size['parameters'] / whole:.0f} %"
-
-
-def _fitting_cost(row: Row) -> float:
-    """Operations of fitting all sizes over those of the training."""
-    costs = row["costs"]
-    return costs[FITTED[row["label"]]]["operations"] / costs["train"]["operations"]
-
-
-def _line(name: str, rows: Sequence[Row | None]) -> tuple[str, ...]:
-    values = ("–" if row is None else f"{row['perplexity']:.2f}" for row in rows)
-    return name, millions(rows[0]["parameters"]), *values

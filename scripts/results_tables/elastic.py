@@ -7,13 +7,14 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.ticker import PercentFormatter
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.evaluation.figures import dress, save
+from scripts import in_context
 from scripts.reproduction.freshness import MARK
 from scripts.reproduction.palette import COLORS, OTHERS
-from scripts.research import in_context
 from scripts.results_tables import RESULTS
 from scripts.shares import NAMED, shares
 
@@ -23,10 +24,30 @@ FAIR_WAYS = (
     *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
+MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
 _REFERENCE = "full-rank"
 _SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
+
+
+def perplexity(of: Row) -> float:
+    """The perplexity over all tokens, from the figures of a model."""
+    return of["perplexity"]
+
+
+def not_copied(of: Row) -> float | None:
+    """The perplexity over tokens that do not repeat a bigram of their row; None if not measured."""
+    return math.exp(of["in_context"]["other"][0]) if "in_context" in of else None
+
+
+# Heading of a column → the perplexity that it shows, from the figures of a model; None if not measured.
+PERPLEXITIES: Mapping[str, Callable[[Row], float | None]] = {
+    "perplexity": perplexity,
+    "not copied": not_copied,
+    "legacy": lambda of: of.get("legacy_perplexity"),
+    "C4": lambda of: of.get("other_perplexity"),
+}
 
 
 def results() -> dict[str, Path]:
@@ -50,14 +71,16 @@ def sections() -> dict[str, str]:
 
 
 def in_context_table(result: Mapping[str, Any]) -> str:
-    """Return the table of scripts/research/in_context.py, with the number of tokens of each kind."""
-    _, copied = result["rows"][0]["copied"]
-    _, others = result["rows"][0]["other"]
+    """Return the table of scripts/in_context.py, with the number of tokens of each kind."""
+    rows = result["rows"]
+    _, copied = rows[0]["copied"]
+    _, others = rows[0]["other"]
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "machine"))
     told = (
         f"Mean loss in nats over {copied:,} validation tokens that repeat a bigram of their row, and over {others:,} "
-        f"others. Commit {result['commit']}; {result['machine']}."
+        f"others. Commits of the measurements: {commits}; {machines}."
     )
-    return f"{in_context.table(result['rows'])}\n\n{told}"
+    return f"{in_context.table(rows)}\n\n{told}"
 
 
 def bench_of(results: Path, scale: str) -> Path:
@@ -91,14 +114,15 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     marks = ["" if not one or all(old) else f" {MARK}" for one in old]
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
-    header = ("model", "seeds", "perplexity", "legacy", "C4", "stored", "trained", "bytes", "state", "step time")
+    header = ("model", "seeds", *PERPLEXITIES, "stored", "trained", "bytes", "state", "step time")
     told = (
         f"After {tokens / 1e6:.1f} M tokens. Rows of cuts come in pairs: the first keeps half of the compressible "
-        "parameters, the second a fifth. *Legacy* is the perplexity of older tables, from means of batches of 16 rows; "
-        "*C4* is that on C4 text. *Stored* and *trained* count parameters; *bytes* is the size of the model in "
-        "float32; *state* is the memory of the optimizer and the method; *step time* is relative to full-rank "
-        f"training, of SALAAD while its weights are pulled (results/bench/{bench.name}). ± is the standard deviation "
-        "over the seeds."
+        "parameters, the second a fifth. *Not copied* is the perplexity over tokens that do not repeat a bigram of "
+        "their row, *legacy* that of older tables, from means of batches of 16 rows, *C4* that on C4 text; a figure "
+        "that not all seeds of its row have names its seeds. *Stored* and *trained* count parameters; *bytes* is the "
+        "size of the model in float32; *state* is the memory of the optimizer and the method; *step time* is relative "
+        f"to full-rank training, of SALAAD while its weights are pulled (results/bench/{bench.name}). ± is the "
+        "standard deviation over the seeds."
     )
     told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
@@ -147,25 +171,30 @@ def _kappas(sizes: Sequence[Row]) -> str:
 
 def _cut(rows: Sequence[Row], way: str, share: float) -> tuple[str, ...]:
     """Return the cells of what a way cuts to a share: perplexities, parameters and bytes."""
-    return _figures([_size(row, way, share) for row in rows])
+    return _figures({row["seed"]: _size(row, way, share) for row in rows})
 
 
 def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
     """Return the cells of X or L + S: perplexities, parameters and bytes."""
-    return _figures([row[name] for row in rows])
+    return _figures({row["seed"]: row[name] for row in rows})
 
 
-def _figures(of: Sequence[Row]) -> tuple[str, ...]:
-    """Return cells of perplexities over the seeds, parameters and bytes; empty if not measured with all seeds."""
-    perplexities = [
-        _with_deviation([row[key] for row in of]) if all(key in row for row in of) else ""
-        for key in ("perplexity", "legacy_perplexity", "other_perplexity")
-    ]
+def _figures(of: Mapping[int, Row]) -> tuple[str, ...]:
+    """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
+
+    A perplexity that was not measured with all seeds names those with which it was.
+    """
+    cells = []
+    for figure in PERPLEXITIES.values():
+        found = {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
+        seeds = "" if found.keys() == of.keys() else f" (seed {', '.join(map(str, found))})"
+        cells.append(f"{_with_deviation([*found.values()])}{seeds}" if found else "")
+    first = next(iter(of.values()))
     return (
-        *perplexities,
-        millions(of[0]["parameters"]),
-        millions(of[0]["trained"]) if "trained" in of[0] else "",
-        megabytes(of[0]["bytes"]) if "bytes" in of[0] else "",
+        *cells,
+        millions(first["parameters"]),
+        millions(first["trained"]) if "trained" in first else "",
+        megabytes(first["bytes"]) if "bytes" in first else "",
     )
 
 
@@ -185,14 +214,15 @@ def curves_table(rows: Sequence[Row]) -> str:
     lines, columns = [], sorted({*shares(), *NAMED}, reverse=True)
     for label, mine in by_label(rows).items():
         whole = _with_deviation([row["X"]["perplexity"] for row in mine])
-        lines.append((label, millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
+        lines.append((label, _seeds(mine), millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
         for way in _ways(mine):
+            there = [row for row in mine if way in row["ways"]]
             sizes = [
-                _with_deviation([at(row["ways"][way], share) for row in mine if has(row["ways"].get(way, ()), share)])
+                _with_deviation([at(row["ways"][way], share) for row in there if has(row["ways"][way], share)])
                 for share in columns
             ]
-            scores = [found for row in mine if (found := score(rows, row, way)) is not None]
-            lines.append((f"{label}: {way}", "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–"))
+            scores = [found for row in there if (found := score(rows, row, way)) is not None]
+            lines.append((f"{label}: {way}", _seeds(there), "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–"))
     tokens = rows[0]["X"]["tokens"]
     commits = ", ".join(sorted({commit for row in rows for commit in _commits(row)}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
@@ -201,7 +231,7 @@ def curves_table(rows: Sequence[Row]) -> str:
         "compressible parameters; ± is the standard deviation over several seeds. Commits of trainings and cuts: "
         f"{commits}; {machines}."
     )
-    header = ("model", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
+    header = ("model", "seeds", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
     return f"{markdown_table(header, lines)}\n\n{told}"
 
 
@@ -223,17 +253,18 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw perplexity over stored parameters: curves of the ways, points of whole models, a line of dense ones.
+    """Draw perplexity over parameters: curves of the ways, points of whole models, a line of dense ones.
 
-    Only seeds with which all curves were measured are drawn, if there are any.
+    Perplexities are relative to that of full-rank training with the same seed, and means over the seeds: two seeds
+    can differ by more than two ways do.
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
-    rows = comparable(rows)
-    models = by_label(rows)
+    references = {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == _REFERENCE}
+    models = by_label([row for row in rows if row["seed"] in references])
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
         for marker, way in zip(markers, _ways(mine), strict=False):
-            points = _points(mine, way)
+            points = _points(mine, way, references)
             # A few sizes that were made one by one get no line, since there are no sizes between them.
             line = "none" if len(points) <= len(NAMED) else "solid"
             panel.plot(
@@ -244,21 +275,18 @@ def picture(rows: Sequence[Row], path: Path) -> None:
                 markersize=5,
                 label=f"{label}: {way}",
             )
-    whole = {label: _mean_of_x(mine) for label, mine in models.items() if label != _REFERENCE}
+    whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != _REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
     for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
         panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=label)
     if small:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
-    if _REFERENCE in models:
-        panel.axhline(_mean_of_x(models[_REFERENCE])[1], color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
-    low = min(row["X"]["perplexity"] for row in rows)
-    highest = max((y for mine in models.values() for way in _ways(mine) for _, y in _points(mine, way)), default=low)
-    panel.set(xlabel="parameters, millions", ylabel="validation perplexity", yscale="log")
-    panel.set_ylim(0.98 * low, min(1.5 * low, 1.02 * max(highest, *(y for _, y in whole.values()), low)))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("{x:g}")
+    panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
+    heights = [y for line in panel.get_lines() for y in line.get_ydata()]
+    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training, same seed")
+    panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
+    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")
     figure.legend(loc="outside right upper", frameon=False)
     save(figure, path)
@@ -269,32 +297,25 @@ def _ways(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(way for row in rows for way in row["ways"]))
 
 
-def comparable(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows of the seeds with which all curves were measured; all rows if there is no such seed.
-
-    Seeds can differ by more than ways do, so curves of other seeds in one picture would mislead. A model that was not
-    cut, or of none of these seeds, stays.
-    """
-    curves = {(row["label"], way) for row in rows for way in row["ways"]}
-    seeds = {row["seed"] for row in rows}
-    whole = {s for s in seeds if {(r["label"], way) for r in rows if r["seed"] == s for way in r["ways"]} == curves}
-    trained = {label for label, mine in by_label(rows).items() if any(row["seed"] in whole for row in mine)}
-    return [row for row in rows if not whole or row["seed"] in whole or row["label"] not in trained]
-
-
-def _points(rows: Sequence[Row], way: str) -> list[tuple[float, float]]:
-    """Millions of parameters and perplexity at every share, means over the seeds."""
-    curves = [row["ways"][way] for row in rows if way in row["ways"]]
+def _points(rows: Sequence[Row], way: str, references: Mapping[int, float]) -> list[tuple[float, float]]:
+    """Millions of parameters and relative perplexity at every share, means over the seeds."""
+    curves = [(row["ways"][way], references[row["seed"]]) for row in rows if way in row["ways"]]
     found = []
-    for share in {size["share"] for sizes in curves for size in sizes}:
-        there = [size for sizes in curves for size in sizes if size["share"] == share]
-        found.append((fmean(size["parameters"] for size in there) / 1e6, fmean(size["perplexity"] for size in there)))
+    for share in {size["share"] for sizes, _ in curves for size in sizes}:
+        there = [(size, reference) for sizes, reference in curves for size in sizes if size["share"] == share]
+        found.append(
+            (
+                fmean(size["parameters"] for size, _ in there) / 1e6,
+                fmean(size["perplexity"] / reference for size, reference in there) - 1,
+            )
+        )
     return sorted(found)
 
 
-def _mean_of_x(rows: Sequence[Row]) -> tuple[float, float]:
-    """Millions of parameters and perplexity of the whole model, means over the seeds."""
-    return rows[0]["X"]["parameters"] / 1e6, fmean(row["X"]["perplexity"] for row in rows)
+def _whole_point(rows: Sequence[Row], references: Mapping[int, float]) -> tuple[float, float]:
+    """Millions of parameters and relative perplexity of the whole model, means over the seeds."""
+    relative = (row["X"]["perplexity"] / references[row["seed"]] for row in rows)
+    return rows[0]["X"]["parameters"] / 1e6, fmean(relative) - 1
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import re
 import subprocess
@@ -14,7 +15,6 @@ from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
-from scripts.results_tables.elastic import comparable
 from scripts.shares import NAMED
 from tests.helpers.deploying import compress
 
@@ -50,6 +50,11 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
         for size in ways[way]:  # the same text whole, and its second half
             assert ("other_perplexity" in size) == (size["share"] in NAMED)
             assert size.get("other_perplexity", size["perplexity"]) == pytest.approx(size["perplexity"], rel=0.2)
+            assert ("in_context" in size) == (size["share"] in NAMED)
+            if "in_context" in size:  # both kinds of tokens together are all tokens
+                kinds = [size["in_context"][kind] for kind in ("copied", "other")]
+                mean = sum(loss * count for loss, count in kinds) / sum(count for _, count in kinds)
+                assert math.exp(mean) == pytest.approx(size["perplexity"], rel=1e-5)
     for way, cut in (("tuned, each", "cut"), ("head, tuned, each", "cut, head")):
         assert [row["share"] for row in ways[way]] == list(NAMED)
         counted = {row["share"]: row["bytes"] for row in ways[cut]}
@@ -166,14 +171,3 @@ def test_a_training_costs_what_its_method_passes_through(tmp_path):
     per_token = 6 * passed + 12 * 4 * 128 * 256  # and the products of attention
     cost = elastic_ways.Measured(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
     assert cost == {"tokens": 1000, "operations": pytest.approx(1000 * per_token)}
-
-
-def test_a_picture_shows_the_seeds_with_which_all_curves_were_measured():
-    def row(label, seed, *ways):
-        return {"label": label, "seed": seed, "ways": {way: [] for way in ways}}
-
-    complete = [row("full-rank", 0, "rpca"), row("SALAAD", 0, "cut", "tuned"), row("dense, 0.5", 0), row("other", 2)]
-    more = [row("full-rank", 1, "rpca"), row("SALAAD", 1, "cut"), row("dense, 0.5", 1)]
-    assert comparable([*complete, *more]) == complete
-    without = [one for one in (*complete, *more) if one["label"] != "SALAAD"] + [row("SALAAD", 3, "tuned")]
-    assert comparable(without) == without

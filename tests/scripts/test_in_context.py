@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.research.in_context import losses, repeated_bigrams, table
+from scripts.in_context import losses, repeated_bigrams, table
 from scripts.results_tables.elastic import in_context_table
 
 
@@ -44,7 +44,8 @@ def test_losses_are_means_over_the_tokens_of_each_kind_without_padding():
 
 def test_the_table_has_a_line_per_checkpoint_and_the_number_of_tokens():
     row = {"model": "full-rank-1", "step": 12000, "all": (3.8, 1100), "copied": (2.25, 100), "other": (3.9551, 1000)}
-    for text in (table([row]), in_context_table({"rows": [row], "commit": "abc", "machine": "a machine"})):
+    row |= {"commit": "abc", "machine": "a machine"}
+    for text in (table([row]), in_context_table({"rows": [row]})):
         cells = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
         assert cells == ["full-rank-1", "12,000", "3.800", "2.250", "3.955"]
     assert "over 100 validation tokens that repeat a bigram of their row, and over 1,000 others" in text

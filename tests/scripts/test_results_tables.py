@@ -2,6 +2,8 @@
 
 import json
 import re
+from functools import partial
+from math import exp, log
 
 import pytest
 
@@ -32,38 +34,51 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
 )
 def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkeypatch, salaad, cuts, said):
     rows = [
-        row("full-rank", 0, 48.0),
-        *(row("full-rank", seed, 50.0, rpca_head=[50.0, 57.01, 90.0], rpca_head_tuned=[50.0] * 3) for seed in (1, 2)),
         *(
-            row("SALAAD", seed, salaad + off, cut_head=[cut + off for cut in cuts], head_tuned=[50.0] * 3)
-            for seed, off in ((1, 0.3), (2, -0.3))
+            row("full-rank", seed, 50.0 * level, rpca_head=[50.0 * level, 57.01 * level, 90.0 * level])
+            for seed, level in ((1, 1), (2, 1.25))
         ),
-        row("SALAAD", 3, 99.0, cut_head=[99.0] * 3, head_tuned=[99.0] * 3),  # no other row has its seed
-        row("dense, 0.5", 0, 60.0),
-        row("dense, 0.2", 0, 70.0),
+        *(
+            row("SALAAD", seed, salaad * level, cut_head=[cut * level for cut in cuts], head_tuned=[50.0] * 3)
+            for seed, level in ((1, 1), (2, 1.25), (3, 99))  # full-rank training has no seed 3
+        ),
+        row("dense, 0.5", 1, 60.0),
+        row("dense, 0.2", 1, 70.0),
     ]
-    rows[3]["costs"] = {"train": {"operations": 1e9}, "head, tuned": {"operations": 2.1e8}}
+    rows[2]["costs"] = {"train": {"operations": 1e9}, "head, tuned": {"operations": 2.1e8, "bytes": 9}}
+    for one, loss in ((rows[0], 4.0), (rows[2], 4.01), (rows[5], 4.2)):
+        one["X"]["in_context"] = {"other": (loss, 10)}
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(demo, "RESULTS", tmp_path)
     page = demo.summary_table()
-    # The means are over the seeds that both models have.
     half, alike, fifth, alike_too, whole = (words.removesuffix(" with") for words in said)
-    assert f"At 75 % of its parameters SALAAD's model is {half} than a dense model trained at that size" in page
-    assert re.search(f"and {alike} (than|with) a full-rank model cut the same way; at 60 % it is {fifth} than", page)
+    assert f"At half of the compressible parameters SALAAD's model is {half} than a dense model trained at that" in page
+    assert re.search(f"and {alike} (than|with) a full-rank model cut the same way; at a fifth it is {fifth} than", page)
     assert (
         f"and {alike_too} than a full-rank model cut the same way; uncut it is {whole} than full-rank training" in page
     )
-    assert "for 21% of the training's operations" in page and "means of 2 seeds" in page
+    assert "for 21% of the training's operations" in page
+    lines = {line[0]: line[2:] for line in cells(page)}
+    uncut, over_others = f"{salaad / 50 - 1:+.1%}", exp(0.01) - 1
+    assert lines["uncut"] == [f"{uncut} ({over_others:+.1%})", "–", "+0.0% (+0.0%)", "–", "–"]
+    # The tuned model has 50 with seeds 1 and 2, where full-rank training has 50 and 62.5.
+    assert lines["60 %"][1] == "-10.0%" and lines["75 %"][4] == f"+20.0% ({exp(0.2) - 1:+.1%})"
+    assert "2 of cuts, 2 of tuned models, 1 of small dense models" in page
 
 
-def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_the_seeds(tmp_path, monkeypatch):
+def cells(page: str) -> list[list[str]]:
+    """The cells of the lines of a page's tables."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+
+
+def test_a_picture_shows_ways_and_whole_models_relative_to_full_rank_training_with_the_same_seed(tmp_path, monkeypatch):
     rows = [
         row("full-rank", 0, 50.0, rpca=[51.0, 55.0, 80.0]),
-        row("full-rank", 1, 52.0, rpca=[53.0, 57.0, 90.0]),
-        row("full-rank", 2, 99.0),  # a seed with which nothing was cut
+        row("full-rank", 1, 100.0, rpca=[102.0, 114.0, 180.0]),
         row("SALAAD", 0, 53.0, cut=[51.0, 55.0, 84.0]),
-        row("SALAAD", 1, 55.0, cut=[53.0, 57.0, 86.0]),
+        row("SALAAD", 1, 110.0, cut=[102.0, 114.0, 176.0]),
+        row("SALAAD", 2, 99.0),  # a seed without full-rank training
         row("galore", 0, 56.0),
         row("lost", 0, 58.0, parameters=1.5e6),
         row("dense, 0.5", 0, 60.0, parameters=1.4e6),
@@ -76,11 +91,13 @@ def test_a_picture_has_a_curve_per_way_and_a_point_per_whole_model_means_over_th
 
     monkeypatch.setattr(elastic, "save", keep)
     elastic.picture(rows, tmp_path / "picture.png")
-    assert drawn["full-rank: rpca"] == [(1.2, 85.0), (1.5, 56.0), (1.75, 52.0)]
-    assert drawn["SALAAD"] == [(2.0, 54.0)] and drawn["SALAAD: cut"] == [(1.2, 85.0), (1.5, 56.0), (1.75, 52.0)]
-    assert drawn["galore"] == [(2.0, 56.0)] and drawn["lost"] == [(1.5, 58.0)]
-    assert drawn["trained dense at its size"] == [(1.4, 60.0)]
-    assert {y for _, y in drawn["full-rank"]} == {51.0}
+    close = partial(pytest.approx, rel=1e-9)
+    assert drawn["full-rank: rpca"] == [close(point) for point in ((1.2, 0.7), (1.5, 0.12), (1.75, 0.02))]
+    assert drawn["SALAAD"] == [close((2.0, 0.08))]
+    assert drawn["SALAAD: cut"] == [close(point) for point in ((1.2, 0.72), (1.5, 0.12), (1.75, 0.02))]
+    assert drawn["galore"] == [close((2.0, 0.12))] and drawn["lost"] == [close((1.5, 0.16))]
+    assert drawn["trained dense at its size"] == [close((1.4, 0.2))]
+    assert {y for _, y in drawn["full-rank"]} == {0}
 
 
 def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa_of_halves(tmp_path):
@@ -91,13 +108,26 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     rows = [row(label, 0, 50.0, hpa=[51.0, 55.0, 80.0]) for label in ("SALAAD", "SALAAD, as in the paper")]
     for one in rows:
         one |= {"commit": "c", "text_tokens": 1e6, "method": "salaad"}
-        one["X"]["legacy_perplexity"] = 47.0
+        one["X"] |= {"legacy_perplexity": 47.0, "in_context": {"other": (log(57), 900), "copied": (2, 100)}}
         one["ways"]["hpa"][1] |= {"legacy_perplexity": 52.5, "other_perplexity": 90.0, "bytes": 5e6, "kappa": 0.65}
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in elastic.fair_table(rows, bench).splitlines()]
-    assert ["SALAAD", "0", "50.00", "47.00", "", "2.00 M", "", "", "3.00 MB", "1.50"] in lines  # the time of its label
-    assert ["SALAAD, as in the paper", "0", "50.00", "47.00", "", "2.00 M", "", "", "4.00 MB", "1.25"] in lines
-    half = ["SALAAD: hpa, κ* 0.65", "0", "55.00", "52.50", "90.00", "1.50 M", "", "5.00 MB", "", ""]
-    assert half in lines and ["SALAAD: hpa", "0", "80.00", "", "", "1.20 M", "", "", "", ""] in lines
+    lines = cells(elastic.fair_table(rows, bench))
+    assert [
+        "SALAAD",
+        "0",
+        "50.00",
+        "57.00",
+        "47.00",
+        "",
+        "2.00 M",
+        "",
+        "",
+        "3.00 MB",
+        "1.50",
+    ] in lines  # the time of its label
+    paper = "SALAAD, as in the paper"
+    assert [paper, "0", "50.00", "57.00", "47.00", "", "2.00 M", "", "", "4.00 MB", "1.25"] in lines
+    half = ["SALAAD: hpa, κ* 0.65", "0", "55.00", "", "52.50", "90.00", "1.50 M", "", "5.00 MB", "", ""]
+    assert half in lines and ["SALAAD: hpa", "0", "80.00", "", "", "", "1.20 M", "", "", "", ""] in lines
 
 
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
@@ -110,10 +140,15 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
         row("dense, 0.5", 1, 56.0),
         row("dense, 0.2", 0, 40.0),
     ]
+    for figures, loss in ((rows[1]["X"], 4.0), (rows[2]["X"], 4.02), (rows[2]["ways"]["cut, head"][1], 4.001)):
+        figures["in_context"] = {"other": (loss, 10), "copied": (1, 1)}
     lines = [line.strip("|").split("|") for line in goals_table(rows).splitlines() if line.startswith("|")]
     found = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
     # Full-rank and SALAAD have only seed 1 in common; the dense model of a fifth has no seed in common with SALAAD.
     assert found["uncut, over full-rank training"][:2] == ["0.0%", "-2.0%, met"]
+    assert found["uncut, over full-rank training, not copied"][0:2] == ["0.0%", "+2.0%, missed"]
+    assert found["half, over full-rank training, not copied"] == ["0.5%", "+0.1%, met", "–", "–"]
+    assert "a fifth, over full-rank training, not copied" not in found
     assert found["half, over full-rank training"] == ["0.5%", "+0.8%, missed", "–", "–"]
     assert found["a fifth, over full-rank training"][1] == "+4.8%, met"
     assert found["the elastic score"][1] == "–"  # not all of its sizes are there

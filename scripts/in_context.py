@@ -1,10 +1,11 @@
 """Loss on tokens that can be copied from their row, and on all others: whether a model has learned to copy in context.
 
-    python scripts/research/in_context.py --checkpoints runs/full_rank runs/salaad --output results/FILE.json
+    python scripts/in_context.py --checkpoints runs/full_rank runs/salaad --output results/FILE.json
 
 A token can be copied if it and the token before it already stood next to each other earlier in the row (a repeated
 bigram). Small models begin to copy such tokens rather suddenly (induction heads), some trainings earlier than others,
-and a difference in perplexity between two trainings may be a difference in when that happened.
+and a difference in perplexity between two trainings may be a difference in when that happened. compare_elastic.py
+measures the same losses of the models in its tables; this command measures them at any checkpoint of a run.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers import logging
 
 from salaad.common.errors import run_command
-from salaad.common.files import json_file, write_json
+from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
@@ -70,16 +71,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every checkpoint and print the table."""
+    """Measure every checkpoint, add the rows to the file and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", nargs="+", type=Path, required=True, help="runs, or checkpoints of them")
     parser.add_argument("--tokens", type=int, default=100_000, help="validation tokens, in full rows")
-    parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which rows are added")
     options = parser.parse_args()
     at_least(options, 1, "tokens")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows = []
+    kept = read_json(options.output)["rows"] if options.output.exists() else []
+    rows = {(row["model"], row["step"]): row for row in kept}
     for path in options.checkpoints:
         source = ModelOnDisk.open(path)
         data = own_text(source, DataConfig(**source.run["data"]))
@@ -88,9 +90,9 @@ def main() -> None:
         measured = losses(source.folder.load(torch.float32, best_device()), batches)
         label = path.parent.parent.name if path.name.startswith("step-") else path.name
         step = int(source.folder.path.parent.name.rpartition("-")[2])
-        rows.append({"model": label, "step": step, **measured})
-        write_json({**provenance(), "rows": rows}, options.output)
-    print(table(rows))
+        rows[label, step] = {"model": label, "step": step, **measured, **provenance()}
+        write_json({"rows": list(rows.values())}, options.output)
+    print(table([*rows.values()]))
 
 
 if __name__ == "__main__":
