@@ -12,10 +12,12 @@ from salaad.common.files import read_json
 from salaad.common.formats import megabytes
 from scripts.reproduction.evidence import the_row
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, Model, Trainings
-from scripts.results_tables.elastic import bench_of
+from scripts.results_tables.elastic import bench_of, not_copied
 
 ELASTIC = "[elastic](elastic/README.md)"
 PAIR = ("salaad", "full_rank")
+RIVALS = {"ours": "SALAAD", "theirs": "full-rank"}  # field of a sentence → what to train
+LEVEL = 0.01  # relative difference of perplexities below which models count as equally good: about that of two seeds
 SCALES = ("nano-20", "nano")  # in order of preference: the longer training, if it is measured
 NOT_OF_FULL_SIZE = (
     "dense, ",
@@ -60,10 +62,17 @@ def full_size(results: Path) -> str | None:
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     return (
         f"**The best model at full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} in perplexity relative to "
-        f"full-rank training, its steps take {methods['salaad']['over_full_rank']:.2f} times as long, and the "
-        f"optimizer and the method keep {state['salaad']} in memory instead of {state['full_rank']} "
-        f"({ELASTIC}, {_seeds(trainings, Model('SALAAD'))})."
+        f"full-rank training{_besides(trainings)}, its steps take "
+        f"{methods['salaad']['over_full_rank']:.2f} times as long, and the optimizer and the "
+        f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({ELASTIC}, "
+        f"{_seeds(trainings, Model('SALAAD'))})."
     )
+
+
+def _besides(trainings: Trainings) -> str:
+    """Return in parentheses what SALAAD's X is over the tokens that are not copied; an empty string if not measured."""
+    over = Trainings(trainings.rows, not_copied).over(Model("SALAAD"))
+    return "" if over is None else f" ({over:+.1%} over the tokens that do not repeat a bigram of their row)"
 
 
 def rates(results: Path) -> str | None:
@@ -235,7 +244,20 @@ def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> st
         return None
     over = iter(trainings.all_over(models))
     pairs = {place: f"{next(over):+.1%} and {next(over):+.1%}" for place in ways}
-    return f"{sentence.format(**pairs)} ({ELASTIC}, {_seeds(trainings, *models)})."
+    said = f"{sentence.format(**pairs)} ({ELASTIC}, {_seeds(trainings, *models)})."
+    return said + _advice(trainings, ways) if ways.keys() >= RIVALS.keys() else said
+
+
+def _advice(trainings: Trainings, ways: Mapping[str, tuple[str, str]]) -> str:
+    """Return a sentence on which model to train for half and for a fifth, by the perplexities of their cuts."""
+    choices = {}
+    for name, share in (("half", HALF), ("a fifth", FIFTH)):
+        ours, theirs = (Model(*ways[rival], share) for rival in RIVALS)
+        difference = trainings.over(ours, theirs)
+        level = abs(difference) < LEVEL
+        choices[name] = "either" if level else RIVALS["ours" if difference < 0 else "theirs"]
+    half, fifth = choices.values()
+    return f" So train {half} for {'both sizes' if half == fifth else f'half, and {fifth} for a fifth'}."
 
 
 def _seeds(trainings: Trainings, *models: Model) -> str:

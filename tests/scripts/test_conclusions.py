@@ -37,6 +37,7 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
     # Only seed 0 has cuts of both models; the sentence on the head has two seeds: 10 % and 15 %, 80 % and 100 %.
     assert "SALAAD's model is +2.0% and +10.0% in perplexity relative to the uncut full-rank model" in many
     assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), one seed)" in many
+    assert many.endswith("So train SALAAD for both sizes.")
     assert "is +12.5% in perplexity relative to the uncut full-rank model with the head split, and +90.0% with" in head
     assert head.endswith("2 seeds).")
 
@@ -49,6 +50,10 @@ def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_s
     assert "all sizes (22.00 MB), matched" in found and "tokens, for 25% of the training's operations" in found
     assert "SALAAD's folder is -2.0% and +4.0% in perplexity relative to the uncut full-rank model" in found
     assert "a folder made of the full-rank model is -4.0% and +10.0%" in found
+    assert found.endswith("So train full-rank for half, and SALAAD for a fifth.")  # 49 to 48, and 52 to 55
+    mine["ways"]["head, tuned"][0]["perplexity"] = 48.4
+    [found] = said(tmp_path, full, mine)
+    assert found.endswith("So train either for half, and SALAAD for a fifth.")
 
 
 def test_sizes_made_one_by_one_and_dense_models_stand_beside_the_whole_model(tmp_path):
@@ -78,7 +83,11 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
     assert "train full-rank. SALAAD's X is +2.0% in perplexity relative to full-rank training, its steps" in whole
     assert "its steps take 1.25 times as long" in whole and "keep 1.50 MB in memory instead of 1.50 MB" in whole
     assert "full-rank training at nano-20 is +50.0% in perplexity relative to that with two rates" in rates
-    [whole] = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 49.0), row("galore", 0, 48.0))
+    others = [row("full-rank", 0, 50.0), row("SALAAD", 0, 49.0), row("galore", 0, 48.0)]
+    for one, loss in zip(others, (4.0, 4.0 + log(1.03)), strict=False):
+        one["X"]["in_context"] = {"other": [loss, 9], "copied": [1.0, 1]}
+    [whole] = said(tmp_path, *others)
+    assert "to full-rank training (+3.0% over the tokens that do not repeat a bigram of their row), its" in whole
     assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
 
 
