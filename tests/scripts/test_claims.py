@@ -1,0 +1,322 @@
+"""The verdict on every claim, from hand-made rows."""
+
+import json
+import math
+from itertools import product
+
+import pytest
+
+from salaad.common.files import read_json
+from scripts.reproduction import judges
+from scripts.reproduction.catalogue import ITEMS
+from scripts.reproduction.claims import CLAIMS, Verdict, verdicts
+from scripts.reproduction.curves import growth
+from scripts.reproduction.evidence import NOT_SHOWN
+from scripts.reproduction.experiments import embedding_numbers, kappa_numbers, limit_numbers, recovery
+from scripts.reproduction.tables import PAPER
+from tests.helpers.reproduced import BUDGETS, NANO, spread, variant
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A function that writes item → rows as results and returns claim → verdict."""
+
+    def judge(rows: dict[str, list[dict]]) -> dict[str, Verdict]:
+        for old in tmp_path.glob("*.json"):
+            old.unlink()
+        for item, mine in rows.items():
+            (tmp_path / f"{item}.json").write_text(json.dumps({"rows": mine, "commit": "HEAD", "trainings": []}))
+        return {claim.judge.__name__: found for claim, found in verdicts(NANO, tmp_path)}
+
+    return judge
+
+
+def failed(found: Verdict) -> list[str]:
+    """Return the names of the numbers that do not keep their limits."""
+    return [number.what for number in found.numbers if number.holds is False]
+
+
+def ours(found: Verdict) -> dict[str, str]:
+    return {number.what: number.ours for number in found.numbers}
+
+
+def test_the_claims_are_there_and_judged_from_items_of_the_list():
+    beyond = ["against_full_rank", "elastic_by_hpa", "elastic_by_energy", "against_small_dense"]
+    assert [claim.judge.__name__ for claim in CLAIMS] == (
+        ["central", *beyond, "kappa", "embedding", "lm_head", "knobs", "frequency", "bounded", "bf16", "rpca"]
+    )
+    names = {item.name for item in ITEMS}
+    for claim in CLAIMS:
+        assert claim.items and set(claim.items) <= names
+        assert all((claim.name, claim.section, claim.statement, claim.measure, claim.paper))
+
+
+def test_rows_as_the_paper_says_agree(rows, judged):
+    for name, found in judged(rows).items():
+        assert found.agrees is True, (name, found)
+        assert failed(found) == [] and not found.missing
+
+
+def printed(method: str, name: str, row: list, factor: float = 1.0, **more) -> dict:
+    """A row of a table of the paper, its perplexity times a factor."""
+    return variant(method, name, (factor * row[0],), row[1], **more)
+
+
+def test_no_limit_is_weaker_than_the_papers_number_at_its_worst_size():
+    """The paper's tables keep every limit; with perplexities half a percent higher, at least one size does not."""
+    table, embedding = (read_json(PAPER)[name] for name in ("table1", "embedding"))
+
+    def beside_X(factor: float) -> list[bool]:
+        found = []
+        for size in table.values():
+            whole = printed("salaad", "L+S", size["L+S"], factor)
+            rows = [printed("full_rank", "X", size["full-rank"]), printed("salaad", "X", size["X"]), whole]
+            found += [judges.central({"table1": {"rows": rows}}), judges.against_full_rank({"table1": {"rows": rows}})]
+        return [all(number.holds is not False for number in numbers) for numbers in found]
+
+    def with_embedding(factor: float) -> list[bool]:
+        found = []
+        for size, inside in embedding.items():
+            rows = [
+                printed("salaad", name, row, scaled, blocks=blocks)
+                | {"embedding_rank_ratio": spread(0.21), "embedding_density": spread(0.12)}
+                for blocks, cells, scaled in zip(judges.BLOCKS, (inside, table[size]), (factor, 1.0), strict=True)
+                for name, row in ((name, (cells[name][0], cells[name][1])) for name in ("X", "L+S"))
+            ]
+            rows += [variant("salaad", "L̃+S̃", (1.0,), 1, blocks=blocks) for blocks in judges.BLOCKS]
+            numbers = judges.embedding({"embedding": {"rows": rows}})
+            found.append(all(number.holds is not False for number in numbers))
+        return found
+
+    assert all(beside_X(1)) and not all(beside_X(1.005))
+    assert all(with_embedding(1)) and not all(with_embedding(1.005))
+
+
+def test_the_papers_grid_keeps_the_limits_of_the_three_settings_and_some_pairs_less_do_not():
+    cells = read_json(PAPER)["ablation130m_pairs"]["130m"]
+    points = product((0.01, 0.1, 1), (0.1, 1, 10), (0.1, 1, 10))
+    rows = [
+        dict(zip(("alpha", "beta", "rho", "X", "L+S", "parameters"), (*point, *cell), strict=True))
+        for point, cell in zip(points, cells, strict=True)
+    ]
+    results = {"ablation130m_pairs": {"rows": rows}}
+    results |= {item: {"rows": rows[:2]} for item in ("ablation350m", "ablation350m_rho", "ablation130m")}
+    assert all(number.holds is not False for number in judges.knobs(results))
+    rows[0]["parameters"] = 0  # below those of every larger setting
+    fewer = [number.holds for number in judges.knobs(results) if "fewer" in number.what]
+    assert fewer.count(False) == 3 and True not in fewer
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.judge.__name__)
+def test_without_one_of_its_items_a_claim_says_what_to_run(claim, rows, judged):
+    missing = claim.items[-1]
+    del rows[missing]
+    found = judged(rows)[claim.judge.__name__]
+    assert (found.agrees, found.missing) == (None, f"python scripts/reproduce.py --scale nano {missing}")
+
+
+def change(item: str, key: str, value: object, **where: object):
+    """Return a function that sets `key` to `value` in the item's rows that match `where`."""
+
+    def apply(rows: dict) -> None:
+        hit = [row for row in rows[item] if all(row[name] == wanted for name, wanted in where.items())]
+        assert hit
+        for row in hit:
+            row[key] = value
+
+    return apply
+
+
+def course(*deltas: float):
+    """Return a function that sets δ at the steps of seed 1 to `deltas`."""
+
+    def apply(rows: dict) -> None:
+        second = [row for row in rows["dynamics"] if row["seed"] == 1]
+        for row, delta in zip(second, deltas, strict=True):
+            row["delta"] = delta
+
+    return apply
+
+
+SALAAD = {"label": "SALAAD", "seed": 1, "budget": 1_200_000}
+
+
+DISAGREEING = (
+    ("central", "PPL of L + S over X", change("table1", "perplexity", spread(99.0, 102.0), variant="L+S")),
+    ("central", "parameters of L + S", change("table1", "parameters", spread(1.7e6, 1.72e6), variant="L+S")),
+    ("central", "PPL of L + S over X", change("table1", "perplexity", spread(100.0, float("nan")), variant="L+S")),
+    ("against_full_rank", "PPL of L + S", change("table1", "perplexity", spread(107.0, 105.0), method="full_rank")),
+    ("elastic_by_hpa", "below", change("flexible", "perplexity", 130.0, **SALAAD, refine=0)),
+    ("elastic_by_hpa", "below", change("flexible", "perplexity", float("nan"), **SALAAD, refine=0)),
+    ("elastic_by_hpa", "largest step", change("flexible", "perplexity", 150.0, label="vanilla + RPCA", refine=0)),
+    ("elastic_by_energy", "below", change("flexible", "perplexity", 130.0, **SALAAD, refine=20)),
+    ("against_small_dense", "at 0.90 M", change("one_training", "perplexity", 103.9, label="dense", budget="0.5")),
+    ("kappa", "at least 0.55", change("kappa", "perplexity", 1.0, kappa=0.5)),
+    ("kappa", "in a band", change("kappa", "perplexity", 1.0, kappa=1, budget=900_000)),
+    (
+        "embedding",
+        "PPL of X over",
+        change("embedding", "perplexity", spread(99.0, 100.0), blocks="without the embedding"),
+    ),
+    ("embedding", "fewer", change("embedding", "parameters", spread(1.4e6, 1.3e6), blocks="without the embedding")),
+    ("embedding", "at most 0.21", change("embedding", "embedding_density", spread(0.1, 0.13), variant="L+S")),
+    ("lm_head", "1·ρ: rank ratio and density of the head", change("lm_head", "X", 100.0, rho=1)),
+    ("lm_head", "training loss", change("lm_head", "loss", 4.60, rho=1)),
+    ("lm_head", "1·ρ: rank ratio and density of the head", change("lm_head", "X", 100.0, rho=1, seed=1)),
+    ("lm_head", "rise of the", change("lm_head", "loss", 4.50, rho=1, seed=1, block="LM head")),
+    ("lm_head", "lowers the head's", change("lm_head", "density", 0.85, rho=1, seed=1, block="LM head")),
+    (
+        "lm_head",
+        "0.1·ρ: rank ratio and density of the emb",
+        change("lm_head", "density", 0.9, rho=0.1, block="embedding"),
+    ),
+    ("knobs", "larger Δα: fewer", change("ablation130m_pairs", "parameters", 9.9e6, alpha=1)),
+    ("knobs", "larger ρ: higher PPL of X", change("ablation130m_pairs", "X", 50.0, rho=1)),
+    ("frequency", "mean δ", change("frequency", "delta", 11.0, K=20, seed=1)),
+    ("frequency", "rank ratio", change("frequency", "rank_ratio", 0.2, K=20, seed=1)),
+    ("frequency", "density", change("frequency", "density", 0.05, K=20, seed=0)),
+    ("frequency", "2.2%", change("frequency", "loss", 2.7, K=20, seed=1)),
+    ("bounded", "1.5 times", course(2, 4, 4, 4, 6.1, 6, 6, 6)),
+    ("bounded", "last quarter", course(8, 8, 8, 8, 6, 6, 6, 7.3)),
+    ("bounded", "worst block", change("dynamics", "errors", {"a": 0.1, "b": 0.31}, seed=1)),
+    ("bounded", "τ_S", change("dynamics", "tau_growth", {"a": 1.2, "b": 1.0}, seed=0)),
+    ("bf16", "PPL of X", change("bf16", "perplexity", spread(112.0, 113.0), variant="X", precision="bf16")),
+    ("rpca", "vanilla's L + S", change("flexible", "parameters", 1.7e6, label="vanilla + RPCA", variant="L+S")),
+    ("rpca", "density of vanilla", change("rpca_vanilla", "density", 0.3)),
+    ("rpca", "rank ratio of SALAAD, L + S", change("rpca_salaad", "rank_ratio", 0.4, of="L+S")),
+    ("rpca", "density of SALAAD, the cut", change("rpca_salaad", "density", 0.2, of="L̃+S̃")),
+)
+
+
+@pytest.mark.parametrize(("name", "part", "change"), DISAGREEING, ids=[f"{n}, {p}" for n, p, _ in DISAGREEING])
+def test_a_claim_fails_by_the_number_that_does_not_keep_its_limit(name, part, change, rows, judged):
+    change(rows)
+    found = judged(rows)[name]
+    assert found.agrees is False
+    assert any(part in what for what in failed(found)), failed(found)
+
+
+def test_verdicts_hold_the_numbers_of_the_rows(rows, judged):
+    found = {name: ours(verdict) for name, verdict in judged(rows).items()}
+    assert found["central"]["PPL of L + S"] == "100.35 ± 0.65" and found["central"]["PPL of X"] == "101.00 ± 1.00"
+    assert found["central"]["parameters of L + S over X, at most 94% in every seed"] == "88.9 %, 88.9 %"
+    assert (
+        found["against_full_rank"]["PPL of L + S over full-rank training, at most −4.0 % in every seed"]
+        == "−6.8 %, −5.6 %"
+    )
+    assert found["elastic_by_hpa"]["PPL below vanilla + RPCA, at every budget below L + S in every seed"] == "6 of 6"
+    assert found["elastic_by_energy"]["PPL of SALAAD over its own X"] == "+0.8 % to +0.8 %"
+    assert found["elastic_by_energy"]["PPL of vanilla + RPCA over its own X"] == "+21.0 % to +262.9 %"
+    assert found["against_small_dense"]["PPL of the cut over the dense model's at 0.90 M, below 0 %"] == "−1.0 %"
+    assert found["kappa"]["κ*, in a band of at most 0.25"] == "0.6"
+    assert (
+        found["embedding"]["parameters of L + S with and without the embedding, in every seed fewer with it"]
+        == "1.40 M, 1.60 M"
+    )
+    assert found["embedding"]["PPL of the cut by HPA to 1.20 M, embedding included"] == "103.50 ± 0.50"
+    assert "+0.080, +0.080" in found["lm_head"].values()
+    assert found["frequency"]["final loss, within 2.2% in every seed"] == "2.890, 2.890, 2.830"
+    assert found["frequency"]["mean δ, falls with K in every seed"] == "10.16, 7.74, 5.73"
+    assert list(found["bounded"].values())[:2] == ["7 to 14", "8 to 16"]
+    assert found["bounded"]["‖X−L−S‖ over ‖X‖ at the end, mean over the blocks"] == "10 to 20 %"
+    assert found["bounded"]["blocks above 30%"] == "0, 0 of 2"
+    assert found["rpca"]["SALAAD: rank ratio and density found"] == "0.20 ± 0.05, 0.08 ± 0.01"
+
+
+def test_budgets_above_the_structured_model_do_not_count(rows, judged):
+    what = "PPL below vanilla + RPCA, at every budget below L + S in every seed"
+    assert ours(judged(rows)["elastic_by_energy"])[what] == "6 of 6"
+    change("flexible", "parameters", 1_300_000, label="SALAAD", variant="L+S")(rows)
+    change("flexible", "perplexity", 500.0, label="SALAAD", budget=1_400_000)(rows)
+    for name in ("elastic_by_hpa", "elastic_by_energy"):
+        found = judged(rows)[name]
+        assert found.agrees is True and ours(found)[what] == "4 of 4"
+    change("flexible", "parameters", 800_000, label="SALAAD", variant="L+S")(rows)
+    assert judged(rows)["elastic_by_hpa"].agrees is None
+
+
+def test_the_first_step_of_the_elastic_curve_counts(rows, judged):
+    change("flexible", "perplexity", 20.0, label="SALAAD", variant="L+S")(rows)
+    found = judged(rows)["elastic_by_hpa"]
+    assert found.agrees is False
+    assert any("largest step" in number.what and number.ours.startswith("×5.00") for number in found.numbers)
+
+
+def test_what_older_results_do_not_say_is_not_shown(rows, judged):
+    for row in rows["dynamics"]:
+        del row["errors"], row["tau_growth"]
+    rows["rpca_salaad"] = [row for row in rows["rpca_salaad"] if row["of"] == "L+S"]
+    for name, numbers in (("bounded", 2), ("rpca", 4)):
+        found = judged(rows)[name]
+        assert found.agrees is None and [number.holds for number in found.numbers].count(NOT_SHOWN) == numbers
+
+
+def test_growth_compares_the_last_two_quarters():
+    assert growth([1, 1, 1, 1, 2, 2, 3, 3]) == 1.5
+    assert growth([0.0] * 8) == 1 and growth([0.0] * 6 + [1, 1]) == math.inf
+    assert growth([5.0]) == 1
+
+
+def test_a_head_beside_which_nothing_is_structured_shows_nothing(rows, judged):
+    change("lm_head", "rank_ratio", 0.5, rho=0.1, block="embedding", seed=1)(rows)
+    found = judged(rows)["lm_head"]
+    assert found.agrees is None and failed(found) == []
+    assert [number.holds for number in found.numbers].count(
+        NOT_SHOWN
+    ) == 2  # of the head, and of the embedding beside it
+
+
+def test_a_grid_of_few_kappas_has_to_be_measured_anew(rows, judged):
+    rows["kappa"] = [row for row in rows["kappa"] if row["kappa"] in (None, 0.5, 0.6, 0.7, 0.8, 0.9, 1)]
+    found = judged(rows)["kappa"]
+    assert not found.numbers and "kappa --again (for ValueError('steps of κ of at most 0.05')" in found.missing
+
+
+def test_where_nothing_is_removed_no_kappa_is_best(rows, judged):
+    change("kappa", "parameters", 1.3e6, variant="L+S")(rows)
+    change("kappa", "parameters", 1.29e6, budget=1_400_000)(rows)
+    change("kappa", "perplexity", 1.0, budget=1_400_000, kappa=0.5)(rows)
+    assert judged(rows)["kappa"].agrees is True
+    change("kappa", "parameters", 0.9e6, variant="L+S")(rows)
+    for budget in BUDGETS:
+        change("kappa", "parameters", 0.9e6, budget=budget)(rows)
+    assert judged(rows)["kappa"].agrees is None
+
+
+def test_an_experiment_stands_beside_the_verdict_and_does_not_decide_it(rows, judged):
+    away = [{"share": share, "kappa": kappa} for share, kappa in ((0.2, 0.3), (0.5, 0.5), (0.8, 0.7))]
+    numbers = {number.what: number.ours for number in kappa_numbers(away)}
+    assert numbers["correlation of κ* with the share"] == "1.00" and numbers["slope of κ* over the share"] == "0.67"
+    assert numbers["κ* less the share"].endswith("0.00 ± 0.08")
+    before = judged(rows)["kappa"]
+    found = judged({**rows, "kappa_share": away})["kappa"]
+    assert found.agrees == before.agrees and ours(found) == ours(before) | numbers
+    alike = [{"share": 0.5, "kappa": 0.5}, {"share": 0.6, "kappa": 0.5}]
+    assert not any("correlation" in number.what for number in kappa_numbers(alike))
+
+
+def test_the_robust_pca_experiment_counts_the_blocks_that_are_found():
+    rows = [
+        {"true_rank_ratio": rank, "true_density": density, "density": found}
+        for rank, density, found in ((0.12, 0.08, 0.1), (0.12, 0.15, 0.4), (0.14, 0.08, 0.17), (0.3, 0.3, 0.7))
+    ]
+    cells = recovery(rows)
+    assert cells["0.1 to 0.15", "0.05 to 0.1"] == (2, 2) and cells["0.1 to 0.15", "0.1 to 0.2"] == (0, 1)
+    assert cells["0.2 to 1", "0.2 to 1"] == (0, 1) and sum(of for _, of in cells.values()) == len(rows)
+    assert [number.ours for number in limit_numbers(rows)] == ["2 of 3", "0 of 1"]
+
+
+def test_the_embeddings_experiment_names_every_setting_and_its_cost():
+    row = {"setting": "as in Table 1", "rank_ratio": 0.6, "density": 0.5, "X": 100.0}
+    numbers = embedding_numbers([row, row | {"setting": "ρ × 10", "rank_ratio": 0.25, "X": 104.0}])
+    assert [number.ours for number in numbers] == ["0.60, 0.50; +0.0 %", "0.25, 0.50; +4.0 %"]
+    assert "as in Table 1" in numbers[0].what and "ρ × 10" in numbers[1].what
+
+
+def test_rows_of_another_kind_are_measured_again(rows, judged):
+    for row in rows["frequency"]:
+        del row["delta"]
+    found = judged(rows)
+    assert found["frequency"].agrees is None and found["central"].agrees is True
+    assert found["frequency"].missing.startswith("python scripts/reproduce.py --scale nano frequency --again")
+    assert "KeyError('delta')" in found["frequency"].missing

@@ -1,0 +1,165 @@
+"""The report of the reproduction, from made-up results."""
+
+import json
+import subprocess
+from copy import deepcopy
+
+import pytest
+
+from scripts.reproduction import freshness, report
+from scripts.reproduction.catalogue import ITEMS
+from scripts.reproduction.claims import CLAIMS, claims_tables
+from scripts.reproduction.diagrams import overview
+from scripts.reproduction.experiments import NUMBERS
+from scripts.reproduction.grid import SCALES
+from scripts.reproduction.report import write_report
+from tests.helpers.reproduced import NANO, robust
+
+
+def made_up(item, rows: list[dict], picture) -> dict:
+    training = {
+        "name": f"run of {item.name}",
+        "command": f"python train.py --seed 1 --output runs/{item.name}",
+        "commit": "abc123",
+        "machine": "toy machine, 1 thread",
+        "tokens": 2_000_000,
+        "hours": 0.5,
+    }
+    return {
+        "item": item.name,
+        "title": item.title,
+        "section": item.section,
+        "scale": "nano",
+        "command": item.command(NANO),
+        "hub": item.hub,
+        "versions": "none",
+        "commit": "def456",
+        "machine": "the measuring machine",
+        "trainings": [training, training | {"name": f"other of {item.name}"}],
+        "rows": rows,
+        "tables": {f"caption <of> {item.name}": "first words\n\n| name | PPL |\n| ---- | --: |\n| **a<b** | 12.34 |"},
+        "pictures": {f"picture of {item.name}": picture.name},
+        "notes": [f"note of {item.name} & more"],
+    }
+
+
+@pytest.fixture
+def results(tmp_path, rows):
+    """A folder of results at nano in which one item is missing."""
+    folder = tmp_path / "results" / "nano" / "reproduce"
+    folder.mkdir(parents=True)
+    rows |= {
+        "kappa_share": [{"share": 0.5, "kappa": 0.5}],
+        "rpca_limit": [robust("true", (0.1, 0.1), (0.1, 0.1))],
+        "embedding_why": [{"setting": "as in Table 1", "rank_ratio": 0.6, "density": 0.5, "X": 100.0}],
+    }
+    for item in ITEMS:
+        picture = folder / f"{item.name}.png"
+        picture.touch()
+        if item.name != "downstream":
+            kept = made_up(item, deepcopy(rows.get(item.name, [])), picture)
+            (folder / f"{item.name}.json").write_text(json.dumps(kept))
+    return tmp_path / "results"
+
+
+def test_the_report_holds_everything_that_was_measured(results):
+    path = write_report(results, ITEMS, list(SCALES.values()))
+    assert path == results / "README.md"
+    text = path.read_text()
+    for item in ITEMS:
+        assert item.title in text and item.command(NANO) in text
+        if item.name != "downstream":
+            for said in ("caption <of> {}", "picture of {}", "run of {}", "--output runs/{}"):
+                assert said.format(item.name) in text
+            assert (f"note of {item.name} & more" in text) == (item.name not in NUMBERS)
+    assert "| their κ* | 0.5 |" in text
+    for claim in CLAIMS:
+        assert all(said in text for said in (claim.statement, claim.measure, claim.paper))
+    assert "| PPL of L + S | 100.35 ± 0.65 |" in text
+    for said in ("needs a model from the hub", "def456", "the measuring machine", "2 runs, 4.0 M tokens, 1.00 h"):
+        assert said in text
+    assert "## micro" not in text and text.count("12.34") == len(ITEMS) - 1
+    assert text.index(CLAIMS[0].measure) < text.index("caption <of>")
+
+
+def test_the_report_says_what_changed_since_an_item_was_measured(results, monkeypatch):
+    kept = json.loads((results / "nano" / "reproduce" / "table1.json").read_text())
+    changed = {kept["commit"]: ["train.py"]}
+    for module in (report, freshness):
+        monkeypatch.setattr(module, "changed_since", lambda commit: changed.get(commit, []))
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert "since then changed: train.py" in text and "table1" in text.split("were measured before some of the code")[1]
+    changed.clear()
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert "since then changed" not in text and "All items were measured with the code as it is." in text
+
+
+def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
+    path = results / "nano" / "reproduce" / "table1.json"
+    kept = json.loads(path.read_text())
+    kept["trainings"][0]["commit"] += "-dirty"
+    path.write_text(json.dumps(kept))
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert f"| {CLAIMS[0].name} | yes † | not measured |" in text and f"| {CLAIMS[2].name} | yes | not" in text
+    assert "1 of 22 items" in text and "not committed: table1." in text
+
+
+def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def committed(text: str, config: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        (tmp_path / "configs" / "nano.yaml").write_text(config)
+        git("add", ".")
+        git("commit", "-qm", "more")
+        freshness.changed_since.cache_clear()
+        freshness._meaning.cache_clear()
+        return git("rev-parse", "--short", "HEAD").strip()
+
+    monkeypatch.setattr(freshness, "ROOT", tmp_path)
+    (tmp_path / "configs").mkdir()
+    git("init", "-q")
+    first = committed('def f():\n    """Old."""\n    return 1\n', "lr: 1\n")
+    second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1\n")
+    assert freshness.is_fresh([first, second]) and not freshness.is_fresh([f"{second}-dirty"])
+    committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
+    assert freshness.changed_since(first) == ["train.py", "configs"] and not freshness.is_fresh([second])
+    assert freshness.changed_since("no-such-commit") == []
+    freshness.changed_since.cache_clear()
+    freshness._meaning.cache_clear()
+
+
+def test_pictures_of_the_report_are_where_it_points(results):
+    text = write_report(results, ITEMS, [NANO]).read_text()
+    shown = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line[:2] == "!["]
+    assert len(shown) == len(ITEMS) - 1
+    assert all((results / path).exists() for path in shown)
+
+
+def test_two_scales_stand_one_after_the_other_under_one_table(results, rows):
+    folder = results / "micro" / "reproduce"
+    folder.mkdir(parents=True)
+    (folder / "table1.json").write_text((results / "nano" / "reproduce" / "table1.json").read_text())
+    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    assert text.index("## nano") < text.index("## micro")
+    assert f"| {CLAIMS[0].name} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
+    assert f"| {CLAIMS[2].name} | yes | not measured | not measured | not measured |" in text
+    assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in text
+
+
+def test_every_line_of_the_claims_tables_has_as_many_cells(results):
+    judged, numbers = claims_tables(NANO, results / "nano" / "reproduce").split("\n\n")
+    assert len(judged.splitlines()) == 2 + len(CLAIMS)
+    for table in (judged, numbers):
+        assert {line.count(" | ") for line in table.splitlines()} == {3}
+
+
+def test_the_overviews_are_diagrams_that_github_draws():
+    tables = overview(NANO).tables
+    assert list(tables) == ["pretraining", "deployment"]
+    for text in tables.values():
+        kind, *lines, end = text.splitlines()
+        assert (kind, end) == ("```mermaid", "```") and lines[0].startswith("flowchart")
+        assert sum(line.strip().startswith("subgraph") for line in lines) == lines.count("  end")
