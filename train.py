@@ -174,8 +174,12 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
 
-            # Sparse and low-rank adaptation: every K steps the ADMM update and the controller of a block.
+            # A log line reads the penalty, which waits for the round in progress; so it comes before a round begins.
             last = self.step == train.steps
+            if last or self.step % train.log_every == 0:
+                self.log(lr)
+
+            # Sparse and low-rank adaptation: every K steps the ADMM update and the controller of a block.
             with self.stopwatch.phase("admm"):
                 self.method.after_step(self.optimizer, self.step, self.gradients.broken)
                 if last:
@@ -184,8 +188,6 @@ class Trainer:
             self.due = last or (train.eval_every > 0 and self.step % train.eval_every == 0)
             if self.due:
                 self.evaluate()
-            if last or self.step % train.log_every == 0:
-                self.log(lr)
             if last or (train.save_every and self.step % train.save_every == 0):
                 self.save(last)
         if self.due:
@@ -231,7 +233,10 @@ class Trainer:
         return loss
 
     def log(self, lr: float) -> None:
-        """Log the steps since the last line of metrics.jsonl, and the block records; waits for the device."""
+        """Log the steps since the last line of metrics.jsonl, and the records of earlier rounds; waits for the device.
+
+        It is called before the ADMM round of this step, so `penalty` is that of the T which pulled in this step.
+        """
         self.nonfinite.check(self.step)
         columns = self.method.columns()
         with self.stopwatch.phase("sync"):
