@@ -290,7 +290,7 @@ class Trainer:
             state = RunState(
                 step=self.step,
                 tokens=self.recorder.tokens,
-                sums=self.totals.read(),
+                sums=distributed.gather(self.totals.own()),
                 discarded=self.nonfinite.discarded,
                 due=self.due,
                 seconds=self.stopwatch.read(),

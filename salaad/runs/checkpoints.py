@@ -50,7 +50,7 @@ class RunState:
     Args:
         step: optimizer steps taken or discarded.
         tokens: non-padding tokens up to the last logged line.
-        sums: loss, steps and tokens since that line (`training.step_totals`).
+        sums: for each rank loss, steps and tokens since that line (`training.step_totals`).
         discarded: steps that were not taken because a number was not finite.
         due: whether an evaluation was interrupted, so that it has to be done first.
         seconds: wall time by phase since the last logged line.
@@ -62,7 +62,7 @@ class RunState:
 
     step: int = 0
     tokens: int = 0
-    sums: Sequence[float] = (0.0, 0.0, 0.0)
+    sums: Sequence[Sequence[float]] = ()
     discarded: int = 0
     due: bool = False
     seconds: Mapping[str, float] | None = None
@@ -92,6 +92,8 @@ class RunState:
                 f"{path} does not say {missing[0]}, so another version wrote it; go on with that one, or begin a new "
                 f"run from its model with --model.path {checkpoint / 'model'}"
             )
+        if stored["sums"] and not isinstance(stored["sums"][0], list):  # an older version stored the sum over the ranks
+            stored["sums"] = [stored["sums"]]
         return cls(**{name: stored[name] for name in names})
 
     def write(self, checkpoint: Path) -> None:

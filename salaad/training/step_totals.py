@@ -1,5 +1,6 @@
 """The totals for the next line of metrics.jsonl, summed on the device so that no step waits for them."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,17 +14,24 @@ class StepTotals:
 
     Args:
         device: the device on which they are summed.
-        earlier: the totals that `read` returned before, from a checkpoint.
+        earlier: what `own` returned on every rank, from a checkpoint. Another number of ranks goes on from the sum of
+            their losses, which differs from an uninterrupted run's by rounding.
     """
 
-    def __init__(self, device: torch.device, earlier: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
-        self._sums = torch.tensor(earlier, dtype=torch.float64).to(device)
-        if distributed.rank():
-            self._sums[0] = 0  # only the loss is summed over the ranks; the other totals are equal on all
+    def __init__(self, device: torch.device, earlier: Sequence[Sequence[float]] = ()) -> None:
+        losses = [loss for loss, *_ in earlier]
+        if len(losses) != distributed.world_size():
+            losses = [math.fsum(losses)] + [0.0] * (distributed.world_size() - 1)
+        _, *others = earlier[0] if earlier else (0.0, 0.0, 0.0)  # only the loss differs between the ranks
+        self._sums = torch.tensor([losses[distributed.rank()], *others], dtype=torch.float64).to(device)
 
     def add(self, loss: Tensor, tokens: Tensor, broken: Tensor) -> None:
         """Add a step: this rank's share of its loss, the tokens of all ranks, and 1 if it was discarded, else 0."""
         self._sums += torch.stack([torch.where(broken > 0, 0, loss), 1 - broken, tokens])
+
+    def own(self) -> list[float]:
+        """Return this rank's share of the loss summed over the steps taken, their number, and tokens of all ranks."""
+        return self._sums.tolist()
 
     def read(self) -> list[float]:
         """Return the loss summed over the steps taken, their number, and tokens; waits for the device, collective."""
