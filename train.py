@@ -39,7 +39,7 @@ from salaad.runs.summary import summarize, summary_table
 from salaad.training.agreement import Agreement
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
-from salaad.training.launch import distribute, leave_together, start_accelerator
+from salaad.training.launch import distribute, leave_together, require_same_text, start_accelerator
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
 from salaad.training.prediction import prediction_table, short_patience
 from salaad.training.sharding import shard
@@ -67,6 +67,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         return
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
+    require_same_text(text)
     distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")

@@ -210,6 +210,17 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
+def digests_of(text: Text) -> dict[str, str]:
+    """Return what training reads → hex digest: files by `fingerprint`, the tokenizer by all that it computes with."""
+    tokenizer = text.tokenizer
+    ids = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), str(text.pad_id))
+    return {
+        "training files": f"{fingerprint(text.train_files, text.sizes)} {text.corpus_hash}",
+        "validation files": fingerprint(text.validation_files, text.sizes),
+        "tokenizer": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
+    }
+
+
 def reading_plan(text: Text, config: DataConfig, files: tuple[str, ...], streams: int, seed: int | None) -> Plan:
     """Return the plan by which `streams` streams read `files` in an order given by `seed`; None: once, in order."""
     return Plan(

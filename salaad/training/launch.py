@@ -16,6 +16,7 @@ from salaad.common.errors import UserError, leave
 from salaad.common.launcher import follow_launcher
 from salaad.config.run import DataConfig, RunConfig
 from salaad.data.retries import longest_wait
+from salaad.data.text import Text, digests_of
 from salaad.methods.optimizer import projection_weights
 from salaad.model.loss import SummedLoss
 
@@ -78,6 +79,22 @@ def require_devices() -> None:
             "no GPU; mend the driver, install torch for it or make GPUs visible, or launch with "
             "configs/accelerate/cpu2.yaml to train on the CPU"
         )
+
+
+def require_same_text(text: Text) -> None:
+    """Compare text and tokenizer of all ranks, by names and sizes of files and by a digest; collective.
+
+    Raises:
+        UserError: on every rank, if some do not read what rank 0 reads.
+    """
+    found = distributed.gather(digests_of(text))
+    for what, first in found[0].items():
+        if others := [rank for rank, digests in enumerate(found) if digests[what] != first]:
+            named = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+            raise UserError(
+                f"of {len(found)} ranks, rank {named} would not train on the text of rank 0 (the difference: {what}); "
+                "give every machine the same files, by name and size, and the same tokenizer"
+            )
 
 
 def distribute(accelerator: Accelerator, loss: SummedLoss, apart: list[nn.Parameter], config: RunConfig) -> nn.Module:
