@@ -197,13 +197,25 @@ class Checkpoints:
         return final
 
     def adopt(self, checkpoint: Path) -> Path:
-        """Make another run's checkpoint the newest of this run, by hard links where possible, else by copies."""
-        adopted = self.folder / checkpoint.resolve().name
+        """Make another run's checkpoint the newest of this run, by hard links where possible, else by copies.
+
+        Raises:
+            UserError: it cannot be copied; the folder then holds no part of it.
+        """
+        adopted = self.folder / f"step-{RunState.read(checkpoint).step:07d}"  # its own folder may have any name
         partial = self.folder / f".partial-{adopted.name}"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(checkpoint, partial, copy_function=_link)
-        partial.replace(adopted)
-        self.point_to(adopted)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(checkpoint, partial, copy_function=_link)
+            partial.replace(adopted)
+            self.point_to(adopted)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror  # the first of a list
+            raise UserError(
+                f"{checkpoint} cannot be copied to {adopted} ({why}); make room there, or give another --output, and "
+                "start the same command again"
+            ) from None
         return adopted
 
     def point_to(self, checkpoint: Path) -> None:

@@ -85,7 +85,9 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         if own or not _begun(folder):
             verify(checkpoint, alone=True, patience=patience)
             state = RunState.read(checkpoint)
-            _compare(state.config, config, checkpoint, () if own else tunable)
+            if own:  # the run may have been begun from this checkpoint with other settings than it was saved with
+                _compare(_begun_with(folder), config, folder, elsewhere=tunable)
+            _compare(state.config, config, checkpoint, tunable)
             if not own and state.step >= config.train.steps:
                 raise UserError(
                     f"--resume {checkpoint} is after step {state.step}, and train.steps is {config.train.steps}, so "
@@ -102,18 +104,22 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         return folder, None
     if options.resume == "none":
         raise UserError(f"--output {folder} already holds a run; give another folder, or --resume auto to go on")
-    try:
-        begun_with = read_plain_yaml(folder / "config.yaml")
-    except UserError as error:
-        said = f"--output {folder} holds a run without a readable config.yaml ({error})"
-        raise UserError(f"{said}; give another folder") from None
-    _compare(begun_with, config, folder, elsewhere=tunable)
+    _compare(_begun_with(folder), config, folder, elsewhere=tunable)
     checkpoint, wrong = Checkpoints(folder / "checkpoints").newest_whole(RunState.read)
     for sentence in wrong:
         print(f"passed over: {sentence}", file=sys.stderr)
     if wrong:
         print(f"going on from {checkpoint}, the newest that is whole", file=sys.stderr)
     return folder, checkpoint
+
+
+def _begun_with(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the run in `folder`, as its last start left it."""
+    try:
+        return read_plain_yaml(folder / "config.yaml")
+    except UserError as error:
+        said = f"--output {folder} holds a run without a readable config.yaml ({error})"
+        raise UserError(f"{said}; give another folder") from None
 
 
 def _is_ours(name: str) -> bool:
