@@ -25,7 +25,7 @@ from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions
 from salaad.config.run import RunConfig
-from salaad.data.batches import TrainingStream, count_targets, merge_states
+from salaad.data.batches import TrainingStream, count_targets, counts_in, merge_states
 from salaad.data.text import Text, open_text, validation_batches
 from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
@@ -138,7 +138,13 @@ class Trainer:
         if checkpoint:
             self.parts.restore(checkpoint, state)
         self.recorder = Recorder(
-            folder, config, self.step, state.tokens, accelerator.is_main_process, self.method.progress
+            folder,
+            config,
+            self.step,
+            state.tokens,
+            accelerator.is_main_process,
+            self.method.progress,
+            counts_in(state.data),
         )
         self.nonfinite = NonFinite(
             self.gradients, config.train, folder, self.recorder, state.discarded, self.method.remedy
@@ -287,7 +293,8 @@ class Trainer:
         self.nonfinite.check(self.step)
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
-            self.recorder.skipped(distributed.gather(self.stream.counts))
+            data = merge_states(distributed.gather(self.stream.state_dict()))
+            self.recorder.skipped(counts_in(data))
             state = RunState(
                 step=self.step,
                 tokens=self.recorder.tokens,
@@ -295,7 +302,7 @@ class Trainer:
                 discarded=self.nonfinite.discarded,
                 due=self.due,
                 seconds=self.stopwatch.read(),
-                data=merge_states(distributed.gather(self.stream.state_dict())),
+                data=data,
                 method=self.method.state_dict(),
                 world_size=distributed.world_size(),
                 config=self.config.to_dict(),

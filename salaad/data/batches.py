@@ -160,7 +160,7 @@ class TrainingStream:
     @property
     def counts(self) -> dict[str, int]:
         """Bad, empty and cut documents and lost parts of files in this rank's streams since the run began."""
-        return {name: sum(getattr(cursor, name) for cursor in self._cursors.values()) for name in COUNTS}
+        return counts_in(self.state_dict())
 
 
 def merge_states(states: Iterable[dict]) -> dict:
@@ -177,6 +177,16 @@ def merge_states(states: Iterable[dict]) -> dict:
         merged["cursors"] |= state["cursors"]
     merged["cursors"] = dict(sorted(merged["cursors"].items(), key=lambda item: int(item[0])))
     return merged
+
+
+def counts_in(state: dict | None) -> dict[str, int]:
+    """Bad, empty and cut documents and lost parts of files up to a state; a stream that several ranks read counts once.
+
+    Args:
+        state: from `merge_states` or of one rank; None is the beginning of a run.
+    """
+    cursors = state["cursors"].values() if state else ()
+    return {name: sum(cursor[name] for cursor in cursors) for name in COUNTS}
 
 
 def count_targets(labels: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +34,7 @@ class Recorder:
         tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
+        skipped: how much text could not be used before `start`, as `skipped` takes it.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Recorder:
         tokens: int,
         active: bool,
         progress: Mapping[str, str] = MappingProxyType({}),
+        skipped: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.active = active
         self.tokens = tokens
         self._progress = progress
         self._latest: dict[str, Mapping[str, Any]] = {}
-        self._skipped = 0
+        self._skipped = _skipped_in(skipped)
         self._start, self._steps, self._began = start, config.train.steps, time.monotonic()
         if not active:
             return
@@ -127,11 +129,10 @@ class Recorder:
             self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
         self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
 
-    def skipped(self, counts: Sequence[Mapping[str, int]]) -> None:
-        """Print how much text could not be used, if it is more than at the last call."""
-        bad, empty, lost = (sum(part[kind] for part in counts) for kind in ("bad", "empty", "lost"))
-        if bad + empty + lost > self._skipped:
-            self._skipped = bad + empty + lost
+    def skipped(self, counts: Mapping[str, int]) -> None:
+        """Print how much text could not be used since the run began, if it is more than at the last call."""
+        if sum(_skipped_in(counts)) > sum(self._skipped):
+            bad, empty, lost = self._skipped = _skipped_in(counts)
             self.say(f"documents skipped so far: {bad} broken, {empty} without text, {lost} parts of files lost")
 
     def say(self, text: str) -> None:
@@ -164,6 +165,10 @@ class Recorder:
             self._files[name].write_out()
         except OSError as error:
             self.say(f"{name} cannot be written now ({error.strerror}); its lines are kept for the next time")
+
+
+def _skipped_in(counts: Mapping[str, int]) -> tuple[int, int, int]:
+    return counts.get("bad", 0), counts.get("empty", 0), counts.get("lost", 0)
 
 
 class _Lines:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig
-from salaad.data.batches import TrainingStream, merge_states
+from salaad.data.batches import TrainingStream, counts_in, merge_states
 from salaad.data.rows import Cursor, Plan, RowStream
 from salaad.data.text import fingerprint, open_text, rows_before_repeating, to_batch, validation_batches
 
@@ -282,6 +282,20 @@ def test_skipped_documents_are_counted_over_workers_and_resumes(tmp_path, config
     resumed = TrainingStream(text, config, batch=4, state=stream.state_dict())
     take(resumed, 3)
     assert stream.counts == resumed.counts == {"bad": 3, "empty": 1, "long": 0, "lost": 0}
+
+
+def test_skipped_documents_of_a_stream_that_all_ranks_read_are_counted_once(tmp_path, config):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "a document"}\n{"text": ""}\n{"text": "cut\n' * 8)
+    config = replace(config, files=(str(file),), streams=1, shuffle_window=1, sequence_length=64)
+    text = open_text(config, vocab_size=512)
+    ranks = [TrainingStream(text, config, batch=3, rank=r, world_size=3) for r in range(3)]
+    for _ in range(2):
+        for rank in ranks:
+            next(rank)
+    found = counts_in(merge_states([rank.state_dict() for rank in ranks]))
+    assert found == {"bad": 5, "empty": 5, "long": 0, "lost": 0}  # between the first document and the sixth
+    assert counts_in(None) == dict.fromkeys(found, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
