@@ -203,6 +203,18 @@ def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.state_dict().items())
 
 
+def test_a_second_training_into_the_folder_of_a_first_replaces_its_l_and_s(tmp_path):
+    train(tmp_path, max_steps=4, save_strategy="steps", save_steps=4)
+    surrogate = tmp_path / "checkpoint-4" / "surrogate"
+    for leftover in (surrogate, surrogate.with_name(".partial-surrogate")):  # of a save on more ranks, or a killed one
+        leftover.mkdir(exist_ok=True)
+        (leftover / "shard-00001-of-00002.safetensors").write_bytes(b"")
+    second = train(tmp_path, max_steps=4, save_strategy="steps", save_steps=4, seed=2)
+    assert not (surrogate / "shard-00001-of-00002.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4", local_files_only=True)
+    assert_equal(numbers(Salaad.load(model, tmp_path / "checkpoint-4")), numbers(second.salaad))
+
+
 def test_a_checkpoint_without_l_and_s_is_not_gone_on_from_silently(tmp_path):
     trainer, _ = trainer_in(tmp_path)
     trainer.add_callback(StopAt(4))

@@ -9,6 +9,7 @@ Each `checkpoint-N` of the Trainer gets a folder `surrogate` beside its weights,
 `Salaad.load` open it too.
 """
 
+import shutil
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -90,13 +91,23 @@ class SalaadCallback(TrainerCallback):
         state.log_history[-1].update(figures)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write L, S and the thresholds beside the weights that the Trainer has just written."""
+        """Write L, S and the thresholds beside the weights that the Trainer has just written; replace older ones."""
         final = _checkpoint(args, state.global_step) / "surrogate"
         partial = final.with_name(".partial-surrogate")
-        distributed.together(lambda: partial.mkdir(parents=True, exist_ok=True), only=0)
+
+        def prepare() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        def finish() -> None:
+            if final.exists():  # of an earlier training into this folder, whose weights the Trainer has replaced
+                shutil.rmtree(final)
+            partial.replace(final)
+
+        distributed.together(prepare, only=0)
         write = self.salaad.writer()
         distributed.together(lambda: write(partial))
-        distributed.together(lambda: partial.replace(final), only=0)
+        distributed.together(finish, only=0)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
