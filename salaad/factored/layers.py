@@ -108,6 +108,8 @@ class SlrWeight(nn.Module):
         self._cached_products = None
         self.register_buffer("S_starts", starts.to(index))
         self.register_buffer("S_columns", (positions % m).to(index))
+        if not len(positions):  # DistributedDataParallel waits for each gradient, and no product reads an empty S
+            self.S_values.requires_grad_(False)
         self._fit_columns()
 
     @property

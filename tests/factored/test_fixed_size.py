@@ -300,7 +300,7 @@ def test_gradients_flow_through_and_are_those_of_the_dense_model(case):
 
 
 def test_layers_made_of_parts_are_trained_like_any_others(one):
-    assert all(p.requires_grad for p in open_folder(one.folder).parameters())
+    assert all(p.requires_grad for p in open_folder(one.folder).parameters() if p.numel())
 
 
 def test_train_and_eval_reach_every_layer_and_change_no_logits(one):
