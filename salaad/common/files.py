@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -47,6 +47,25 @@ def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def save_if_possible(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file that only saves time later, such as a cache; print a warning if the disk refuses it.
+
+    Args:
+        path: the file; what it held before stays if the new content cannot be written.
+        write: function that writes the file to the path it gets; raises an OSError if it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            write(temporary)
+    except OSError as error:
+        print(
+            f"warning: {path} cannot be written ({error.strerror}); this command goes on, but the work up to here "
+            "would have to be done once more after an interruption",
+            file=sys.stderr,
+        )
 
 
 def flush(path: Path) -> None:

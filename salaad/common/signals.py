@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from salaad.common.errors import Stopped
 
@@ -16,6 +17,7 @@ class StopRequest:
 
     Schedulers send SIGUSR1 ahead of the time limit. A second signal more than two seconds later ends the process at
     once. One within two seconds does not: a scheduler may signal the whole group and the launcher pass its signal on.
+    As a context manager it listens until the end of the context, and signals then do again what they did before.
     """
 
     def __init__(self) -> None:
@@ -23,9 +25,19 @@ class StopRequest:
         self._when = 0.0
         self._process = os.getpid()
         self._waiting = False
+        self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # no other thread may set signal handlers
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                signal.signal(number, self._handle)
+                self._before[number] = signal.signal(number, self._handle)
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Put back the handlers that were set before."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         # A data worker inherits this handler when it is forked, but has no step to finish.

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from salaad.common.errors import UserError
-from salaad.common.files import replacing
+from salaad.common.errors import Stopped, UserError
+from salaad.common.files import save_if_possible
+from salaad.common.hashed_files import write_tensors
+from salaad.common.signals import StopRequest
 from salaad.compression.refinement import refine
 from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
@@ -163,42 +165,53 @@ def cached_parts(
 ) -> Parts:
     """Return the parts that the file at `path` holds, the rest from `make`; all are saved there, even if interrupted.
 
+    On SIGTERM, SIGUSR1 or Ctrl-C the block in work is given up, as it may take longer than a scheduler waits.
+
     Args:
         path: a safetensors file; it is ignored if it is broken, as are parts of another shape in it.
         shapes: name → (n, m) of every block.
         make: function of names that yields each name with its parts.
+
+    Raises:
+        UserError: a stop was requested; the blocks that were split are saved.
     """
     parts = dict(_kept(path, shapes))
     left = [name for name in shapes if name not in parts]
     if not left:
         return {name: parts[name] for name in shapes}
     what, there = "splitting blocks into L + S", len(parts)
-    try:
-        bar = tqdm(make(left), total=len(shapes), initial=there, desc=what, unit="block", leave=False, disable=None)
-        parts.update(bar)
-    finally:
-        if len(parts) > there:
-            _keep(path, parts)
+    bar = tqdm(make(left), total=len(shapes), initial=there, desc=what, unit="block", leave=False, disable=None)
+    with StopRequest() as request:
+        try:
+            with request.ends_waiting():
+                parts.update(bar)
+        except Stopped:
+            raise UserError(
+                f"interrupted after {len(parts)} of {len(shapes)} blocks were split; the same command goes on with the "
+                "others"
+            ) from None
+        finally:
+            bar.close()
+            if len(parts) > there:
+                save_if_possible(path, partial(write_tensors, _tensors_of(parts)))
     return {name: parts[name] for name in shapes}
 
 
 def _kept(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Slr]]:
     if not path.is_file():
         return
-    with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+    # Whatever is wrong with the file or with a block in it, that is split once more.
+    with suppress(Exception), safe_open(path, framework="pt") as file:
         there = set(file.keys())
         for name in shapes:
             keys = {key: f"{name}/{key}" for key in Slr.TENSORS}
             if there.issuperset(keys.values()):
-                with suppress(IndexError):
+                with suppress(Exception):
                     slr = Slr.from_tensors({key: file.get_tensor(place) for key, place in keys.items()})
-                    if slr.shape == shapes[name] and slr.is_sound():
+                    finite = all(part.isfinite().all() for part in (slr.U, slr.V, slr.values))
+                    if slr.shape == shapes[name] and slr.is_sound() and finite:
                         yield name, slr
 
 
-def _keep(path: Path, parts: Parts) -> None:
-    tensors = {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
-    with suppress(OSError, SafetensorError):  # where nothing can be written the next call takes longer, nothing more
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            save_file(tensors, temporary)
+def _tensors_of(parts: Parts) -> dict[str, Tensor]:
+    return {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}
