@@ -6,10 +6,12 @@ of a weight is ever held. For an embedding, the gradient of a row is that of the
 the head, g is the predicted probabilities minus the one-hot next token. A tied weight gets the sum of both.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,10 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers.pytorch_utils import Conv1D
 
+from salaad.common.errors import UserError
+from salaad.common.files import save_if_possible
+from salaad.common.hashed_files import write_tensors
 from salaad.config.run import DataConfig
 from salaad.data.text import Text, open_text, sample_rows, to_batch
 from salaad.model.loss import IGNORED, SummedLoss, next_tokens, summed_cross_entropy
-from salaad.model.second_moments import Moments
+from salaad.model.second_moments import Moments, read_second_moments, tensors_of
 from salaad.model.weights import weights_of
 
 _ROWS_AT_ONCE = 8
@@ -73,6 +78,24 @@ class CalibrationText:
         for start in tqdm(starts, desc=f"reading text for {self.option}", unit="batch", leave=False, disable=None):
             few = rows[start : start + _ROWS_AT_ONCE]
             yield to_batch(few, self.data.sequence_length, self._text.pad_id, self.vocab_size)
+
+
+def kept_moments(path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[], Moments]) -> Moments:
+    """Return the moments that the file at `path` holds; if it has none, those that `make` gives, which are saved there.
+
+    No two computations on a GPU need be equal to the last bit, and a command that goes on after an interruption has to
+    cut the same model as before.
+
+    Args:
+        path: a safetensors file; it is ignored if it is broken or does not fit.
+        shapes: name → (n, m) of every block.
+        make: function that returns the moments.
+    """
+    with suppress(UserError):
+        return read_second_moments(path, shapes)
+    moments = make()
+    save_if_possible(path, partial(write_tensors, tensors_of(moments)))
+    return moments
 
 
 def second_moments_of_text(

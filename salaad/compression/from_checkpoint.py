@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
-from salaad.compression.calibration import CalibrationText, second_moments_of_text
+from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
 from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
 from salaad.compression.deployment import (
     FittedOnText,
@@ -52,7 +52,7 @@ from salaad.model.folder_formats import is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import role_of
-from salaad.model.second_moments import read_second_moments
+from salaad.model.second_moments import Moments, read_second_moments
 from salaad.model.weight_headers import check_block
 from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -216,11 +216,15 @@ class CheckpointDeployment:
 
     @cached_property
     def calibrated_weights(self) -> dict[str, Weights]:
-        """Block → weights of its errors, from the mean squared gradients on the calibration text."""
+        """Block → weights of its errors, from the mean squared gradients on the calibration text, which are kept."""
+        key = sha256(f"{self.calibration.digest} {self._names}".encode()).hexdigest()[:16]
+        path = self.source.cache / f"calibration-{key}.safetensors"
+        return weights_from(kept_moments(path, self.shapes, self._calibrated_moments), self.parts)
+
+    def _calibrated_moments(self) -> Moments:
         device = best_device()
         model = self.source.folder.load(torch.float32, device)
-        moments = second_moments_of_text(SummedLoss(model), self._names, self.calibration.batches(), device)
-        return weights_from(moments, self.parts)
+        return second_moments_of_text(SummedLoss(model), self._names, self.calibration.batches(), device)
 
     @property
     def whole(self) -> Whole:

@@ -40,11 +40,13 @@ def second_moments(model: nn.Module, optimizer: Optimizer) -> Moments:
 
 def save_second_moments(moments: Moments, folder: Path) -> None:
     """Write the moments into an existing folder; no file is written if there are none."""
-    tensors = {
-        f"{name}/{side}": part for name, pair in moments.items() for side, part in zip(_SIDES, pair, strict=True)
-    }
-    if tensors:
-        save_file(tensors, folder / SECOND_MOMENTS)
+    if moments:
+        save_file(tensors_of(moments), folder / SECOND_MOMENTS)
+
+
+def tensors_of(moments: Moments) -> dict[str, Tensor]:
+    """Return the moments as `read_second_moments` finds them in a file of tensors."""
+    return {f"{name}/{side}": part for name, pair in moments.items() for side, part in zip(_SIDES, pair, strict=True)}
 
 
 def names_of_moments(path: Path) -> list[str]:
