@@ -75,7 +75,9 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         deployment.calibrate(data or DataConfig(), options.calibrate)
     if options.match or options.distill:
         tokens = parse_count(options.distill) if options.distill else 0
-        deployment.tune(data or DataConfig(), FittedOnText(options.match, tokens, options.text_share))
+        command = replace(options, checkpoint="", output="")  # the same command, wherever it reads and writes
+        how = FittedOnText(options.match, tokens, options.text_share, str(command))
+        deployment.tune(data or DataConfig(), how)
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = _all_sizes(deployment, variants, options) if options.elastic else _one_size(deployment, variant, options)
 

@@ -1,11 +1,16 @@
 """What is kept of work that is interrupted or meets a full disk: the blocks split so far, the state of a fit."""
 
+import os
 import resource
+import signal
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from salaad.common.errors import UserError
 from salaad.compression.split import cached_parts
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.factored.slr import Slr
@@ -20,17 +25,25 @@ def parts_of(name: str) -> Slr:
     return Slr.from_parts(L, S, 2)
 
 
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Splitting:
     """A callable that splits blocks, is interrupted before block `stop`, and records in `asked` the blocks it got."""
 
-    def __init__(self, stop: str | None = None):
-        self.stop, self.asked = stop, []
+    def __init__(self, stop: str | None = None, interrupt: Callable[[], None] = ctrl_c):
+        self.stop, self.interrupt, self.asked = stop, interrupt, []
 
     def __call__(self, names):
         self.asked = list(names)
         for name in names:
             if name == self.stop:
-                raise KeyboardInterrupt
+                self.interrupt()
             yield name, parts_of(name)
 
 
@@ -49,25 +62,54 @@ def same(found: dict[str, Slr]) -> bool:
     return list(found) == list(SHAPES) and all(torch.equal(found[n].dense(), parts_of(n).dense()) for n in SHAPES)
 
 
-def test_a_split_that_is_interrupted_goes_on_with_the_blocks_that_are_left(tmp_path):
-    path, first, second, third = tmp_path / "cache" / "parts.safetensors", Splitting("c"), Splitting(), Splitting("a")
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize(("interrupt", "raised"), [(ctrl_c, KeyboardInterrupt), (terminate, UserError)])
+def test_a_split_that_is_interrupted_goes_on_with_the_blocks_that_are_left(tmp_path, interrupt, raised):
+    path, handler = tmp_path / "cache" / "parts.safetensors", signal.getsignal(signal.SIGTERM)
+    first, second, third = Splitting("c", interrupt), Splitting(), Splitting("a")
+    with pytest.raises(raised) as error:
         cached_parts(path, SHAPES, first)
+    if raised is UserError:
+        assert str(error.value) == (
+            "interrupted after 2 of 3 blocks were split; the same command goes on with the others"
+        )
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert same(cached_parts(path, SHAPES, second)) and (first.asked, second.asked) == (["a", "b", "c"], ["c"])
     assert same(cached_parts(path, SHAPES, third)) and third.asked == []
 
 
-def test_a_split_that_cannot_be_kept_is_made_again_and_nothing_more(tmp_path):
+DAMAGE = {
+    "not finite": lambda tensors: tensors["b/U"].fill_(torch.nan),
+    "no vector": lambda tensors: tensors.update({"b/values": torch.tensor(1.0)}),
+    "complex positions": lambda tensors: tensors.update({"b/positions": torch.zeros(3, dtype=torch.complex64)}),
+    "another shape": lambda tensors: tensors.update({"b/V": torch.zeros(2, 5)}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_block_that_is_damaged_on_disk_is_split_once_more(tmp_path, damage):
+    path, again = tmp_path / "parts.safetensors", Splitting()
+    cached_parts(path, SHAPES, Splitting())
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path)
+    assert same(cached_parts(path, SHAPES, again)) and again.asked == ["b"]
+
+
+def test_a_split_that_cannot_be_kept_is_made_again_and_nothing_more(tmp_path, capsys):
     path, again = tmp_path / "parts.safetensors", Splitting()
     with no_room():
         assert same(cached_parts(path, SHAPES, Splitting()))
     assert not any(tmp_path.iterdir())
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {path} cannot be written (File too large)")
     assert same(cached_parts(path, SHAPES, again)) and again.asked == list(SHAPES)
 
 
-def test_what_was_fitted_and_finds_no_room_is_an_error_of_the_disk_and_what_was_kept_before_stays(tmp_path):
-    saved = SavedTuning(tmp_path / "state.pt")
+def test_a_fit_that_finds_no_room_for_its_state_goes_on_with_a_warning_and_the_state_before_stays(tmp_path, capsys):
+    saved, module = SavedTuning(tmp_path / "state.pt"), torch.nn.Linear(1, 1)
     saved.save({"done": 1})
-    with no_room(), pytest.raises(OSError, match="no room, or no right to write") as raised:
+    with no_room():
         saved.save({"done": 2, "weights": torch.ones(1000)})
-    assert raised.value.filename == str(saved.path) and saved.load() == {"done": 1}
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {saved.path} cannot be written (no room, or no right to write")
+    assert saved.resumed(module, lambda state: state) == {"done": 1}

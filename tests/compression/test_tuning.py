@@ -33,42 +33,24 @@ from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
 from salaad.compression.tuning.distillation import distill, sizes_in_turn
 from salaad.compression.tuning.fitting import Fitting
-from salaad.compression.tuning.matching import layer_names, match
+from salaad.compression.tuning.matching import layer_names
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
-from salaad.factored.slr import Slr
 from salaad.model.loss import IGNORED, SummedDivergence, SummedLoss, summed_divergence
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, refused
 from tests.helpers.models import save_gpt2
 from tests.helpers.training import last_checkpoint
+from tests.helpers.tuned_models import SIZES, WTE, NeverAsked, Q, drawn, ids, tuned_model
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 pytestmark = pytest.mark.usefixtures("own_caches")
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-Q, WTE = "model.layers.1.self_attn.q_proj", "model.embed_tokens"
-
-
-def drawn(n: int, m: int, rank: int, nnz: int) -> Slr:
-    S = torch.zeros(n * m)
-    S[torch.randperm(n * m)[:nnz]] = torch.randn(nnz)
-    return Slr.from_parts(torch.randn(n, rank) @ torch.randn(rank, m), S.view(n, m), rank)
-
 
 @pytest.fixture
 def tuned() -> TunedModel:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, initializer_range=0.3, **SIZES)).eval()
-    parts = {Q: drawn(16, 16, 5, 30), WTE: drawn(40, 16, 4, 20)}
-    return TunedModel(
-        model, parts, {"lm_head.weight": model.lm_head.weight, "model.norm.weight": torch.full((16,), 2.0)}
-    )
-
-
-def ids(rows: int = 3) -> Tensor:
-    return torch.randint(3, 40, (rows, 9), generator=torch.Generator().manual_seed(1))
+    return tuned_model()
 
 
 # ---- what is trained
@@ -210,29 +192,9 @@ def test_a_step_goes_down_the_gradient_of_the_sum(tuned):
     assert fitting.done == 1 and all(p.grad is None for p in parameters)
 
 
-class NeverAsked:
-    asked = False
-
-
-def test_an_embedding_of_which_nothing_is_kept_is_left_out_of_matching(tuned, tmp_path):
-    tuned = TunedModel(tuned.model, tuned.parts() | {WTE: tuned.parts()[WTE].cut(0, 0)})
-    match(tuned, [{"input_ids": ids(), "labels": ids()}], SavedTuning(tmp_path / "state.pt"), NeverAsked())
-    assert tuned.parts()[WTE].parameters == 0
-    assert tuned.parts()[Q].dense().isfinite().all()
-
-
-def test_matching_reads_no_padding(tuned, tmp_path):
-    """Token ids after the end of a sequence do not change what is fitted."""
-    found = []
-    for filler in (0, 7):
-        copy = TunedModel(tuned.model, tuned.parts())
-        labels = ids().clone()
-        labels[:, 6:] = IGNORED
-        text = {"input_ids": ids().masked_fill(labels == IGNORED, filler), "labels": labels}
-        match(copy, [text], SavedTuning(tmp_path / f"{filler}.pt"), NeverAsked())
-        found.append(copy.parts()[Q].dense())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found[0], tuned.parts()[Q].dense(), rtol=1e-3)
+def done(saved: SavedTuning) -> int:
+    """Return the number of steps in a saved state of distillation."""
+    return torch.load(saved.path, weights_only=True)["fitting"]["done"]
 
 
 class StopsAfterTwo:
@@ -257,7 +219,7 @@ def test_a_stop_while_text_is_waited_for_saves_what_was_done(tuned, tmp_path):
     saved = SavedTuning(tmp_path / "state.pt")
     with pytest.raises(UserError, match="interrupted after 2 of 9 steps; the same command goes on"):
         distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked(), 0.0)
-    assert saved.load()["fitting"]["done"] == 2
+    assert done(saved) == 2
 
 
 class RepeatsAfterTwo(StopsAfterTwo):
@@ -275,7 +237,7 @@ def test_text_that_turns_out_to_repeat_ends_distillation_and_what_was_done_is_sa
         UserError, match="repeats after 2 of the 9 batches of --distill; give fewer tokens, or more text"
     ):
         distill(tuned, lambda state: RepeatsAfterTwo(), 9, saved, NeverAsked(), 0.0)
-    assert saved.load()["fitting"]["done"] == 2
+    assert done(saved) == 2
 
 
 # ---- the command

@@ -58,11 +58,16 @@ def distill(
     Raises:
         UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
     """
-    state, learner = saved.load(), Learner(tuned, Fitting(tuned.trained(), steps, RATE), text_share, kept_at)
-    if state is not None:
+
+    def begin(state: dict[str, Any] | None) -> tuple[Learner, TrainingStream]:
+        learner = Learner(tuned, Fitting(tuned.trained(), steps, RATE), text_share, kept_at)
+        if state is None:
+            return learner, open_stream(None)
         learner.load_state_dict(state)
+        return learner, open_stream(state["data"])
+
+    learner, stream = saved.resumed(tuned, begin)
     fitting, since = learner.fitting, time.monotonic()
-    stream = open_stream(None if state is None else state["data"])
 
     def save() -> None:
         saved.save({**learner.state_dict(), "data": stream.state_dict()})

@@ -48,10 +48,12 @@ class Fitting:
         return {"done": self.done, "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.last_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self.done = state["done"]
+        """Go on from `state`; a ValueError if its moments are those of other tensors."""
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.last_epoch = state["schedule"]
+        for p, moments in self.optimizer.state.items():
+            if any(moments[name].shape != p.shape for name in ("exp_avg", "exp_avg_sq")):
+                raise ValueError("the moments of Adam are those of other tensors")
+        self.done, self.schedule.last_epoch = int(state["done"]), int(state["schedule"])
 
 
 def _size(tensor: Tensor) -> float:

@@ -10,6 +10,7 @@ among the blocks is matched first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,104 +30,136 @@ PASSES = 4  # over the sequences, for every layer
 RATE = 0.03  # as in `Fitting`
 
 
-class Call(NamedTuple):
-    """The arguments that a module is called with: hidden states (or token ids), and all others."""
+class Arguments(NamedTuple):
+    """What a layer is called with besides hidden states; it depends on the shape of the rows alone."""
 
-    hidden: Tensor
     positional: tuple = ()
     named: Mapping[str, Any] = MappingProxyType({})
 
 
-def match(tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: SavedTuning, request: StopRequest) -> None:
-    """Fit all layers of `tuned`, with all its units, going on after the last layer that was saved.
+class Matching:
+    """The matching of a cut model, layer by layer; it goes on after the last layer that was saved.
 
     Args:
-        tuned: the cut model, which holds the dense one.
+        tuned: the cut model, which holds the dense one; all its units are fitted.
         texts: batches of sequences, `input_ids` and `labels` (rows × length).
         saved: where the state is saved after every layer.
         request: a request to stop.
-
-    Raises:
-        UserError: a stop was requested; the layers that were fitted are saved.
     """
-    model, base = tuned.model, tuned.model.base_model_prefix
-    batches, real = [text["input_ids"] for text in texts], [text["labels"] != IGNORED for text in texts]
-    state = saved.load() or {"fitted": []}
-    if state["fitted"]:
-        tuned.load_state_dict(state["tuned"])
 
-    def fit(name: str, calls: Sequence[Call], goals: Sequence[Tensor]) -> None:
-        if name not in state["fitted"] and any(part.numel() for part in tuned.trained(name)):
-            fit_module(tuned, name, calls, goals, real, request)
-            state["fitted"].append(name)
-            saved.save({**state, "tuned": tuned.state_dict()})
+    def __init__(
+        self, tuned: TunedModel, texts: Sequence[Mapping[str, Tensor]], saved: SavedTuning, request: StopRequest
+    ) -> None:
+        self._tuned, self._saved, self._request = tuned, saved, request
+        self._ids = [text["input_ids"] for text in texts]
+        self._real = [text["labels"] != IGNORED for text in texts]
+        self._fitted = saved.resumed(tuned, self._begin)
 
-    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    with torch.no_grad():
-        goals = [model.get_input_embeddings()(ids) for ids in batches]
-    fit(embedding, [Call(ids) for ids in batches], goals)
+    def _begin(self, state: dict[str, Any] | None) -> list[str]:
+        """Take over a saved state; return the names of the modules that are fitted."""
+        if state is None:
+            return []
+        self._tuned.load_state_dict(state["tuned"])
+        return [str(name) for name in state["fitted"]]
 
-    names = layer_names(model)
-    layers = [model.get_submodule(name) for name in names]
-    with torch.no_grad():
-        # The arguments of a layer other than hidden states depend on the shape of the rows alone.
-        others = {
-            ids.shape: calls_of(layers, lambda ids=ids: model.base_model(ids, use_cache=False)) for ids in batches
-        }
-        dense = [calls_of(layers[:1], lambda ids=ids: model.base_model(ids, use_cache=False))[0] for ids in batches]
-        cut = [
-            calls_of(layers[:1], lambda ids=ids: tuned.call_inside(base, ids, use_cache=False))[0] for ids in batches
-        ]
-    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+    def run(self) -> None:
+        """Fit all layers that are left, holding the hidden states before one layer only.
+
+        Raises:
+            UserError: a stop was requested; the layers that were fitted are saved.
+        """
+        self._fit_embedding()
+        tuned, model = self._tuned, self._tuned.model
+        names = layer_names(model)
+        layers = [model.get_submodule(name) for name in names]
+        one_of_each_shape = {ids.shape: ids for ids in self._ids}
+        of_shape = {shape: arguments_of(model, layers, ids) for shape, ids in one_of_each_shape.items()}
+        by_cut = partial(tuned.call_inside, model.base_model_prefix)
+        dense = [hidden_before(layers[0], model.base_model, ids) for ids in self._ids]
+        cut = [hidden_before(layers[0], by_cut, ids) for ids in self._ids]
+        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+            arguments = [of_shape[ids.shape][i] for ids in self._ids]
+            pass_through(layer, dense, arguments)
+            self._fit(name, cut, arguments, dense)
+            if name != names[-1]:
+                pass_through(partial(tuned.call_inside, name), cut, arguments)
+
+    def _fit_embedding(self) -> None:
+        model = self._tuned.model
+        module = model.get_input_embeddings()
         with torch.no_grad():
-            goals = [hidden_of(layer(call.hidden, *call.positional, **call.named)) for call in dense]
-        fit(name, cut, goals)
-        if i + 1 < len(names):
-            following = [others[ids.shape][i + 1] for ids in batches]
-            with torch.no_grad():
-                found = [
-                    hidden_of(tuned.call_inside(name, call.hidden, *call.positional, **call.named)) for call in cut
-                ]
-            dense = [call._replace(hidden=goal) for call, goal in zip(following, goals, strict=True)]
-            cut = [call._replace(hidden=hidden) for call, hidden in zip(following, found, strict=True)]
+            goals = [module(ids) for ids in self._ids]
+        [name] = [name for name, one in model.named_modules() if one is module]
+        self._fit(name, self._ids, [Arguments()] * len(goals), goals)
+
+    def _fit(
+        self, name: str, inputs: Sequence[Tensor], arguments: Sequence[Arguments], goals: Sequence[Tensor]
+    ) -> None:
+        """Fit the module named `name`, so that `inputs` give `goals` at the tokens that are real, and save the state.
+
+        Nothing is done if that was done before, or nothing in the module is trained.
+        """
+        if name in self._fitted or not any(part.numel() for part in self._tuned.trained(name)):
+            return
+        squares = [goal[real].float().square().mean() for goal, real in zip(goals, self._real, strict=True)]
+        scale = torch.stack(squares).mean()
+        fitting = Fitting(self._tuned.trained(name), PASSES * len(inputs), RATE)
+        bar = tqdm(range(fitting.steps), desc=f"matching {name}", unit="step", leave=False, disable=None)
+        for step in bar:
+            i = step % len(inputs)
+            found = hidden_of(self._tuned.call_inside(name, inputs[i], *arguments[i].positional, **arguments[i].named))
+            real = self._real[i]
+            loss = fitting.step([(found[real] - goals[i][real]).float().square().mean() / scale])
+            bar.set_postfix_str(f"error {loss**0.5:.3f}", refresh=False)
+            if self._request.asked:
+                raise UserError(f"interrupted while {name} was matched; the same command goes on with it")
+        self._fitted.append(name)
+        self._saved.save({"fitted": self._fitted, "tuned": self._tuned.state_dict()})
 
 
-def fit_module(
-    tuned: TunedModel,
-    name: str,
-    calls: Sequence[Call],
-    goals: Sequence[Tensor],
-    real: Sequence[Tensor],
-    request: StopRequest,
-) -> None:
-    """Fit the module named `name` so that `calls` give `goals`, at the tokens that are `real` (bool)."""
-    goals = [goal[places] for goal, places in zip(goals, real, strict=True)]
-    scale = torch.stack([goal.float().square().mean() for goal in goals]).mean()
-    fitting = Fitting(tuned.trained(name), PASSES * len(calls), RATE)
-    bar = tqdm(range(fitting.steps), desc=f"matching {name}", unit="step", leave=False, disable=None)
-    for step in bar:
-        i = step % len(calls)
-        found = hidden_of(tuned.call_inside(name, calls[i].hidden, *calls[i].positional, **calls[i].named))
-        loss = fitting.step([(found[real[i]] - goals[i]).float().square().mean() / scale])
-        bar.set_postfix_str(f"error {loss**0.5:.3f}", refresh=False)
-        if request.asked:
-            raise UserError(f"interrupted while {name} was matched; the same command goes on with it")
+@torch.no_grad()
+def pass_through(layer: Callable[..., Any], hidden: list[Tensor], arguments: Sequence[Arguments]) -> None:
+    """Replace the hidden states before a layer by those behind it, in the same list, one batch after the other."""
+    for i, given in enumerate(arguments):
+        hidden[i] = hidden_of(layer(hidden[i], *given.positional, **given.named))
 
 
-def calls_of(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[Call]:
-    """Return the arguments that each of `layers` is called with in `run`."""
-    calls: list[Call] = []
+@torch.no_grad()
+def arguments_of(model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor) -> list[Arguments]:
+    """Return what each of `layers` is called with, besides hidden states, for token ids (rows × length)."""
+    found: list[Arguments] = []
 
     def note(module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-        calls.append(Call(inputs[0], inputs[1:], named))
+        found.append(Arguments(inputs[1:], named))
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        run()
+        model.base_model(ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
+    return found
+
+
+class _Reached(Exception):
+    """Raised with the hidden states before a layer."""
+
+
+@torch.no_grad()
+def hidden_before(layer: nn.Module, body: Callable[..., Any], ids: Tensor) -> Tensor:
+    """Return the hidden states (rows × length × width) that `body` calls `layer` with; nothing behind it is run."""
+
+    def stop(module: nn.Module, inputs: tuple) -> None:
+        raise _Reached(inputs[0])
+
+    hook = layer.register_forward_pre_hook(stop)
+    try:
+        body(ids, use_cache=False)
+    except _Reached as reached:
+        return reached.args[0]
+    finally:
+        hook.remove()
+    raise RuntimeError(f"{type(layer).__name__} was not called")
 
 
 def layer_names(model: PreTrainedModel) -> list[str]:

@@ -17,7 +17,7 @@ from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
 from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, distill
-from salaad.compression.tuning.matching import PASSES, layer_names, match
+from salaad.compression.tuning.matching import PASSES, Matching, layer_names
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.config.run import DataConfig
@@ -111,10 +111,10 @@ class Tuning:
         """Return the cut named `name` after matching; unchanged if matching is left out."""
         if not self.how.match:
             return cut
-        tuned, saved = self._begin(cut), self._saved(f"match {name} {self._sequences.digest}")
+        tuned, saved = self._begin(cut), self._saved(f"match {name}")
         device = best_device()
         texts = [{key: part.to(device) for key, part in batch.items()} for batch in self._sequences.batches()]
-        match(tuned, texts, saved, self._request)
+        Matching(tuned, texts, saved, self._request).run()
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def distilled(
@@ -123,8 +123,7 @@ class Tuning:
         """Return the cut named `name` after distillation at the sizes of `kept_at`; unchanged if that is left out."""
         if not self.how.tokens:
             return cut
-        tuned, matched = self._begin(cut), self._sequences.digest if self.how.match else ""
-        saved = self._saved(f"distill {name} {self.steps} {RATE} {self.how.text_share} {self._rows_read} {matched}")
+        tuned, saved = self._begin(cut), self._saved(f"distill {name} {RATE}")
         distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
@@ -145,7 +144,9 @@ class Tuning:
         return TunedModel(self._model, cut.parts, cut.vectors)
 
     def _saved(self, of: str) -> SavedTuning:
-        key = sha256(f"{self.source.digest} {of}".encode()).hexdigest()[:16]
+        matched_on = self._sequences.digest if self.how.match else ""
+        depends_on = f"{self.source.digest} {self.how} {self._rows_read} {matched_on} {of}"
+        key = sha256(depends_on.encode()).hexdigest()[:16]
         saved = SavedTuning(self.source.cache / "tuning" / f"{key}.pt")
         self._states.append(saved)
         return saved
