@@ -38,7 +38,7 @@ from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
 from salaad.model.loss import IGNORED, SummedDivergence, SummedLoss, summed_divergence
 from salaad.runs.model_on_disk import ModelOnDisk
-from tests.helpers.deploying import compress, refused
+from tests.helpers.deploying import compress, refused, text_options
 from tests.helpers.models import save_gpt2
 from tests.helpers.training import last_checkpoint
 from tests.helpers.tuned_models import SIZES, WTE, NeverAsked, Q, drawn, ids, tuned_model
@@ -401,8 +401,7 @@ def sharpen(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.fixture
 def text(tiny_tokenizer_dir, text_files) -> dict[str, object]:
     """Options that name a text and a tokenizer, for models that were saved without a run."""
-    of = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tiny_tokenizer_dir}
-    return of | {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
+    return text_options(text_files, tiny_tokenizer_dir)
 
 
 @pytest.mark.parametrize("way", ["rpca", "godec"])

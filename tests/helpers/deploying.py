@@ -51,5 +51,11 @@ def refused(program: str, *arguments: object) -> str:
     return err
 
 
+def text_options(text_files: dict[str, list[str]], tokenizer: str) -> dict[str, object]:
+    """Return options that name a text and a tokenizer, for models that were saved without a run."""
+    of = {"data.source": "files", "data.sequence_length": 32, "data.tokenizer": tokenizer}
+    return of | {"data.files": text_files["train"][0], "data.validation_files": text_files["validation"][0]}
+
+
 def rows_of(folder: Path, name: str) -> list[dict]:
     return json.loads((folder / f"{name}.json").read_text())["rows"]

@@ -1,0 +1,66 @@
+"""A compress command that is interrupted and given again, beside others on the same model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from salaad.common.cache_folder import cache_folder
+from salaad.common.signals import StopRequest
+from salaad.compression import from_checkpoint
+from tests.helpers.deploying import compress, refused, text_options
+from tests.helpers.models import save_gpt2
+
+pytestmark = pytest.mark.usefixtures("own_caches")
+
+
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    return save_gpt2(tmp_path / "gpt2")
+
+
+@pytest.fixture
+def words(text_files, tiny_tokenizer_dir) -> dict[str, object]:
+    return {"rpca": True, "budget": "0.8", "dtype": "float32"} | text_options(text_files, tiny_tokenizer_dir)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_command_that_is_given_again_cuts_the_same_model_though_gradients_differ_in_their_last_bits(
+    gpt2, words, tmp_path, monkeypatch
+):
+    compress(gpt2, tmp_path / "first", calibrate=8, **words)
+    exact = from_checkpoint.second_moments_of_text
+
+    def otherwise(*arguments):
+        """Return other moments, as another run on a GPU does, though much further off."""
+        return {name: tuple(side.flip(0) for side in pair) for name, pair in exact(*arguments).items()}
+
+    monkeypatch.setattr(from_checkpoint, "second_moments_of_text", otherwise)
+    compress(gpt2, tmp_path / "again", calibrate=8, **words)
+    first, again = tensors(tmp_path / "first"), tensors(tmp_path / "again")
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    compress(gpt2, tmp_path / "other text", calibrate=9, **words)  # is calibrated anew
+    other = tensors(tmp_path / "other text")
+    assert any(name not in other or not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_command_leaves_the_saved_states_of_others_with_the_same_cut(gpt2, words, tmp_path, monkeypatch):
+    asked = iter([False] * 6)  # in the split, at four steps of the first layer and one of the second
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            StopRequest, "asked", property(lambda self: next(asked, True), lambda self, value: None), raising=False
+        )
+        refused("compress.py", f"--checkpoint={gpt2}", *as_options(words), "--match=8", f"--output={tmp_path / 'a'}")
+    [kept] = cache_folder().rglob("tuning/*.pt")
+    compress(gpt2, tmp_path / "b", match=8, **words | {"format": "dense"})
+    assert kept.exists()
+    compress(gpt2, tmp_path / "another place", match=8, **words)
+    assert not kept.exists()
+
+
+def as_options(words: dict[str, object]) -> list[str]:
+    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in words.items()]
