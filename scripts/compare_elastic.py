@@ -310,7 +310,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     at_least(options, 1, "jobs", "tokens")
     for name, file in (("--search", options.search), ("--other-text", options.other_text)):
         check(file is None or Path(file).is_file(), f"{name} {file} is no file; give an existing one")
-    options.ways = tuple(options.ways.split(";"))
+    options.ways = separated(options.ways)
     for way in options.ways:
         check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
     check(
@@ -321,10 +321,15 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     return options, tuple(extra)
 
 
+def separated(names: str) -> tuple[str, ...]:
+    """Return the names in a list with semicolons; spaces around them count for nothing."""
+    return tuple(name.strip() for name in names.split(";"))
+
+
 def asked_for(every: Sequence[Training], options: argparse.Namespace) -> list[tuple[Training, int]]:
     """Return the trainings that --rows names, each with all seeds that it is trained with."""
-    labels, repeated = [training.label for training in every], options.repeated.split(";")
-    asked = options.rows.split(";") if options.rows else labels
+    labels, repeated = [training.label for training in every], separated(options.repeated)
+    asked = separated(options.rows) if options.rows else labels
     for label in (*asked, *repeated):
         check(label in labels, f"there is no row {label!r}; give some of {'; '.join(labels)}")
     return [

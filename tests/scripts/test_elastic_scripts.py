@@ -171,3 +171,15 @@ def test_a_training_costs_what_its_method_passes_through(tmp_path):
     per_token = 6 * passed + 12 * 4 * 128 * 256  # and the products of attention
     cost = elastic_ways.Measured(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
     assert cost == {"tokens": 1000, "operations": pytest.approx(1000 * per_token)}
+
+
+def test_names_may_have_spaces_around_their_semicolons_as_in_the_list_of_what_is_left(tmp_path, monkeypatch, capsys):
+    listed = []
+    for between in (";", " ; "):
+        rows, ways = between.join(("SALAAD", "full-rank")), between.join(("rpca, head", "head, tuned"))
+        words = ["compare_elastic.py", f"--rows={rows}", f"--ways={ways}", f"--repeated={rows}", "--list"]
+        monkeypatch.setattr(sys, "argv", [*words, f"--runs={tmp_path}", f"--output={tmp_path / 'elastic.json'}"])
+        compare_elastic.main()
+        listed.append(capsys.readouterr().out)
+    assert listed[0] == listed[1]
+    assert "rpca, head" in listed[1] and "head, tuned" in listed[1]
