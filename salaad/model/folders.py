@@ -17,9 +17,16 @@ from salaad.common.files import inside, is_file
 from salaad.model.weight_headers import weight_files
 
 # Files to download: configuration, weights, tokenizers, licence and model card; not the same weights in other formats,
-# nor subfolders, except those whose name begins with s, as L and S may be in `surrogate/`.
+# nor subfolders, except the one that L and S may be in. The hub's patterns know no exceptions, so there is one pattern
+# for every letter in which another name may begin to differ, and one for every name that ends before it.
+_SUBFOLDER = "surrogate"
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*"]
-_UNWANTED = ["[!s]*/*", "consolidated*"]
+_UNWANTED = [
+    "consolidated*",
+    *(f"{_SUBFOLDER[:i]}[!{letter}]*/*" for i, letter in enumerate(f"{_SUBFOLDER}/")),
+    *(f"{_SUBFOLDER[:i]}/*" for i in range(1, len(_SUBFOLDER))),
+    f"{_SUBFOLDER}/*/*",
+]
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _TERMS = re.compile(r"(licen[sc]e|notice|copying)([._-].*)?", re.IGNORECASE)
 CARD, SOURCE_CARD = "README.md", "README.source.md"

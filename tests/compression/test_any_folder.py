@@ -128,8 +128,18 @@ def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_n
         folder = folders.local_folder(NAME, "--checkpoint")
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
     [options] = asked
-    listed = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "LICENSE", "surrogate/index.json"]
+    listed = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.model",
+        "LICENSE",
+        "special_tokens_map.json",
+    ]
+    listed += ["surrogate/index.json", "surrogate/00001.safetensors"]
     others = ["pytorch_model.bin", "onnx/config.json", "original/params.json", "consolidated.safetensors", "code.py"]
+    folders_of_others = ["s", "su", "surrogat", "surrogates", "surrogate.old", "surrogate/old", "safety_checker"]
+    folders_of_others += ["sentence_bert", "sub/surrogate", "Surrogate", ".surrogate", "x/y/z"]
+    others += [f"{name}/{file}" for name in folders_of_others for file in ("config.json", "model.safetensors")]
     filters = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects([*listed, *others], **filters)) == listed
 
