@@ -76,10 +76,15 @@ class NestedDeployment:
         """Do nothing: no state is kept for resuming."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """Return the variant of the requested budget, or X for none; a UserError for an option that needs L and S."""
+        """Return the variant of the requested budget, or X for none; an error for what needs L and S."""
         wrong = option_that_cuts(options)
         if wrong is not None:
             raise UserError(f"{self.source.name} holds narrower models and no L and S to be cut; leave {wrong} out")
+        if options.dtype == "int8":
+            raise UserError(
+                f"{self.source.name} holds narrower models and no L and S, and --dtype int8 stores U, V and S; give "
+                "bfloat16 or float32"
+            )
         return Variant(options.budget or "X", budget, stored=budget is not None)
 
     @contextmanager
