@@ -146,11 +146,12 @@ class Learner:
 def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], list[Kept]]:
     """Return a function: step → what two sizes keep.
 
-    One of them moves between two counts of compressible parameters, the other is the smallest.
+    One of them moves between two counts of compressible parameters, the other is the smallest, which may be nothing.
     """
+    ratio = max(smallest, 1) / max(largest, 1)
 
     def kept_at(step: int) -> list[Kept]:
         place = (step + 1) * _GOLDEN % 1
-        return [keep(round(largest * (smallest / largest) ** place)), keep(smallest)]
+        return [keep(round(largest * ratio**place)), keep(smallest)]
 
     return kept_at

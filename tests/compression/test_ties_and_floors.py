@@ -1,0 +1,82 @@
+"""Models whose head is their embedding, and the smallest sizes, of which all L and S are gone."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from salaad.common.errors import UserError
+from salaad.compression.from_nested import NestedDeployment
+from salaad.compression.tuning.distillation import sizes_in_turn
+from salaad.config.commands import CompressOptions
+from salaad.model.nested_widths import Widths
+from tests.helpers.deploying import compress, refused, text_options
+from tests.helpers.models import logits, open_folder, save_gpt2
+from tests.helpers.tiny_llama import llama
+
+pytestmark = pytest.mark.usefixtures("own_caches")
+
+WTE, DENSE = 512 * 32, 42880  # parameters of the small GPT-2
+FIXED = DENSE - WTE - 2 * 12 * 32 * 32  # biases, norms and positions
+
+
+@pytest.fixture
+def gpt2(tmp_path) -> Path:
+    """A GPT-2, whose head is its embedding."""
+    return save_gpt2(tmp_path / "gpt2")
+
+
+def test_a_tied_embedding_is_cut_to_one_weight_that_is_counted_once_in_every_kind_of_folder(gpt2, tmp_path):
+    words, opened = {"rpca": True, "embedding": True, "dtype": "float32"}, {}
+    for form in ("dense", "factored"):
+        compress(gpt2, tmp_path / form, budget=24000, refine=0, format=form, **words)
+        opened[form] = open_folder(tmp_path / form)
+    compress(gpt2, tmp_path / "elastic", elastic=True, **words)
+    opened["elastic"] = open_folder(tmp_path / "elastic", budget=24000)
+    for model in opened.values():
+        assert model.lm_head.weight is model.transformer.wte.weight
+        # Sums in another order than the dense products.
+        torch.testing.assert_close(logits(model), logits(opened["dense"]), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(opened["dense"].lm_head.weight, AutoModelForCausalLM.from_pretrained(gpt2).lm_head.weight)
+    entry = json.loads((tmp_path / "elastic" / "config.json").read_text())["quantization_config"]
+    assert (entry["fixed"], entry["dense"]) == (FIXED, DENSE)
+
+
+@pytest.mark.parametrize("fit", [{}, {"match": 8, "distill": "256"}])
+def test_at_the_floor_blocks_are_zero_in_a_folder_of_one_size_and_of_all(
+    gpt2, tmp_path, text_files, tiny_tokenizer_dir, fit
+):
+    words = {"rpca": True, "embedding": True, "dtype": "float32", **fit}
+    words |= text_options(text_files, tiny_tokenizer_dir) if fit else {}
+    compress(gpt2, tmp_path / "one", budget=FIXED, **words)
+    compress(gpt2, tmp_path / "all", "--elastic", budget=f"{FIXED + 1},{FIXED}", **words)
+    for model in (open_folder(tmp_path / "one"), open_folder(tmp_path / "all", budget=FIXED)):
+        assert logits(model).abs().max() == 0  # the head is the embedding, of which nothing is left
+    with pytest.raises(UserError, match=r"below the floor of 1\.92K"):
+        open_folder(tmp_path / "all", budget=FIXED - 1)
+    floor = f"budget {FIXED / 1000}K is below the floor of {(FIXED + WTE) / 1000}K"
+    assert floor in refused("compress.py", f"--checkpoint={gpt2}", "--output=o", "--rpca", f"--budget={FIXED}")
+
+
+def test_where_the_smallest_size_keeps_nothing_other_sizes_are_trained_all_the_same():
+    at = sizes_in_turn(0, 4000, lambda size: size)
+    steps = [at(step) for step in range(50)]
+    assert {smallest for _, smallest in steps} == {0}
+    others = [one for one, _ in steps]
+    assert min(others) < 10 and max(others) > 2000 and len(set(others)) > 30
+    assert sizes_in_turn(0, 0, lambda size: size)(3) == [0, 0]
+
+
+def test_narrower_models_are_not_stored_in_int8():
+    model = llama()
+    source = SimpleNamespace(name="nested", folder=SimpleNamespace(outline=model))
+    nested = NestedDeployment(source, lambda model: Widths(model, 1))
+    options = {"checkpoint": "nested", "output": "made"}
+    with pytest.raises(
+        UserError, match=r"nested holds .* and --dtype int8 stores U, V and S; give bfloat16 or float32"
+    ):
+        nested.variant_for(CompressOptions(**options, dtype="int8"), None)
+    assert nested.variant_for(CompressOptions(**options), None).name == "X"
