@@ -4,21 +4,23 @@ parts ── in order of size, in a norm weighted by `sensitivity` ──▶ kep
       ── alternating projections towards the target ──▶ refined
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from salaad import hpa
 from salaad.common.budgets import fit, to_remove
 from salaad.compression.refinement import refine
 from salaad.compression.sensitivity import Weights
-from salaad.compression.split import Parts
+from salaad.compression.split import Make, Parts, with_bar
 from salaad.compression.variants import Variant
 from salaad.energy_allocation import Spectra, UnitQueue, allocate_by_energy, implied_kappa
 from salaad.factored.slr import Slr
+
+REFINED = "refined"
+Collect = Callable[[str, Parts, Make], Parts]  # what is made, of which parts, the function that makes it → all of it
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,32 @@ class Whole:
         return self.weights[name].of(T) if name in self.weights else T
 
 
-def cut(whole: Whole, variant: Variant) -> Parts:
-    """Return L + S cut to the variant's budget; all of L + S without a budget, or if it fits the budget."""
+def in_memory(of: str, begin: Parts, make: Make) -> Parts:
+    """Return the blocks that `make` refines from `begin`; an interrupted command leaves nothing of them."""
+    return dict(with_bar(make(begin), len(begin), 0, REFINED))
+
+
+def cut(whole: Whole, variant: Variant, collect: Collect = in_memory) -> Parts:
+    """Return L + S cut to the variant's budget; all of L + S without a budget, or if it fits the budget.
+
+    Args:
+        whole: L + S before the cut.
+        variant: budget, allocation and refinement.
+        collect: function that collects the blocks while they are refined.
+    """
     if variant.budget is None or variant.budget >= whole.parameters:
         return whole.parts
     parts = whole.weighted()
     kept = _kept(parts, whole.fixed, variant)
     small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
     if variant.refine:
-        small = {name: _refined(whole, variant, name, slr) for name, slr in _with_bar(small)}
+        small = _refined(whole, variant, small, collect)
     return whole.unweighted(small)
 
 
-def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tuple[Parts, UnitQueue]:
+def all_sizes(
+    whole: Whole, variant: Variant, first: Parts | None = None, collect: Collect = in_memory
+) -> tuple[Parts, UnitQueue]:
     """Return all units, and their order by value per parameter, of which every size keeps the first ones.
 
     Without a refinement these are the units of L + S. With one, the first are those of the cut refined at the variant's
@@ -91,26 +106,35 @@ def all_sizes(whole: Whole, variant: Variant, first: Parts | None = None) -> tup
         whole: L + S before the cut.
         variant: budget and refinement of the cut.
         first: the cut, if it was fitted in another way than by refinement.
+        collect: function that collects the blocks while they are refined.
     """
     parts = whole.weighted()
     if first is None and (not variant.refine or variant.budget >= whole.parameters):
         return whole.unweighted(parts), UnitQueue.of(spectra(parts))
-    kept = _kept(parts, whole.fixed, variant)
-    near, second = {}, {}
-    for name, slr in _with_bar(parts):
-        if first is None:
-            near[name] = _refined(whole, variant, name, slr.cut(*kept[name]))
-        else:
-            fitted = first[name]
-            near[name] = (whole.weights[name].of_units(fitted) if name in whole.weights else fitted).resorted()
-        lacking = whole.weighted_target(name) - near[name].dense()
-        second[name] = refine(
-            lacking.to(whole.device),
-            rank=slr.rank - near[name].rank,
-            nnz=slr.nnz - near[name].nnz,
-            iterations=variant.refine,
-            taken=(near[name].sparse() != 0).to(whole.device),
-        ).to("cpu")
+    if first is None:
+        kept = _kept(parts, whole.fixed, variant)
+        near = _refined(whole, variant, {name: slr.cut(*kept[name]) for name, slr in parts.items()}, collect)
+    else:
+        near = {
+            name: (whole.weights[name].of_units(first[name]) if name in whole.weights else first[name]).resorted()
+            for name in parts
+        }
+
+    def rest(names: Collection[str]) -> Iterator[tuple[str, Slr]]:
+        for name in names:
+            lacking = whole.weighted_target(name) - near[name].dense()
+            yield (
+                name,
+                refine(
+                    lacking.to(whole.device),
+                    rank=parts[name].rank - near[name].rank,
+                    nnz=parts[name].nnz - near[name].nnz,
+                    iterations=variant.refine,
+                    taken=(near[name].sparse() != 0).to(whole.device),
+                ).to("cpu"),
+            )
+
+    second = collect(f"rest, {variant.refine} alternations", near, rest)
     orders = [UnitQueue.of(spectra(some)) for some in (near, second)]
     order = UnitQueue(orders[0].costs, torch.cat([one.counts for one in orders]))
     return whole.unweighted({name: Slr.joined(near[name], second[name]) for name in parts}), order
@@ -124,6 +148,11 @@ def kappa_of(whole: Parts, kept: Parts) -> float | None:
 def spectra(parts: Parts) -> Spectra:
     """Return block → (n, m, singular values, entries of S)."""
     return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
+
+
+def shapes(parts: Parts) -> dict[str, tuple[int, int]]:
+    """Return block → (n, m)."""
+    return {name: slr.shape for name, slr in parts.items()}
 
 
 def sizes(parts: Parts) -> hpa.Blocks:
@@ -140,10 +169,13 @@ def _kept(parts: Parts, fixed: int, variant: Variant) -> hpa.Kept:
     return allocate_by_energy(spectra(parts), remove=remove)
 
 
-def _refined(whole: Whole, variant: Variant, name: str, slr: Slr) -> Slr:
-    T, S = (part.to(whole.device) for part in (whole.weighted_target(name), slr.sparse()))
-    return refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
+def _refined(whole: Whole, variant: Variant, small: Parts, collect: Collect) -> Parts:
+    """Return the units of a cut, in the weighted norm, after refinement."""
 
+    def make(names: Collection[str]) -> Iterator[tuple[str, Slr]]:
+        for name in names:
+            slr = small[name]
+            T, S = (part.to(whole.device) for part in (whole.weighted_target(name), slr.sparse()))
+            yield name, refine(T, rank=slr.rank, nnz=slr.nnz, iterations=variant.refine, S=S).to("cpu")
 
-def _with_bar(parts: Parts) -> tqdm:
-    return tqdm(parts.items(), desc="refining", unit="block", leave=False, disable=None)
+    return collect(f"cut, {variant.refine} alternations", small, make)

@@ -58,13 +58,11 @@ class FittedOnText(NamedTuple):
         match: number of sequences that layers are matched on; 0 leaves matching out.
         tokens: number of tokens of distillation; 0 leaves distillation out.
         text_share: share of the text's own next token in the target of distillation, from 0 to 1.
-        command: the options of the command; a saved state belongs to one command, which deletes it at its end.
     """
 
     match: int
     tokens: int
     text_share: float
-    command: str = ""
 
 
 class TuningCost(NamedTuple):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
-from salaad.compression.cut import Whole, all_sizes, cut, kappa_of
+from salaad.compression.cut import Collect, Whole, all_sizes, cut, in_memory, kappa_of
 from salaad.compression.deployment import (
     FittedOnText,
     OpenedVariant,
@@ -40,6 +40,7 @@ from salaad.compression.split import (
 from salaad.compression.trained_factors import TrainedFactors
 from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.compression.tuning.tune import Fitted, Tuning
+from salaad.compression.unfinished import Unfinished
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
@@ -68,6 +69,8 @@ class CheckpointDeployment:
     Args:
         source: the model on disk.
         post_hoc: how to split X after the fact, in place of the trained L + S or, with `beside`, in addition to it.
+        command: the options of a command that keeps refined blocks in the cache, to go on from after an interruption;
+            without it they are held in memory alone.
 
     Attributes:
         shapes: block → (n, m).
@@ -77,8 +80,10 @@ class CheckpointDeployment:
         UserError: the model is to be split but is stored in parts, or is to be split beside L + S and has none.
     """
 
-    def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None) -> None:
+    def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None, command: str | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
+        self.unfinished = Unfinished(source.cache / "unfinished", command or "")
+        self._collect: Collect = in_memory if command is None else self.unfinished.collect
         self.calibration: CalibrationText | None = None
         self.tuning: Tuning | None = None
         model = source.folder.outline
@@ -163,15 +168,14 @@ class CheckpointDeployment:
         self.__dict__.pop("calibrated_weights", None)
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:  # noqa: D102
-        self.tuning = Tuning(self.source, own_text(self.source, data), how)
+        self.tuning = Tuning(self.source, own_text(self.source, data), how, self.unfinished)
         self.tuning.check()
 
     def tuning_cost(self, ranges: int | None) -> TuningCost | None:  # noqa: D102
         return self.tuning and TuningCost(self.tuning.tokens, self.tuning.operations(ranges))
 
     def written(self) -> None:  # noqa: D102
-        if self.tuning is not None:
-            self.tuning.forget()
+        self.unfinished.remove()
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant that the options ask for; HPA's default κ takes the same fraction of L and of S."""
@@ -237,7 +241,7 @@ class CheckpointDeployment:
             return {}
         of = self._name_of(variant)
         if of not in self._last_cut:
-            self._last_cut = {of: cut(self._whole(self.weights(variant)), variant)}
+            self._last_cut = {of: cut(self._whole(self.weights(variant)), variant, self._collect)}
         return self._last_cut[of]
 
     def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:  # noqa: D102
@@ -255,8 +259,9 @@ class CheckpointDeployment:
         """Return the sizes from the variant's up: less than `below` and, if fitted on text, at most the size of X."""
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
-            first = self.tuning.matched(self.tuning.untouched(cut(whole, variant)), self._name_of(variant))
-        parts, queue = all_sizes(whole, variant, first.parts if first else None)
+            small = cut(whole, variant, self._collect)
+            first = self.tuning.matched(self.tuning.untouched(small), self._name_of(variant))
+        parts, queue = all_sizes(whole, variant, first.parts if first else None, self._collect)
         ends = [] if below is None else [below - 1]
         if first is not None:
             ends.append(self.dense)  # X itself is better than a fit of more parameters than it has

@@ -13,13 +13,10 @@ from salaad.model.folder_formats import is_any_size
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
-def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Deployment:
-    """Return the deployment that cuts the model on disk.
-
-    `post_hoc` splits weights after the fact, in place of the trained L + S or, with `beside`, in addition to it.
-    """
+def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None, command: str | None = None) -> Deployment:
+    """Return the deployment that cuts the model on disk; arguments as of `CheckpointDeployment`."""
     if post_hoc is not None and not post_hoc.beside:
-        return CheckpointDeployment(source, post_hoc)
+        return CheckpointDeployment(source, post_hoc, command)
     if is_any_size(getattr(source.folder.config, "quantization_config", None) or {}):
         return ElasticDeployment(source)
     config = config_of(source)
@@ -29,4 +26,4 @@ def open_deployment(source: ModelOnDisk, post_hoc: PostHoc | None = None) -> Dep
         if widths_in(source.folder.outline) is not None:
             method.check(source.folder.outline, config)
             return NestedDeployment(source, widths_in)
-    return CheckpointDeployment(source, post_hoc)
+    return CheckpointDeployment(source, post_hoc, command)

@@ -27,6 +27,8 @@ from salaad.prox import effective_rank, soft_threshold
 from salaad.rpca import not_a_finite_matrix, rpca
 
 Parts = dict[str, Slr]
+Shapes = Mapping[str, tuple[int, int]]
+Make = Callable[[Collection[str]], Iterator[tuple[str, Slr]]]  # names → each name with its parts, one after the other
 _ALTERNATIONS = 50  # of GoDec at the most; it ends at a plateau
 _ROOM = 1.15  # parameters of GoDec's L + S over those a budget keeps, so that blocks may keep different shares
 
@@ -160,9 +162,7 @@ def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: tor
         yield name, post_hoc.split(X.to(device))
 
 
-def cached_parts(
-    path: Path, shapes: Mapping[str, tuple[int, int]], make: Callable[[Collection[str]], Iterator[tuple[str, Slr]]]
-) -> Parts:
+def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") -> Parts:
     """Return the parts that the file at `path` holds, the rest from `make`; all are saved there, even if interrupted.
 
     On SIGTERM, SIGUSR1 or Ctrl-C the block in work is given up, as it may take longer than a scheduler waits.
@@ -171,24 +171,25 @@ def cached_parts(
         path: a safetensors file; it is ignored if it is broken, as are parts of another shape in it.
         shapes: name → (n, m) of every block.
         make: function of names that yields each name with its parts.
+        done: what is done to the blocks, for the progress bar and the error.
 
     Raises:
-        UserError: a stop was requested; the blocks that were split are saved.
+        UserError: a stop was requested; the blocks that were done are saved.
     """
     parts = dict(_kept(path, shapes))
     left = [name for name in shapes if name not in parts]
     if not left:
         return {name: parts[name] for name in shapes}
-    what, there = "splitting blocks into L + S", len(parts)
-    bar = tqdm(make(left), total=len(shapes), initial=there, desc=what, unit="block", leave=False, disable=None)
+    there = len(parts)
+    bar = with_bar(make(left), len(shapes), there, done)
     with StopRequest() as request:
         try:
             with request.ends_waiting():
                 parts.update(bar)
         except Stopped:
             raise UserError(
-                f"interrupted after {len(parts)} of {len(shapes)} blocks were split; the same command goes on with the "
-                "others"
+                f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on with "
+                "the others"
             ) from None
         finally:
             bar.close()
@@ -197,7 +198,12 @@ def cached_parts(
     return {name: parts[name] for name in shapes}
 
 
-def _kept(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Slr]]:
+def with_bar(parts: Iterator[tuple[str, Slr]], total: int, there: int, done: str) -> tqdm:
+    """Return `parts` with a progress bar over `total` blocks, of which some are `there` before."""
+    return tqdm(parts, total=total, initial=there, desc=f"blocks {done}", unit="block", leave=False, disable=None)
+
+
+def _kept(path: Path, shapes: Shapes) -> Iterator[tuple[str, Slr]]:
     if not path.is_file():
         return
     # Whatever is wrong with the file or with a block in it, that is split once more.

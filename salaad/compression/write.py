@@ -75,9 +75,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         deployment.calibrate(data or DataConfig(), options.calibrate)
     if options.match or options.distill:
         tokens = parse_count(options.distill) if options.distill else 0
-        command = replace(options, checkpoint="", output="")  # the same command, wherever it reads and writes
-        how = FittedOnText(options.match, tokens, options.text_share, str(command))
-        deployment.tune(data or DataConfig(), how)
+        deployment.tune(data or DataConfig(), FittedOnText(options.match, tokens, options.text_share))
     tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
     content = _all_sizes(deployment, variants, options) if options.elastic else _one_size(deployment, variant, options)
 
@@ -103,13 +101,14 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
 def _opened(source: ModelOnDisk, options: CompressOptions) -> tuple[Deployment, dict[str, int]]:
     """Return the deployment and the requested sizes (see `budgets_of`); GoDec's L + S has room for the largest size."""
     split = split_of(source, options)
-    deployment = open_deployment(source, split)
+    command = str(replace(options, checkpoint="", output=""))  # the same command, wherever it reads and writes
+    deployment = open_deployment(source, split, command)
     budgets = budgets_of(options, deployment.dense)
     largest = next(iter(budgets.values()), None)
     if options.godec and largest is not None:
         raised = [name for name in ("rank_ratio", "density") if getattr(options, name) is None]
         split = split.with_room(deployment.shapes.values(), largest - deployment.fixed, raised)
-        deployment = open_deployment(source, split)
+        deployment = open_deployment(source, split, command)
     return deployment, budgets
 
 

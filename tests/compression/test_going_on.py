@@ -1,5 +1,7 @@
 """A compress command that is interrupted and given again, beside others on the same model."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from safetensors.torch import load_file
 
 from salaad.common.cache_folder import cache_folder
 from salaad.common.signals import StopRequest
-from salaad.compression import from_checkpoint
+from salaad.compression import cut, from_checkpoint
 from tests.helpers.deploying import compress, refused, text_options
 from tests.helpers.models import save_gpt2
 
@@ -55,11 +57,37 @@ def test_a_command_leaves_the_saved_states_of_others_with_the_same_cut(gpt2, wor
             StopRequest, "asked", property(lambda self: next(asked, True), lambda self, value: None), raising=False
         )
         refused("compress.py", f"--checkpoint={gpt2}", *as_options(words), "--match=8", f"--output={tmp_path / 'a'}")
-    [kept] = cache_folder().rglob("tuning/*.pt")
+    kept = list(cache_folder().rglob("unfinished/*"))
+    assert len(kept) == 2  # the blocks as they were refined, and the state of matching
     compress(gpt2, tmp_path / "b", match=8, **words | {"format": "dense"})
-    assert kept.exists()
+    assert all(path.exists() for path in kept)
     compress(gpt2, tmp_path / "another place", match=8, **words)
-    assert not kept.exists()
+    assert not any(path.exists() for path in kept)
+
+
+@pytest.mark.parametrize(("elastic", "blocks"), [((), 8), (("--elastic",), 16)])
+def test_a_refinement_that_is_ended_by_a_signal_goes_on_with_the_blocks_that_are_left(
+    gpt2, words, tmp_path, monkeypatch, elastic, blocks
+):
+    """An elastic folder has every block twice: as refined for its size, and what that lacks of L + S."""
+    compress(gpt2, tmp_path / "at once", *elastic, **words)
+    done, exact = [], cut.refine
+
+    def refine(*arguments, **options):
+        done.append(1)
+        if len(done) == blocks - 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact(*arguments, **options)
+
+    monkeypatch.setattr(cut, "refine", refine)
+    error = refused("compress.py", f"--checkpoint={gpt2}", *as_options(words), *elastic, f"--output={tmp_path / 'a'}")
+    assert error == "error: interrupted after 5 of 8 blocks were refined; the same command goes on with the others"
+    assert any(cache_folder().rglob("unfinished/*"))
+    compress(gpt2, tmp_path / "a", *elastic, **words)
+    assert len(done) == blocks + 1  # the one in which the signal came is refined once more
+    assert not any(cache_folder().rglob("unfinished/*"))
+    at_once, in_two = tensors(tmp_path / "at once"), tensors(tmp_path / "a")
+    assert at_once.keys() == in_two.keys() and all(torch.equal(at_once[name], in_two[name]) for name in at_once)
 
 
 def as_options(words: dict[str, object]) -> list[str]:

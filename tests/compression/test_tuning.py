@@ -361,7 +361,7 @@ def test_the_same_command_goes_on_after_an_interruption(runs, tmp_path, monkeypa
         error = refused("compress.py", *arguments, f"--output={tmp_path / 'a'}")
     assert said in error and "goes on" in error
     assert not (tmp_path / "a").exists()
-    kept = list((runs / "salaad" / "cache").glob("*/tuning/*.pt"))
+    kept = list((runs / "salaad" / "cache").glob("*/unfinished/*"))
     compress(runs / "salaad", tmp_path / "another", budget="0.6", match=8)
     tokenizer = shutil.copytree(last_checkpoint(runs / "salaad") / "model", tmp_path / "the same tokenizer")
     compress(runs / "salaad", tmp_path / "other rows", *elastic, **WORDS, **words, **{"data.packing": "true"})

@@ -1,4 +1,4 @@
-"""The file in which an interrupted fit is kept until the folder that it is for has been written."""
+"""The file in which an interrupted fit is kept."""
 
 import errno
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class SavedTuning:
     """The saved state of a fit: one file of tensors and plain values, read without running code (`weights_only`).
 
     Args:
-        path: the file, in the cache of the model that is cut, named by a hash of all that the result depends on.
+        path: the file.
     """
 
     path: Path
@@ -54,10 +54,6 @@ class SavedTuning:
     def save(self, state: dict[str, Any]) -> None:
         """Save `state` in place of the last one; print a warning where that is not possible."""
         save_if_possible(self.path, partial(_write, state))
-
-    def remove(self) -> None:
-        """Delete the file, if there is one."""
-        self.path.unlink(missing_ok=True)
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

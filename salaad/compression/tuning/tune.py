@@ -20,6 +20,7 @@ from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, distill
 from salaad.compression.tuning.matching import PASSES, Matching, layer_names
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
+from salaad.compression.unfinished import Unfinished
 from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, fingerprint, open_text, rows_before_repeating
@@ -54,11 +55,13 @@ class Tuning:
         source: the dense model on disk.
         data: the text, of which training rows are read.
         how: on how much of the text.
+        unfinished: where states are saved.
     """
 
     source: ModelOnDisk
     data: DataConfig
     how: FittedOnText
+    unfinished: Unfinished
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or is too short, or the model cannot be fitted."""
@@ -127,11 +130,6 @@ class Tuning:
         distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
-    def forget(self) -> None:
-        """Delete the saved states of this command, which has ended, but not those of others on the same model."""
-        for saved in self._states:
-            saved.remove()
-
     def untouched(self, parts: Parts) -> Fitted:
         """Return a cut before it is fitted, with the norms and biases that will be fitted too.
 
@@ -145,18 +143,10 @@ class Tuning:
 
     def _saved(self, of: str) -> SavedTuning:
         matched_on = self._sequences.digest if self.how.match else ""
-        depends_on = f"{self.source.digest} {self.how} {self._rows_read} {matched_on} {of}"
-        key = sha256(depends_on.encode()).hexdigest()[:16]
-        saved = SavedTuning(self.source.cache / "tuning" / f"{key}.pt")
-        self._states.append(saved)
-        return saved
+        return SavedTuning(self.unfinished.path(f"{self.how} {self._rows_read} {matched_on} {of}"))
 
     def _stream(self, state: dict | None) -> TrainingStream:
         return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=self._request)
-
-    @cached_property
-    def _states(self) -> list[SavedTuning]:
-        return []
 
     @cached_property
     def _request(self) -> StopRequest:
