@@ -170,6 +170,7 @@ class CheckpointDeployment:
     def tune(self, data: DataConfig, how: FittedOnText) -> None:  # noqa: D102
         self.tuning = Tuning(self.source, own_text(self.source, data), how, self.unfinished)
         self.tuning.check()
+        self.unfinished.command += f" {self.tuning.reads}"
 
     def tuning_cost(self, ranges: int | None) -> TuningCost | None:  # noqa: D102
         return self.tuning and TuningCost(self.tuning.tokens, self.tuning.operations(ranges))

@@ -185,7 +185,8 @@ def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") ->
     with StopRequest() as request:
         try:
             with request.ends_waiting():
-                parts.update(bar)
+                # In the memory layout of the file, on which the last bits of products depend.
+                parts.update((name, Slr.from_tensors(slr.tensors())) for name, slr in bar)
         except Stopped:
             raise UserError(
                 f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on with "

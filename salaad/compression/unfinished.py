@@ -14,7 +14,7 @@ class Unfinished:
 
     Args:
         folder: where they are.
-        command: the options of the command, apart from where it reads and writes.
+        command: the options of the command, apart from where it reads and writes, and a key of the text that it reads.
     """
 
     folder: Path

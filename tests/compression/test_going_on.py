@@ -60,6 +60,7 @@ def test_a_command_leaves_the_saved_states_of_others_with_the_same_cut(gpt2, wor
     kept = list(cache_folder().rglob("unfinished/*"))
     assert len(kept) == 2  # the blocks as they were refined, and the state of matching
     compress(gpt2, tmp_path / "b", match=8, **words | {"format": "dense"})
+    compress(gpt2, tmp_path / "c", match=8, **words | {"data.packing": "true"})
     assert all(path.exists() for path in kept)
     compress(gpt2, tmp_path / "another place", match=8, **words)
     assert not any(path.exists() for path in kept)

@@ -77,6 +77,18 @@ def test_a_split_that_is_interrupted_goes_on_with_the_blocks_that_are_left(tmp_p
     assert same(cached_parts(path, SHAPES, third)) and third.asked == []
 
 
+def test_what_is_split_lies_in_memory_as_what_is_read_so_that_products_with_it_are_the_same(tmp_path):
+    def make(names):
+        yield from ((name, parts_of(name).transposed()) for name in names)  # with U and V as views
+
+    turned = dict.fromkeys(SHAPES, (4, 6))
+    first, second = (cached_parts(tmp_path / "parts.safetensors", turned, make) for _ in range(2))
+    for name in SHAPES:
+        for one, other in zip(first[name].tensors().values(), second[name].tensors().values(), strict=True):
+            assert torch.equal(one, other)
+        assert first[name].U.stride() == second[name].U.stride() and first[name].V.stride() == second[name].V.stride()
+
+
 DAMAGE = {
     "not finite": lambda tensors: tensors["b/U"].fill_(torch.nan),
     "no vector": lambda tensors: tensors.update({"b/values": torch.tensor(1.0)}),

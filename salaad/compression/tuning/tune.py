@@ -142,8 +142,7 @@ class Tuning:
         return TunedModel(self._model, cut.parts, cut.vectors)
 
     def _saved(self, of: str) -> SavedTuning:
-        matched_on = self._sequences.digest if self.how.match else ""
-        return SavedTuning(self.unfinished.path(f"{self.how} {self._rows_read} {matched_on} {of}"))
+        return SavedTuning(self.unfinished.path(of))
 
     def _stream(self, state: dict | None) -> TrainingStream:
         return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=self._request)
@@ -153,12 +152,14 @@ class Tuning:
         return StopRequest()
 
     @property
-    def _rows_read(self) -> str:
-        """A key that changes with the rows that distillation reads, and with their order."""
+    def reads(self) -> str:
+        """A key that changes with the text that is read, how much of it and in which order."""
+        matched_on = self._sequences.digest if self.how.match else ""
         tokenizer = self._text.tokenizer
         made = [f"{name}={getattr(self.data, name)}" for name in _MAKES_ROWS]
         encoding = sha256(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}".encode()).hexdigest()
-        return " ".join([fingerprint(self._text.train_files, self._text.sizes), encoding, *made])
+        files = fingerprint(self._text.train_files, self._text.sizes)
+        return " ".join([str(self.how), matched_on, files, encoding, *made])
 
     @cached_property
     def _text(self) -> Text:
