@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from salaad.common.errors import UserError
+from salaad.compression.calibration import kept_moments
 from salaad.compression.split import cached_parts
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.factored.slr import Slr
@@ -105,6 +106,25 @@ def test_a_block_that_is_damaged_on_disk_is_split_once_more(tmp_path, damage):
     damage(tensors)
     save_file(tensors, path)
     assert same(cached_parts(path, SHAPES, again)) and again.asked == ["b"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no moments", None])
+def test_moments_of_text_are_computed_once_and_once_more_if_the_file_is_damaged(tmp_path, damage):
+    path, made = tmp_path / "calibration.safetensors", []
+
+    def make():
+        made.append({name: (torch.rand(6), torch.rand(4)) for name in SHAPES})
+        return made[-1]
+
+    for _ in range(2):
+        found = kept_moments(path, SHAPES, make)
+        assert all(torch.equal(a, b) for name in SHAPES for a, b in zip(found[name], made[0][name], strict=True))
+    if damage is None:
+        save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
+    else:
+        path.write_bytes(damage)
+    kept_moments(path, SHAPES, make)
+    assert len(made) == 2
 
 
 def test_a_split_that_cannot_be_kept_is_made_again_and_nothing_more(tmp_path, capsys):
