@@ -6,6 +6,7 @@ see products with a dense weight that is made of U, V and S in plain operations.
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -143,12 +144,17 @@ class SlrWeight(nn.Module):
     @property
     def _tensors(self) -> Parts:
         """The tensors that products read, looked up in few steps, since every forward pass does so."""
-        parameters, buffers = self._parameters, self._buffers
-        return parameters["U"], parameters["V"], buffers["S_starts"], self.columns, parameters["S_values"]
+        held = self._held
+        return held["U"], held["V"], self._buffers["S_starts"], self.columns, held["S_values"]
+
+    @property
+    def _held(self) -> Mapping[str, Tensor]:
+        """Name → U, V and S_values; a replica of torch.nn.DataParallel has them as plain attributes."""
+        return self._parameters if "U" in self._parameters else self.__dict__
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
-        return self._sparse.get(self._parameters["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
+        return self._sparse.get(self._held["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
 
     def _native(self, x: Tensor) -> tuple[operators.Products, Parts] | None:
         """Return the compiled products and the tensors that they read; None where the products cannot be used.
@@ -161,8 +167,8 @@ class SlrWeight(nn.Module):
             return None
         if cpu_kernels.is_intercepted() or type(x) not in cpu_kernels.PLAIN:
             return None
-        parameters, buffers = self._parameters, self._buffers
-        U, V, values = parameters["U"], parameters["V"], parameters["S_values"]
+        held, buffers = self._held, self._buffers
+        U, V, values = held["U"], held["V"], held["S_values"]
         starts, columns = buffers["S_starts"], buffers["S_columns"]
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         # A U or V that is cut in place keeps its address; new tensors of another dtype may get the old addresses.
@@ -176,7 +182,16 @@ class SlrWeight(nn.Module):
 
     def _is_trained(self) -> bool:
         """Whether autograd records operations on a parameter of this layer."""
-        return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self._parameters.values())
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self._held.get(name) for name in ("U", "V", "S_values", "bias"))
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def _replicate_for_data_parallel(self) -> "SlrWeight":
+        """Return a replica for another device, with caches of its own."""
+        replica = super()._replicate_for_data_parallel()
+        vars(replica).update(_sparse=CachedSparse(), _cached_products=None)
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without the caches, which hold addresses of this object's memory."""
@@ -255,6 +270,12 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Do nothing: U, V and S come from a trained matrix."""
+
+    def _replicate_for_data_parallel(self) -> "SlrLinear":
+        """Return a replica that belongs to no group: the layers of this one's group are on this layer's device."""
+        replica = super()._replicate_for_data_parallel()
+        replica.siblings = None
+        return replica
 
 
 class SlrActivated(SlrWeight):
