@@ -4,6 +4,8 @@ A singular term of U·V has a scale for its column of U and one for its row of V
 they are stored, every `GROUP` share a scale.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,3 +52,15 @@ def outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
     return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {
         f"{x}_scales": torch.empty(count) for x, count in scales.items()
     }
+
+
+def decode_parts(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name of a parameter → U (n×r), V (r×m) and S_values (nnz), those whose tensors of `outlines` are given."""
+    found = {}
+    if "U_int8" in stored:
+        found["U"] = decode(stored["U_int8"], stored["U_scales"]).mT.contiguous()
+    if "V_int8" in stored:
+        found["V"] = decode(stored["V_int8"], stored["V_scales"])
+    if "S_int8" in stored:
+        found["S_values"] = decode_entries(stored["S_int8"], stored["S_scales"])
+    return found

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from salaad.common.errors import UserError
 from salaad.factored import cpu_kernels, int8, operators, packing
 from salaad.factored.autocast import without_autocast
 from salaad.factored.cached_sparse import CachedSparse
@@ -75,11 +76,8 @@ class SlrWeight(nn.Module):
             ValueError: the packed positions are broken.
         """
         if "U_int8" in self._buffers:
-            U, V = (int8.decode(getattr(self, f"{x}_int8"), getattr(self, f"{x}_scales")) for x in "UV")
-            values = int8.decode_entries(self.S_int8, self.S_scales)
-            for name in int8.outlines(0, 0, 0, 0):
-                del self._buffers[name]
-            self._set_numbers(U.mT.contiguous(), V, values)
+            stored = {name: self._buffers.pop(name) for name in int8.outlines(0, 0, 0, 0)}
+            self._set_numbers(*int8.decode_parts(stored).values())
         if "S_packed" in self._buffers:
             (n, m), packed = self.shape, self.S_packed
             found = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
@@ -102,16 +100,20 @@ class SlrWeight(nn.Module):
         self.U, self.V, self.S_values = map(nn.Parameter, (U, V, values))
 
     def _set_positions(self, positions: Tensor) -> None:
-        n, m = self.shape
-        index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
-        starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
+        starts, columns = self._starts_and_columns(positions)
         self._buffers.pop("S_packed", None)
         self._cached_products = None
-        self.register_buffer("S_starts", starts.to(index))
-        self.register_buffer("S_columns", (positions % m).to(index))
+        self.register_buffer("S_starts", starts)
+        self.register_buffer("S_columns", columns)
         if not len(positions):  # DistributedDataParallel waits for each gradient, and no product reads an empty S
             self.S_values.requires_grad_(False)
         self._fit_columns()
+
+    def _starts_and_columns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        n, m = self.shape
+        index = torch.int32 if max(len(positions), m) < 2**31 else torch.int64
+        starts = torch.searchsorted(positions, torch.arange(n + 1, device=positions.device) * m)
+        return starts.to(index), (positions % m).to(index)
 
     @property
     def columns(self) -> Tensor:
@@ -133,13 +135,39 @@ class SlrWeight(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """Load as torch does, and convert columns that were stored on another kind of device."""
+        """Load as torch does, from a file's form too, and convert columns stored on another kind of device.
+
+        A Trainer resumes by giving the tensors of its checkpoint's file to `load_state_dict`.
+
+        Raises:
+            UserError: the numbers of a matrix are int8, and their scales are in another file.
+            ValueError: the packed positions are broken.
+        """
+        if "S_starts" in self._buffers:
+            self._unpack_stored(state_dict, prefix)
         key, own = f"{prefix}S_columns", self._buffers.get("S_columns")
         if own is not None and key in state_dict:
             assigned, given = local_metadata.get("assign_to_params_buffers", False), state_dict[key]
             wanted = column_dtype(given.device, self.shape[1]) if assigned else columns_in(own).dtype
             state_dict[key] = stored_columns(given, wanted)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _unpack_stored(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Replace, in place, tensors of this layer in the form of a file by those that it has in memory."""
+        names = [name for name in int8.outlines(0, 0, 0, 0) if f"{prefix}{name}" in state_dict]
+        numbers = {name: state_dict.pop(f"{prefix}{name}") for name in names}
+        for x in "UVS":
+            if (f"{x}_int8" in numbers) != (f"{x}_scales" in numbers):
+                raise UserError(
+                    f"{prefix}{x}_int8 and its scales are in two files, which are loaded one after the other; save "
+                    "the model in one file, by a larger max_shard_size"
+                )
+        state_dict.update({f"{prefix}{name}": tensor for name, tensor in int8.decode_parts(numbers).items()})
+        if f"{prefix}S_packed" in state_dict:
+            (n, m), packed = self.shape, state_dict.pop(f"{prefix}S_packed")
+            found = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m)).to(packed.device)
+            starts, columns = self._starts_and_columns(found)
+            state_dict.update({f"{prefix}S_starts": starts, f"{prefix}S_columns": columns})
 
     @property
     def _tensors(self) -> Parts:
