@@ -84,18 +84,37 @@ class CheckedQuantizer(HfQuantizer):
     """The base class of the quantizers of both formats, with the checks that are made before a model is built."""
 
     FORMAT_VERSIONS: tuple[int, ...]
+    # What the folder holds if its U, V and S are computed when it is opened; None if they are read as they are stored.
+    computed: str | None = None
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raise a UserError for a folder of another version of the format."""
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Check the folder's version and the device map; transformers calls this again with a map that it has inferred.
+
+        Raises:
+            UserError: the folder has another version of the format; the map offloads modules, and their U, V and S are
+                not in the files in the form in which a layer uses them, so that they could not be loaded again.
+        """
         found = self.quantization_config.format
         if found not in self.FORMAT_VERSIONS:
             known = " or ".join(map(str, self.FORMAT_VERSIONS))
             raise UserError(f"the folder has format {found}, this version reads {known}; use the version that wrote it")
+        offloaded = _offloaded_to(device_map)
+        if offloaded and self.computed is not None:
+            raise UserError(
+                f"device_map offloads modules to {' and '.join(offloaded)}, where {self.computed} loses U, V and S; "
+                "leave device_map out, or let compress.py write a folder of one size in floats, which can be offloaded"
+            )
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Check the configuration and return it unchanged: no other hook gets it before the model is built from it."""
         check_layers(config)
         return config
+
+
+def _offloaded_to(device_map: Any) -> list[str]:
+    """The places, cpu or disk, from which a device map has modules loaded anew for every forward pass."""
+    devices = {str(device) for device in device_map.values()} if isinstance(device_map, Mapping) else set()
+    return sorted(devices & ({"disk"} if devices <= {"cpu", "disk", "mps"} else {"cpu", "disk"}))
 
 
 class SlrQuantizer(CheckedQuantizer):
@@ -129,6 +148,10 @@ class SlrQuantizer(CheckedQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for name, module in slr_modules(model).items():
+            if any(buffer.is_meta for buffer in module.buffers()):
+                raise UserError(
+                    f"the positions of S in {name} are offloaded and would be lost; leave offload_buffers out"
+                )
             try:
                 module.unpack()
             except ValueError as error:
@@ -163,6 +186,11 @@ class SlrQuantizer(CheckedQuantizer):
         return state | stack_guards(model), {}
 
     @property
+    def computed(self) -> str | None:
+        """What the folder holds if its U, V and S are computed when it is opened: numbers in int8."""
+        return "a folder of int8" if self.in_int8 else None
+
+    @property
     def in_int8(self) -> bool:
         """Whether the folder's numbers are int8."""
         return self.quantization_config.numbers == "int8"
@@ -175,6 +203,12 @@ class SlrQuantizer(CheckedQuantizer):
                 f"the layers of this model have a {activation} between their factors, so no dense weight does the same "
                 "work; use it as it is"
             )
+        for name, layer in slr_modules(model).items():
+            if layer.U.is_meta:
+                raise UserError(
+                    f"U and V of {name} are offloaded, and only weights in memory can be summed; open the "
+                    "folder without a device_map"
+                )
         with torch.device("meta"):
             usual = type(model)(model.config)
             open_stacks(usual, slr_modules(model))
