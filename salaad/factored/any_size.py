@@ -29,6 +29,7 @@ from salaad.factored.fixed_size import (
     mark_dense,
     mark_factored,
     names_inside,
+    new_head,
     outline_of,
     put_dense,
     slr_modules,
@@ -194,7 +195,7 @@ class ElasticQuantizer(CheckedQuantizer):
             if name not in always:
                 # With nnz = 0, since some architectures read a weight before it is filled.
                 model.set_submodule(name, outline_of(self._modules[name], slr.rank, 0))
-        check_room(model, headers, beside=dense)
+        check_room(model, headers, beside=dense + new_head(model, headers))
         ignore_guards(model, entry.blocks)
         model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
         missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._blocks}

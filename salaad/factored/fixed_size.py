@@ -28,6 +28,7 @@ from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
+    Headers,
     check_block,
     check_entry,
     check_layers,
@@ -141,7 +142,7 @@ class SlrQuantizer(CheckedQuantizer):
             stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
-        check_room(model, headers)
+        check_room(model, headers, beside=new_head(model, headers))
         # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
@@ -246,11 +247,23 @@ def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
-    """The blocks by their names in this model: AutoModel makes no head, and names lack the base model's prefix."""
-    if model.base_model is not model:
+    """The blocks by their names in this model, without those of a head that its class lacks.
+
+    AutoModel makes no head, and names lack the base model's prefix; a classifier has another head than the LM head.
+    """
+    if model.base_model is not model and model.get_output_embeddings() is not None:
         return dict(blocks)
-    inside = {name.removeprefix(f"{model.base_model_prefix}."): value for name, value in blocks.items()}
+    prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
+    inside = {name.removeprefix(prefix): value for name, value in blocks.items()}
     return {name: value for name, value in inside.items() if hasattr(model, name.partition(".")[0])}
+
+
+def new_head(model: PreTrainedModel, headers: Headers) -> int:
+    """The number of parameters of a head that the class has in place of the LM head, and that no file holds."""
+    if model.base_model is model or model.get_output_embeddings() is not None:
+        return 0
+    prefix = f"{model.base_model_prefix}."
+    return sum(p.numel() for name, p in model.named_parameters() if name not in headers and not name.startswith(prefix))
 
 
 def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
