@@ -49,7 +49,7 @@ from salaad.compression.split import PostHoc
 from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
-from salaad.data.tokenizer import load_tokenizer
+from salaad.data.tokenizer import load_tokenizer, tokenizer_digest
 from salaad.evaluation import lm_harness, sweep
 from salaad.evaluation.figures import elastic_figure, sweep_figure
 from salaad.evaluation.structure import model_statistics, structure_table
@@ -133,6 +133,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
             )
         about = {"model": source.name, "digest": source.digest[:16], "variant": variant.name, "dtype": dtype}
         about |= {"refine": variant.refine, "limit": options.limit, "max_length": options.max_length}
+        about |= {"tokenizer": tokenizer_digest(tokenizer)}
         rows += [{**about, **asdict(score), "harness": lm_harness.harness_version()} for score in scores]
     show(accuracy_table(rows), rows, path)
 

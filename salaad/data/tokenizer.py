@@ -1,5 +1,6 @@
 """Tokenizers from a hub name, a folder or a sentencepiece model, as transformers' fast tokenizers."""
 
+import hashlib
 import json
 import string
 from collections.abc import Iterable, Sequence
@@ -190,6 +191,13 @@ def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
     sentinels = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
     return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """A digest of how a tokenizer turns text into ids, whatever its name and its place are."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts.update(truncation=None, padding=None)  # calls of the tokenizer set them
+    return hashlib.sha256(json.dumps([parts, tokenizer.eos_token_id]).encode()).hexdigest()[:16]
 
 
 class Encoder:

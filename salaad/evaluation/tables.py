@@ -73,7 +73,7 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
     Rows that the file holds already stay, except those that a new row with the same settings replaces.
     """
-    accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "others")
     figures = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
     measured = (*figures, "device", "triton")  # no settings: rows that differ only in these replace each other
 

@@ -18,6 +18,7 @@ from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.documents import is_remote
 from salaad.data.text import Text, fingerprint, open_text, validation_batches
+from salaad.data.tokenizer import tokenizer_digest
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 
@@ -66,6 +67,11 @@ class VariantEvaluation:
         files = self.text.validation_files
         return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """A digest of what the tokenizer does; folders of one name or path may get another tokenizer."""
+        return tokenizer_digest(self.text.tokenizer)
+
     def __call__(self, variant: Variant) -> dict[str, Any]:
         """Return the row of results of a variant: perplexity, parameters and the settings they belong to.
 
@@ -79,7 +85,7 @@ class VariantEvaluation:
             "calibration": deployment.calibration.digest if variant.calibrated else None,
             "text": self.text_digest,
             "rows": [self.data.text_field, self.data.sequence_length, self.data.packing, self.tokens],
-            "tokenizer": self.data.tokenizer if self.data.tokenizer != str(deployment.source.folder.path) else None,
+            "tokenizer": self.tokenizer_digest,
             "dtype": self.dtype,
             "batch": self.batch,  # on which the legacy figure depends
             **({"half": self.half} if self.half else {}),
@@ -118,6 +124,12 @@ class VariantEvaluation:
             "head": variant.head,
             **measured,
             "dtype": self.dtype,
+            "tokenizer": self.tokenizer_digest,
+            "sequence_length": self.data.sequence_length,
+            "packing": self.data.packing,
+            "text_field": self.data.text_field,
+            "most_tokens": self.tokens,  # of which `tokens` were predicted
+            **({"half": self.half} if self.half else {}),
         }
 
     def opened(self, variant: Variant) -> AbstractContextManager[OpenedVariant]:

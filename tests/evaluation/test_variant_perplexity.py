@@ -1,6 +1,9 @@
-"""A row of results says which device computed it, with or without Triton; missing kernels on a GPU cause a warning."""
+"""A row of results knows its settings and its device, with or without Triton, and the cache knows them too."""
 
+import json
+import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from salaad.compression.opening import open_deployment
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
+from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -62,3 +66,56 @@ def test_a_legacy_figure_of_other_batches_is_not_taken_from_the_cache(evaluation
     large = evaluation(Variant("X"))
     assert large["legacy_perplexity"] < 0.95 * small["legacy_perplexity"]
     assert large["perplexity"] == pytest.approx(small["perplexity"], rel=1e-5)
+
+
+def anew(evaluation: VariantEvaluation, **changes) -> VariantEvaluation:
+    """The same evaluation with other data settings, or of another number of tokens, begun anew."""
+    tokens = changes.pop("tokens", evaluation.tokens)
+    data = replace(evaluation.data, **changes)
+    return VariantEvaluation(evaluation.deployment, data, tokens=tokens, dtype="float32", batch=4)
+
+
+def renumber(folder: Path) -> None:
+    """Give the pieces of several characters each other's ids in a tokenizer's file."""
+    path = folder / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    vocabulary = parts["model"]["vocab"]
+    long = [piece for piece in vocabulary if len(piece) > 1 and "<" not in piece]
+    parts["model"]["vocab"] = vocabulary | dict(zip(long, [vocabulary[piece] for piece in reversed(long)], strict=True))
+    path.write_text(json.dumps(parts))
+
+
+def test_the_cache_knows_a_tokenizer_by_what_it_does(evaluation, tmp_path, monkeypatch):
+    expected = evaluation(Variant("X"))
+    own = evaluation.deployment.source.folder.path
+    shutil.copytree(own, tmp_path / "elsewhere")
+    same = anew(evaluation, tokenizer=str(tmp_path / "elsewhere"))
+    with monkeypatch.context() as patch:
+        patch.setattr(same.deployment, "opened", None)  # nothing may be measured
+        assert same(Variant("X")) == expected
+    renumber(own)
+    other = anew(evaluation)(Variant("X"))
+    assert other["tokenizer"] != expected["tokenizer"]
+    assert abs(other["perplexity"] / expected["perplexity"] - 1) > 1e-4
+
+
+def test_rows_measured_otherwise_stay_and_those_measured_alike_are_replaced(evaluation, tmp_path):
+    path, settings = tmp_path / "rows" / "perplexity.json", ({}, {"sequence_length": 16}, {"tokens": 200})
+    rows = [anew(evaluation, **changes)(Variant("X")) for changes in settings]
+    assert [row["sequence_length"] for row in rows] == [32, 16, 32]
+    assert [row["most_tokens"] for row in rows] == [500, 500, 200]
+    renumber(evaluation.deployment.source.folder.path)
+    rows.append(anew(evaluation)(Variant("X")))
+    for row in rows:
+        keep_rows([row], path)
+    assert json.loads(path.read_text())["rows"] == rows
+    keep_rows([row | {"perplexity": 7.0, "tokens": 499, "device": "another"} for row in rows], path)
+    assert [row["perplexity"] for row in json.loads(path.read_text())["rows"]] == [7.0] * 4
+
+
+def test_a_score_measured_again_replaces_the_row_with_its_other_metrics(tmp_path):
+    row = {"task": "cb", "variant": "X", "max_length": None, "acc": 0.5, "others": {"f1": 0.4}}
+    for again in (row, row | {"acc": 0.6, "others": {"f1": 0.5}}, row | {"max_length": 64}):
+        keep_rows([again], tmp_path / "lm-eval.json")
+    found = json.loads((tmp_path / "lm-eval.json").read_text())["rows"]
+    assert [(one["acc"], one["max_length"]) for one in found] == [(0.6, None), (0.5, 64)]
