@@ -111,10 +111,10 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     """Measure zero-shot accuracies with the installed lm-evaluation-harness and print their table."""
     tasks = split_list(options.tasks)
     task_data = Path(options.task_data) if options.task_data else None
+    lm_harness.check_tasks(tasks, task_data)
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
     deployment.check(variants)
-    lm_harness.check_tasks(tasks, task_data)
     path = result_file(source, options, "lm-eval")
     tokenizer = load_tokenizer(str(source.folder.path))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)

@@ -17,16 +17,17 @@ import importlib.metadata
 import io
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from salaad.common.errors import UserError
-from salaad.evaluation.local_tasks import SCORED, task_class
+from salaad.evaluation.local_tasks import require_scored, task_class
 from salaad.evaluation.task_names import folders, require_known
 
 # The harness is imported inside functions, as the import takes seconds and not every machine has it.
@@ -61,21 +62,26 @@ def check_tasks(tasks: Sequence[str], task_data: Path | None) -> None:
     """Check the names of the tasks and their local data before any model is loaded.
 
     Raises:
-        UserError: the harness is not installed; it does not know a name; a task is scored by what a model generates;
-            a folder, file, subject or column of `task_data` is missing, or a row has an answer that is no choice.
+        UserError: the harness is not installed; it does not know a name; a task, or a member of a group, is scored by
+            what a model generates; a folder, file, subject or column of `task_data` is missing, or a row has an answer
+            that is no choice.
     """
     harness_version()
     require_known(tasks)
     with _quiet():
         index = _manager(tuple(tasks)).task_index
         for name in tasks:
-            config = index[name].cfg or {}
-            if config.get("class"):
-                raise UserError(
-                    f"task {name} is code of its own and has no one score; leave it out, or use lm_eval itself"
-                )
-            if "output_type" in config and config["output_type"] not in SCORED:
-                task_class(None)(config | {"class": None})  # raises, and says why
+            for task, config in _definitions(index, name):
+                what = f"task {task}" if task == name else f"task {task} of group {name}"
+                if config is None:
+                    raise UserError(
+                        f"{what} is defined only inside another definition; leave it out, or use lm_eval itself"
+                    )
+                if config.get("class"):
+                    raise UserError(
+                        f"{what} is code of its own and has no one score; leave it out, or use lm_eval itself"
+                    )
+                require_scored(config, what)
         if task_data is not None:
             _load(tasks, task_data)
 
@@ -91,6 +97,8 @@ def evaluate_tasks(
     max_length: int | None = None,
 ) -> list[TaskScore]:
     """Return zero-shot scores of a causal LM, computed on its device: one for each task or group asked for.
+
+    A group that the harness gives no score of its own is followed by the scores of its members.
 
     Args:
         model: a causal LM; its training mode is restored.
@@ -116,7 +124,21 @@ def evaluate_tasks(
             found = evaluate(wrapped, chosen, limit=limit, log_samples=False)
         finally:
             model.train(training)
-    return [_score(name, found["results"][name], found["versions"][name]) for name in dict.fromkeys(tasks)]
+    names = dict.fromkeys(row for name in tasks for row in _rows_of(name, chosen["groups"]))
+    results, versions = found["results"], found["versions"]
+    for name in chosen["groups"].keys() & names.keys():
+        leaves = chosen["groups"][name].get_all_tasks()
+        samples = sum(results[task.task_name]["sample_len"] for task in leaves)
+        results[name] = {"sample_len": samples, **results.get(name, {})}
+    return [_score(name, results[name], versions.get(name, "N/A")) for name in names]
+
+
+def _rows_of(name: str, groups: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name, and the members' names of a group without a score of its own."""
+    yield name
+    if name in groups and not groups[name].has_aggregation:
+        for member in groups[name].child_names:
+            yield from _rows_of(member, groups)
 
 
 def _score(name: str, result: dict[str, Any], version: object) -> TaskScore:
@@ -133,11 +155,45 @@ def _score(name: str, result: dict[str, Any], version: object) -> TaskScore:
 
 @functools.cache
 def _manager(tasks: tuple[str, ...]) -> Any:
-    """Return the harness's `TaskManager` of these tasks alone: reading all 14,000 definitions takes ten seconds."""
+    """Return the harness's `TaskManager` of these tasks alone: reading all 14,000 definitions takes ten seconds.
+
+    All are read for a group whose members are defined in other folders.
+    """
     from lm_eval.tasks import TaskManager
 
     known = folders()
-    return TaskManager(include_defaults=False, include_path=sorted({known[name] for name in tasks}))
+    manager = TaskManager(include_defaults=False, include_path=sorted({known[name] for name in tasks}))
+    complete = all(config for name in tasks for _, config in _definitions(manager.task_index, name))
+    return manager if complete else TaskManager()
+
+
+def _definitions(
+    index: Mapping[str, Any], member: str | Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield name and definition of each task of a task or group, as the harness's own files define them.
+
+    Args:
+        index: name → entry of the harness's index.
+        member: a name, or the settings by which a group names or defines a member.
+        given: settings of the groups around it, which replace those of its tasks.
+
+    Yields:
+        The definition is None where the index has no task of this name.
+    """
+    own = {"task": member} if isinstance(member, str) else member
+    name = own.get("group", own.get("task"))
+    entry = index.get(name) if isinstance(name, str) else None
+    if entry is not None and entry.tags and entry.cfg is None:  # a tag
+        for task in sorted(entry.tags):
+            yield from _definitions(index, {**own, "task": task}, given)
+        return
+    config = own if entry is None else entry.cfg or {}
+    scoring = {key: value for key, value in config.items() if key in ("class", "output_type")}
+    if isinstance(config.get("task"), list):
+        for each in config["task"]:
+            yield from _definitions(index, each, scoring | given)
+    else:
+        yield str(name), None if entry is None else config | given | own
 
 
 def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ split is the one that it scores, its test split or else its validation split. Fu
 import functools
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,15 @@ SCORED = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 _CURE = "write its rows as the hub has them"
 
 
+def require_scored(config: Mapping[str, Any], name: str) -> None:
+    """Raise a UserError with the `name` if a task's definition asks for the text that a model generates."""
+    if config.get("output_type", "generate_until") not in SCORED:
+        raise UserError(
+            f"{name} is scored by what a model generates, and only choices and likelihoods are scored here; leave it "
+            "out, or use the harness's own lm_eval"
+        )
+
+
 def task_class(task_data: Path | None) -> type:
     """Return the harness's task class without few-shot examples, with data from `task_data` unless that is None."""
     from datasets import Dataset
@@ -33,11 +42,7 @@ def task_class(task_data: Path | None) -> type:
     class ZeroShot(ConfigurableTask):
         def __init__(self, config: dict[str, Any]) -> None:
             del config["class"]
-            if config.get("output_type", "generate_until") not in SCORED:
-                raise UserError(
-                    f"task {config['task']} is scored by what a model generates, and only choices and likelihoods are "
-                    "scored here; leave it out, or use the harness's own lm_eval"
-                )
+            require_scored(config, f"task {config['task']}")
             try:
                 super().__init__(config=config | {"num_fewshot": 0})
             except UserError:
