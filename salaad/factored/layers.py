@@ -276,14 +276,15 @@ class SlrLinear(SlrWeight, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (…×n) of x (…×m), in the dtype of the weights, without autocast, which has no sparse product."""
-        found = self._native(x) if self.nnz else None
+        # The compiled products take integers, as row numbers of an embedding; here torch refuses them.
+        found = self._native(x) if self.nnz and x.is_floating_point() else None
         if found is not None:
             products, parts = found
             if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
                 return CompiledLinear.apply(x, *parts, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
             return products.linear(x, self.bias, parts) if y is None else y
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         if not self.nnz:
@@ -329,7 +330,7 @@ class SlrActivated(SlrWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (…×n) of x (…×m), in the dtype of the weights."""
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from salaad.factored.layers import SlrEmbedding, SlrLinear
 from salaad.factored.slr import Slr
+from tests.factored.test_offloading import activated
 from tests.helpers.slr_weights import dense, distance, gaussian, parts, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -188,3 +189,33 @@ def test_a_layer_made_of_trained_parts_computes_with_l_truncated_to_its_rank():
         y = SlrLinear.from_slr(Slr.from_parts(L, S, rank))(x)
         # Eigenvectors of a Gram matrix in float32 are known to about 1e-6 of its size.
         assert (y - x.double() @ W.mT).norm() < 3e-6 * sigma[0] * x.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("nnz", [0, 60])
+@pytest.mark.parametrize("kind", [SlrLinear.from_slr, activated])
+def test_a_linear_layer_refuses_integers_as_torchs_own_does(kind, nnz, dtype, autocast):
+    layer, x = kind(parts(9, 8, 2, nnz)).requires_grad_(False), torch.ones(2, 8, dtype=dtype)
+    with torch.autocast("cpu", enabled=autocast):
+        for linear in (torch.nn.Linear(8, 9), layer):
+            with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+                linear(x)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_embedding_takes_the_indices_that_torchs_own_takes(trained):
+    slr = parts(30, 7, 2, 40)
+    layer, own = SlrEmbedding.from_slr(slr).requires_grad_(trained), torch.nn.Embedding(30, 7)
+    ids = torch.tensor([[0, 29], [7, 7]])
+    torch.testing.assert_close(layer(ids), layer.weight[ids].as_subclass(Tensor), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(ids.int()), layer(ids), rtol=1e-5, atol=1e-6)
+    for dtype in (torch.int16, torch.uint8, torch.bool, torch.float32):
+        for embedding in (own, layer):
+            with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices'"):
+                embedding(ids.to(dtype))
+    for dtype in (torch.int32, torch.int64):
+        for outside in (30, -1):
+            for embedding in (own, layer):
+                with pytest.raises(IndexError):
+                    embedding(torch.tensor([0, outside], dtype=dtype))
