@@ -23,8 +23,9 @@ class CachedSparse:
         if torch.is_grad_enabled() and values.requires_grad:
             return operators.sparse_rows(starts, columns, values, m)
         key = (values.data_ptr(), starts.data_ptr(), values.device)
-        if self._kept is not None and self._kept[0] == key:
-            return self._kept[1]
+        kept = self._kept  # read once, since another thread may drop or replace it
+        if kept is not None and kept[0] == key:
+            return kept[1]
         with torch.inference_mode(False), torch.no_grad():  # autograd could not use an inference tensor later
             S = operators.sparse_rows(starts, columns, values.detach(), m)
         if S.dtype == values.dtype:  # else S holds a copy of the values

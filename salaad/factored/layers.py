@@ -201,9 +201,10 @@ class SlrWeight(nn.Module):
         addresses = starts.data_ptr(), columns.data_ptr(), values.data_ptr(), U.data_ptr(), V.data_ptr()
         # A U or V that is cut in place keeps its address; new tensors of another dtype may get the old addresses.
         key = *addresses, U.numel(), V.numel(), U.dtype, V.dtype, values.dtype
-        if self._cached_products is None or self._cached_products[0] != key:
-            self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
-        products = self._cached_products[1]
+        cached = self._cached_products  # read once, since another thread may replace it
+        if cached is None or cached[0] != key:
+            cached = self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
+        products = cached[1]
         if products is None or not (on_cpu if products.on_cpu else products.takes(x)):
             return None
         return products, (U, V, starts, columns if products.on_cpu else columns_in(columns), values)

@@ -4,6 +4,7 @@ When x has few rows, launching the kernels of a layer takes longer than their wo
 layers are computed by the same launches and kept until these layers are called. The model's own code stays unchanged.
 """
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,13 @@ class _Waiting:
     results: dict[SlrLinear, Tensor]
 
 
+class _OfThread(threading.local):
+    """What a thread keeps of a group: its results, which no other thread may take, and how often it wasted some."""
+
+    waiting: _Waiting | None = None
+    wasted: int = 0
+
+
 class Siblings:
     """A group of layers of one input width that are given the same x.
 
@@ -39,42 +47,48 @@ class Siblings:
 
     def __init__(self, layers: tuple[SlrLinear, ...]) -> None:
         self.layers = layers
-        self._waiting: _Waiting | None = None
-        self._wasted = 0
+        self._own = _OfThread()
 
     def linear(self, layer: SlrLinear, x: Tensor) -> Tensor | None:
         """y (…×n) of one layer for x (…×m); None where the group cannot be computed together."""
-        waiting, versions = self._waiting, self._versions(x)
+        # Another thread may give the group up, so what it consists of is read once.
+        layers, own = self.layers, self._own
+        waiting, versions = own.waiting, _versions(layers, x)
         if versions is None:
             return None
         if waiting is not None and waiting.results:
             if waiting.x() is x and waiting.versions == versions and layer in waiting.results:
                 return waiting.results.pop(layer)
-            self._wasted += 1
-            if self._wasted > _MOST_WASTED:
-                self.layers = ()
-        found = [each._native(x) for each in self.layers]
+            own.wasted += 1
+            if own.wasted > _MOST_WASTED:
+                layers = self.layers = ()
+        found = [each._native(x) for each in layers]
         if not found or None in found:
             return None
         products, parts = zip(*found, strict=True)
         if not _fit(products, x):
             return None
-        biases = [each.bias for each in self.layers]
+        biases = [each.bias for each in layers]
         results = gpu_products.linear_of_several(products, parts, x, biases)
-        waiting = dict(zip(self.layers, results, strict=True))
+        waiting = dict(zip(layers, results, strict=True))
         y = waiting.pop(layer)
-        self._waiting = _Waiting(weakref.ref(x), versions, waiting)
+        own.waiting = _Waiting(weakref.ref(x), versions, waiting)
         return y
-
-    def _versions(self, x: Tensor) -> tuple[int, ...] | None:
-        """The numbers of writes to x and to each weight; None for inference tensors, whose writes are not counted."""
-        weights = (each._parameters[name] for each in self.layers for name in ("U", "V", "S_values"))
-        tensors = (x, *weights, *(each.bias for each in self.layers if each.bias is not None))
-        return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without kept results."""
-        return self.__dict__ | {"_waiting": None}
+        return {"layers": self.layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of `__getstate__`."""
+        self.__init__(**state)
+
+
+def _versions(layers: tuple[SlrLinear, ...], x: Tensor) -> tuple[int, ...] | None:
+    """The numbers of writes to x and to each weight; None for inference tensors, whose writes are not counted."""
+    weights = (each._parameters[name] for each in layers for name in ("U", "V", "S_values"))
+    tensors = (x, *weights, *(each.bias for each in layers if each.bias is not None))
+    return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 
 def _fit(products: Sequence, x: Tensor) -> bool:
