@@ -42,7 +42,7 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         one_core: compute on one core, whatever the environment says.
 
     Raises:
-        UserError: the training failed, or the folder holds one with other settings.
+        UserError: the training failed or was stopped, or the folder holds one with other settings.
     """
     if not (folder / "summary.json").exists():
         command = [sys.executable, "train.py", *words, "--output", str(folder), "--resume", "auto"]
@@ -53,6 +53,8 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         if done.returncode:
             (folder.parent / f"{folder.name}.log").write_text(done.stderr)
             raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+        if not (folder / "summary.json").exists():
+            raise UserError(f"{folder.name} was stopped before its last step; the same command goes on with it")
     config, asked = config_of(folder), read_command_line(words)[0].to_dict()
     if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")

@@ -1,5 +1,7 @@
 """A script's trainings: a finished run is taken only if it was trained with the requested settings."""
 
+import subprocess
+
 import pytest
 import yaml
 
@@ -58,3 +60,9 @@ def test_settings_of_other_methods_do_not_count(finished):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     (folder / "config.yaml").write_text(yaml.safe_dump({**config, "galore": {"rank": 3}}))
     assert trained(WORDS, folder).summary
+
+
+def test_a_training_that_was_stopped_goes_on_by_the_same_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda words, **how: subprocess.CompletedProcess(words, 0, "", ""))
+    with pytest.raises(UserError, match="run was stopped before its last step; the same command goes on with it"):
+        trained(WORDS, tmp_path / "run")
