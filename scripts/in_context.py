@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import logging
 
-from salaad.common.errors import run_command
+from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
@@ -88,6 +88,11 @@ def main() -> None:
         text = open_text(data, vocab_size=source.folder.config.vocab_size, training=False)
         batches = list(validation_batches(text, data, rows=16, max_tokens=options.tokens))
         measured = losses(source.folder.load(torch.float32, best_device()), batches)
+        if any(row[kind][1] != measured[kind][1] for row in rows.values() for kind in measured):
+            raise UserError(
+                f"{options.output} holds losses over other tokens than --tokens {options.tokens} of {path} gives; "
+                "give another --output"
+            )
         label = path.parent.parent.name if path.name.startswith("step-") else path.name
         step = int(source.folder.path.parent.name.rpartition("-")[2])
         rows[label, step] = {"model": label, "step": step, **measured, **provenance()}

@@ -71,17 +71,23 @@ def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Write the rows of a table and their provenance into a JSON file, and return its path.
 
-    Rows that the file holds already stay, except those that a new row with the same settings replaces.
+    Rows that the file holds already stay, except those that a new row with the same settings replaces. A row of an
+    older version does not tell all settings; it is replaced if a new row agrees with those that it tells.
     """
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "others")
     figures = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
     measured = (*figures, "device", "triton")  # no settings: rows that differ only in these replace each other
 
-    def identity(row: Mapping[str, Any]) -> str:
-        return json.dumps({key: value for key, value in row.items() if key not in measured}, sort_keys=True)
+    def settings(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in row.items() if key not in measured}
+
+    def replaces(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+        told, now = settings(old), settings(new)
+        return told.keys() <= now.keys() and all(now[key] == value for key, value in told.items())
 
     before = read_json(path)["rows"] if path.is_file() else []
-    merged = {identity(row): row for row in (*before, *rows)}
+    ordered = [next((new for new in rows if replaces(new, old)), old) for old in before]
+    merged = {json.dumps(settings(row), sort_keys=True): row for row in (*ordered, *rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json({**provenance(), "rows": list(merged.values())}, path)
     return path

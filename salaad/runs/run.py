@@ -86,7 +86,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             verify(checkpoint, alone=True, patience=patience)
             state = RunState.read(checkpoint)
             if own:  # the run may have been begun from this checkpoint with other settings than it was saved with
-                _compare(_begun_with(folder), config, folder, elsewhere=tunable)
+                _compare(_begun_with(folder), config, folder, elsewhere=tunable, proposed=checkpoint)
             _compare(state.config, config, checkpoint, tunable)
             if not own and state.step >= config.train.steps:
                 raise UserError(
@@ -138,6 +138,7 @@ def _compare(
     place: Path,
     tunable: tuple[str, ...] = (),
     elsewhere: tuple[str, ...] = (),
+    proposed: Path | None = None,
 ) -> None:
     """Raise a UserError for a setting that differs from the one with which a run was begun.
 
@@ -147,6 +148,7 @@ def _compare(
         place: where `old` was found, a checkpoint or a run's folder.
         tunable: settings that may change.
         elsewhere: settings that may change only in a new folder, which the error message then proposes.
+        proposed: the checkpoint that it proposes to go on from; the newest in `place` unless given.
     """
     # The settings of other methods change nothing that is computed.
     others = {name for name in SETTINGS if name != config.method}
@@ -160,8 +162,8 @@ def _compare(
         if before != now and key not in (*_FREE, *tunable):
             cure = "keep it, or begin a new run with another --output"
             if key in elsewhere:
-                newest = Checkpoints(place / "checkpoints").latest()
-                cure = f"keep it, or go on from there with it in a new folder: --resume {newest} --output NEW"
+                start = proposed or Checkpoints(place / "checkpoints").latest()
+                cure = f"keep it, or go on from there with it in a new folder: --resume {start} --output NEW"
             raise UserError(f"{place} was begun with {key} {before}, but {now} is asked for; {cure}")
 
 

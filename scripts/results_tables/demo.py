@@ -1,12 +1,16 @@
 """The generated sections of the project's README, and the table of results/demo."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import pstdev
+from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.compared import FULL_RANK, Model, Trainings
+from scripts.results_tables.compared import FULL_RANK, Model, Trainings, not_copied_over
 from scripts.results_tables.elastic import by_label, not_copied
+
+Row = Mapping[str, Any]
 
 SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
@@ -23,30 +27,36 @@ def sections() -> dict[str, str]:
 def summary_table() -> str:
     """Return a table: a SALAAD and a full-rank model whole, cut, and fitted on text; dense models of these sizes."""
     rows = read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"]
-    trainings, others = Trainings(rows), Trainings(rows, not_copied)
+    trainings = Trainings(rows)
     first = {label: mine[0] for label, mine in by_label(rows).items()}
     whole = first[FULL_RANK.label]["X"]
-    lines = [("uncut", millions(whole["parameters"]), *_cells(trainings, others, columns_at(None)))]
+    lines = [("uncut", millions(whole["parameters"]), *_cells(rows, columns_at(None)))]
     for share in SHARES:
         size = next(size for size in first["SALAAD"]["ways"][CUTS["SALAAD"]] if size["share"] == share)
         part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
-        lines.append((part, millions(size["parameters"]), *_cells(trainings, others, columns_at(share))))
+        lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
     told = (
-        "Perplexity relative to full-rank training with the same seed, in parentheses over the tokens that do not "
-        f"repeat a bigram of their row, where it was measured. {_seeds(trainings)}. 20 training tokens per parameter, "
+        "Perplexity relative to full-rank training with the same seed, as means over the seeds measured; of uncut "
+        f"SALAAD it differs by ± {_deviation(trainings):.1%} between them. 20 training tokens per parameter, "
         f"{whole['tokens']:,} validation tokens of Wikipedia; lower is better."
     )
+    if Trainings(rows, not_copied).seeds(FULL_RANK):
+        told += " In parentheses: over the tokens that do not repeat a bigram of their row."
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
             " *Tuned* models are sizes of one folder, matched and distilled on a twentieth of the training text for "
             f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
         )
-    told += (
-        " Small dense models of this length have not begun to copy from their context, models of full size have "
-        "([measured](results/elastic/README.md#nano-20))."
-    )
-    header = ("size", "parameters", "SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
-    return f"{markdown_table(header, lines)}\n\n{headline(trainings)} {told}"
+    if (RESULTS / "elastic" / "in-context" / f"{SCALE}.json").exists():
+        told += (
+            " Trainings of this length differ in whether they have begun to copy from their context, which small dense "
+            "models learn later ([measured](results/elastic/README.md#nano-20))."
+        )
+    names = ("SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
+    columns = zip(names, columns_at(SHARES[-1]), strict=True)
+    header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
+    parts = [part for part, *_ in lines[2:]]
+    return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)} {told}"
 
 
 def columns_at(share: float | None) -> list[Model]:
@@ -60,24 +70,34 @@ def columns_at(share: float | None) -> list[Model]:
 NOTHING = Model("")  # has no measurements
 
 
-def _seeds(trainings: Trainings) -> str:
-    """Return in words how many seeds the figures of each kind of model are means of."""
-    cut, fitted, _, _, dense = (len(trainings.seeds(FULL_RANK, model)) for model in columns_at(SHARES[-1]))
-    kinds = {"cuts": cut, "tuned models": fitted, "small dense models": dense}
-    return "Means over seeds: " + ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+def _seeds(trainings: Trainings, model: Model) -> str:
+    """Return in parentheses how many seeds the figures of a model are means of."""
+    count = len(trainings.seeds(FULL_RANK, model))
+    return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
 
 
-def _cells(trainings: Trainings, others: Trainings, models: Sequence[Model]) -> list[str]:
+def _deviation(trainings: Trainings) -> float:
+    """Return the standard deviation over the seeds of uncut SALAAD's perplexity relative to full-rank training."""
+    ours, whole = (trainings.perplexities(model) for model in (Model("SALAAD"), FULL_RANK))
+    return pstdev(ours[seed] / whole[seed] for seed in ours.keys() & whole.keys())
+
+
+def _cells(rows: Sequence[Row], models: Sequence[Model]) -> list[str]:
     """Return what each model is relative to full-rank training, over all tokens and over those not copied."""
     cells = []
     for model in models:
-        over, besides = trainings.over(model), others.over(model)
-        cells.append("–" if over is None else f"{over:+.1%}" + ("" if besides is None else f" ({besides:+.1%})"))
+        over, besides = Trainings(rows).over(model), not_copied_over(rows, model)
+        cells.append("–" if over is None else f"{over:+.1%}" + ("" if besides is None else f" ({besides})"))
     return cells
 
 
-def headline(trainings: Trainings) -> str:
-    """Return the table in a sentence: cuts against dense models of their sizes and a full-rank model cut alike."""
+def headline(trainings: Trainings, parts: Sequence[str]) -> str:
+    """Return the table in a sentence: cuts against dense models of their sizes and a full-rank model cut alike.
+
+    Args:
+        trainings: the measurements.
+        parts: what half and a fifth of the compressible parameters are of all parameters, as text.
+    """
     said = []
     for share in SHARES[1:]:
         ours = Model("SALAAD", CUTS["SALAAD"], share)
@@ -89,8 +109,9 @@ def headline(trainings: Trainings) -> str:
         said.append(" and ".join(f"{compared(value)} {name}" for name, value in found.items() if value is not None))
     half, fifth = said
     return (
-        f"**At half of the compressible parameters SALAAD's model is {half}; at a fifth it is {fifth}; uncut it is "
-        f"{compared(trainings.over(Model('SALAAD')))} full-rank training.**"
+        f"**At half of the compressible parameters ({parts[0]} of all) SALAAD's model is {half}; at a fifth "
+        f"({parts[1]} of all) it is {fifth}; uncut it is {compared(trainings.over(Model('SALAAD')))} full-rank "
+        "training.**"
     )
 
 

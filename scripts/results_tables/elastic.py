@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -115,14 +116,20 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
     header = ("model", "seeds", *PERPLEXITIES, "stored", "trained", "bytes", "state", "step time")
+    measured = [bool(any(column)) for column in zip(*shown, strict=True)]
+    header, *shown = ([*compress(line, measured)] for line in (header, *shown))
+    copying = (
+        "*Not copied* is the perplexity over tokens that do not repeat a bigram of their row. "
+        if "not copied" in header
+        else ""
+    )
     told = (
         f"After {tokens / 1e6:.1f} M tokens. Rows of cuts come in pairs: the first keeps half of the compressible "
-        "parameters, the second a fifth. *Not copied* is the perplexity over tokens that do not repeat a bigram of "
-        "their row, *legacy* that of older tables, from means of batches of 16 rows, *C4* that on C4 text; a figure "
-        "that not all seeds of its row have names its seeds. *Stored* and *trained* count parameters; *bytes* is the "
-        "size of the model in float32; *state* is the memory of the optimizer and the method; *step time* is relative "
-        f"to full-rank training, of SALAAD while its weights are pulled (results/bench/{bench.name}). ± is the "
-        "standard deviation over the seeds."
+        f"parameters, the second a fifth. {copying}*Legacy* is the perplexity of older tables, from means of batches "
+        "of 16 rows, *C4* that on C4 text; a figure that not all seeds of its row have names its seeds. *Stored* and "
+        "*trained* count parameters; *bytes* is the size of the model in float32; *state* is the memory of the "
+        "optimizer and the method; *step time* is relative to full-rank training, of SALAAD while its weights are "
+        f"pulled (results/bench/{bench.name}). ± is the standard deviation over the seeds."
     )
     told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
@@ -273,13 +280,14 @@ def picture(rows: Sequence[Row], path: Path) -> None:
                 color=color,
                 marker=marker,
                 markersize=5,
-                label=f"{label}: {way}",
+                label=f"{label}: {way} ({_seeds([row for row in mine if way in row['ways']])})",
             )
     whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != _REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
     for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
-        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=label)
+        named = f"{label} ({_seeds(models[label])})"
+        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=named)
     if small:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
     panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
@@ -288,7 +296,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
     panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")
-    figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside right upper", frameon=False, title="way (its seeds)")
     save(figure, path)
 
 

@@ -113,6 +113,14 @@ def test_rows_measured_otherwise_stay_and_those_measured_alike_are_replaced(eval
     assert [row["perplexity"] for row in json.loads(path.read_text())["rows"]] == [7.0] * 4
 
 
+def test_a_row_of_an_older_version_is_replaced_where_it_agrees_in_all_that_it_tells(tmp_path):
+    path, now = tmp_path / "perplexity.json", {"variant": "X", "dtype": "float32", "perplexity": 6.0, "packing": True}
+    older = [{"variant": name, "dtype": "float32", "perplexity": 5.0} for name in ("L+S", "X", "9M")]
+    keep_rows(older, path)
+    keep_rows([now], path)
+    assert json.loads(path.read_text())["rows"] == [older[0], now, older[2]]
+
+
 def test_a_score_measured_again_replaces_the_row_with_its_other_metrics(tmp_path):
     row = {"task": "cb", "variant": "X", "max_length": None, "acc": 0.5, "others": {"f1": 0.4}}
     for again in (row, row | {"acc": 0.6, "others": {"f1": 0.5}}, row | {"max_length": 64}):
