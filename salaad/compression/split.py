@@ -184,18 +184,18 @@ def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") ->
     bar = with_bar(make(left), len(shapes), there, done)
     with StopRequest() as request:
         try:
-            with request.ends_waiting():
+            with suppress(Stopped), request.ends_waiting():
                 # In the memory layout of the file, on which the last bits of products depend.
                 parts.update((name, Slr.from_tensors(slr.tensors())) for name, slr in bar)
-        except Stopped:
-            raise UserError(
-                f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on with "
-                "the others"
-            ) from None
         finally:
             bar.close()
             if len(parts) > there:
                 save_if_possible(path, partial(write_tensors, _tensors_of(parts)))
+        if request.asked:  # during the save, too
+            raise UserError(
+                f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on from "
+                "there"
+            )
     return {name: parts[name] for name in shapes}
 
 

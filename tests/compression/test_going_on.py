@@ -51,7 +51,7 @@ def test_a_command_that_is_given_again_cuts_the_same_model_though_gradients_diff
 
 
 def test_a_command_leaves_the_saved_states_of_others_with_the_same_cut(gpt2, words, tmp_path, monkeypatch):
-    asked = iter([False] * 6)  # in the split, at four steps of the first layer and one of the second
+    asked = iter([False] * 8)  # twice in the split, twice in the refinement, at the four steps of the first layer
     with monkeypatch.context() as patch:
         patch.setattr(
             StopRequest, "asked", property(lambda self: next(asked, True), lambda self, value: None), raising=False
@@ -82,7 +82,7 @@ def test_a_refinement_that_is_ended_by_a_signal_goes_on_with_the_blocks_that_are
 
     monkeypatch.setattr(cut, "refine", refine)
     error = refused("compress.py", f"--checkpoint={gpt2}", *as_options(words), *elastic, f"--output={tmp_path / 'a'}")
-    assert error == "error: interrupted after 5 of 8 blocks were refined; the same command goes on with the others"
+    assert error == "error: interrupted after 5 of 8 blocks were refined; the same command goes on from there"
     assert any(cache_folder().rglob("unfinished/*"))
     compress(gpt2, tmp_path / "a", *elastic, **words)
     assert len(done) == blocks + 1  # the one in which the signal came is refined once more

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from salaad.common.errors import UserError
+from salaad.compression import split
 from salaad.compression.calibration import kept_moments
 from salaad.compression.split import cached_parts
 from salaad.compression.tuning.saved import SavedTuning
@@ -70,12 +71,24 @@ def test_a_split_that_is_interrupted_goes_on_with_the_blocks_that_are_left(tmp_p
     with pytest.raises(raised) as error:
         cached_parts(path, SHAPES, first)
     if raised is UserError:
-        assert str(error.value) == (
-            "interrupted after 2 of 3 blocks were split; the same command goes on with the others"
-        )
+        assert str(error.value) == ("interrupted after 2 of 3 blocks were split; the same command goes on from there")
     assert signal.getsignal(signal.SIGTERM) is handler
     assert same(cached_parts(path, SHAPES, second)) and (first.asked, second.asked) == (["a", "b", "c"], ["c"])
     assert same(cached_parts(path, SHAPES, third)) and third.asked == []
+
+
+def test_a_signal_while_the_blocks_are_saved_ends_the_command_once_they_are(tmp_path, monkeypatch):
+    path, again, exact = tmp_path / "parts.safetensors", Splitting(), split.write_tensors
+
+    def write(*arguments):
+        terminate()
+        exact(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(split, "write_tensors", write)
+        with pytest.raises(UserError, match="interrupted after 3 of 3 blocks were split"):
+            cached_parts(path, SHAPES, Splitting())
+    assert same(cached_parts(path, SHAPES, again)) and again.asked == []
 
 
 def test_what_is_split_lies_in_memory_as_what_is_read_so_that_products_with_it_are_the_same(tmp_path):

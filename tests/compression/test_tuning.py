@@ -347,7 +347,7 @@ def interrupted(monkeypatch, after: int) -> None:
 @pytest.mark.parametrize(
     ("words", "after", "said"),
     [
-        ({"match": 16}, 11, "interrupted while model.layers.0 was matched"),
+        ({"match": 16}, 13, "interrupted while model.layers.0 was matched"),
         ({"match": 16, "distill": "4K"}, 60, "interrupted after"),
         ({"distill": "4K"}, 20, "interrupted after"),
     ],
