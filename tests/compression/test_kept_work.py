@@ -158,3 +158,47 @@ def test_a_fit_that_finds_no_room_for_its_state_goes_on_with_a_warning_and_the_s
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: {saved.path} cannot be written (no room, or no right to write")
     assert saved.resumed(module, lambda state: state) == {"done": 1}
+
+
+NO_MEMORY = {
+    "host": MemoryError(),
+    "GPU": torch.OutOfMemoryError("CUDA out of memory."),
+    "torch on a CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+}
+
+
+@pytest.mark.parametrize("raised", [*NO_MEMORY.values(), NameError("a fault of the program")], ids=[*NO_MEMORY, "name"])
+def test_a_state_that_could_not_be_taken_over_for_lack_of_memory_stays_and_the_error_is_raised(tmp_path, raised):
+    saved, module = SavedTuning(tmp_path / "state.pt"), torch.nn.Linear(1, 1)
+    saved.save({"done": 1})
+
+    def begin(state):
+        raise raised
+
+    with pytest.raises(type(raised)) as error:
+        saved.resumed(module, begin)
+    assert error.value is raised
+    assert saved.resumed(module, lambda state: state) == {"done": 1}
+
+
+def test_a_line_says_that_a_state_is_passed_over_and_none_that_there_is_none(tmp_path, capsys):
+    saved, module = SavedTuning(tmp_path / "state.pt"), torch.nn.Linear(1, 1)
+    weight = module.weight.detach().clone()
+
+    def begin(state):
+        if state is not None:
+            torch.nn.init.zeros_(module.weight)
+            return state["layers"]
+        return "anew"
+
+    assert saved.resumed(module, begin) == "anew" and not capsys.readouterr().err
+    saved.save({"done": 1})
+    assert saved.resumed(module, begin) == "anew" and torch.equal(module.weight, weight)
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning == (
+        f"warning: the state in {saved.path} is broken or does not fit (KeyError: 'layers'); the fit begins anew"
+    )
+    saved.path.write_bytes(b"no state")
+    assert saved.resumed(module, begin) == "anew"
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: the state in {saved.path} is broken or does not fit (BadZipFile: ")
