@@ -62,8 +62,8 @@ def save_if_possible(path: Path, write: Callable[[Path], Any]) -> None:
             write(temporary)
     except OSError as error:
         print(
-            f"warning: {path} cannot be written ({error.strerror}); this command goes on, but the work up to here "
-            "would have to be done once more after an interruption",
+            f"warning: {path} cannot be written ({error.strerror}); this command goes on, but one that needs "
+            "the file later has to do the work once more",
             file=sys.stderr,
         )
 
