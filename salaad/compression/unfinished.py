@@ -1,5 +1,7 @@
 """Files in a model's cache in which a command keeps unfinished work, until the folder that it is for is written."""
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -7,10 +9,15 @@ from pathlib import Path
 from salaad.compression.cut import REFINED, shapes
 from salaad.compression.split import Make, Parts, cached_parts
 
+_KEPT = 30 * 24 * 3600  # seconds for which work stays whose command is never given again
+
 
 @dataclass
 class Unfinished:
-    """The files of one command, which no other command shares or deletes.
+    """The files of one command. Commands with other options neither read them nor delete them within 30 days.
+
+    The same command given twice at once, for two places, shares them: they are the same up to roundings, and if the
+    first to end deletes what the second would go on from, an interruption of the second costs it that work.
 
     Args:
         folder: where they are.
@@ -41,6 +48,14 @@ class Unfinished:
         return cached_parts(self.path(f"{of} {content.hexdigest()}"), shapes(begin), make, REFINED)
 
     def remove(self) -> None:
-        """Delete the files: the command has ended."""
+        """Delete the files, as the command has ended, and those that no command has written to for 30 days.
+
+        Those in the folder `tuning` beside this one were left by an older version.
+        """
         for path in self._paths:
             path.unlink(missing_ok=True)
+        now = time.time()
+        for path in (*self.folder.glob("*"), *self.folder.with_name("tuning").glob("*.pt")):
+            with suppress(OSError):
+                if now - path.stat().st_mtime > _KEPT:
+                    path.unlink()

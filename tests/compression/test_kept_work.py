@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from salaad.compression import split
 from salaad.compression.calibration import kept_moments
 from salaad.compression.split import cached_parts
 from salaad.compression.tuning.saved import SavedTuning
+from salaad.compression.unfinished import Unfinished
 from salaad.factored.slr import Slr
 
 SHAPES = dict.fromkeys("abc", (6, 4))
@@ -202,3 +204,16 @@ def test_a_line_says_that_a_state_is_passed_over_and_none_that_there_is_none(tmp
     assert saved.resumed(module, begin) == "anew"
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith(f"warning: the state in {saved.path} is broken or does not fit (BadZipFile: ")
+
+
+def test_the_end_of_a_command_deletes_its_own_files_and_those_that_were_left_for_a_month(tmp_path):
+    ended = Unfinished(tmp_path / "unfinished", "one command")
+    own, other = ended.path("a fit"), Unfinished(tmp_path / "unfinished", "another").path("a fit")
+    before = tmp_path / "tuning" / "of an older version.pt"
+    ages = {own: 0, other: 29, other.with_name("left"): 31, before: 31, before.with_name("new.pt"): 0}
+    for path, days in ages.items():
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (time.time() - days * 24 * 3600,) * 2)
+    ended.remove()
+    assert {path for path in ages if path.exists()} == {other, before.with_name("new.pt")}
