@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from salaad.common.cache_folder import cache_folder
 from salaad.common.signals import StopRequest
 from salaad.compression import cut, from_checkpoint
+from salaad.compression.tuning.saved import SavedTuning
 from tests.helpers.deploying import compress, refused, text_options
 from tests.helpers.models import save_gpt2
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 pytestmark = pytest.mark.usefixtures("own_caches")
 
 
@@ -88,6 +90,34 @@ def test_a_refinement_that_is_ended_by_a_signal_goes_on_with_the_blocks_that_are
     assert len(done) == blocks + 1  # the one in which the signal came is refined once more
     assert not any(cache_folder().rglob("unfinished/*"))
     at_once, in_two = tensors(tmp_path / "at once"), tensors(tmp_path / "a")
+    assert at_once.keys() == in_two.keys() and all(torch.equal(at_once[name], in_two[name]) for name in at_once)
+
+
+@pytest.mark.parametrize(("words_of_a_fit", "fit"), [({"match": 8}, "matched"), ({"distill": "1K"}, "distilled")])
+def test_a_signal_during_the_last_save_of_a_fit_ends_the_command_which_then_goes_on(
+    gpt2, words, tmp_path, monkeypatch, words_of_a_fit, fit
+):
+    """Outside of the fit the signals do what they did before."""
+    handlers, seen, exact = [signal.getsignal(number) for number in SIGNALS], [], SavedTuning.save
+
+    def save(saved, state):
+        last = len(state["fitted"]) == 2 if fit == "matched" else state["fitting"]["done"] == 4
+        if last and not seen:
+            seen.append([signal.getsignal(number) for number in SIGNALS])
+            os.kill(os.getpid(), signal.SIGTERM)
+        exact(saved, state)
+
+    monkeypatch.setattr(SavedTuning, "save", save)
+    options = as_options(words | words_of_a_fit)
+    error = refused("compress.py", f"--checkpoint={gpt2}", *options, f"--output={tmp_path / 'a'}")
+    said = "all layers were matched" if fit == "matched" else "4 of 4 steps"
+    assert error == f"error: interrupted after {said}; the same command goes on from there"
+    assert not set(seen[0]) & set(handlers)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    compress(gpt2, tmp_path / "a", **words, **words_of_a_fit)
+    compress(gpt2, tmp_path / "at once", **words, **words_of_a_fit)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    in_two, at_once = tensors(tmp_path / "a"), tensors(tmp_path / "at once")
     assert at_once.keys() == in_two.keys() and all(torch.equal(at_once[name], in_two[name]) for name in at_once)
 
 

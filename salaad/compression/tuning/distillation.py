@@ -98,6 +98,8 @@ def distill(
             if request.asked:
                 raise interrupted()
         save()
+        if request.asked:  # during the save
+            raise interrupted()
     finally:
         bar.close()
         stream.close()

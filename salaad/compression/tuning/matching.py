@@ -83,6 +83,8 @@ class Matching:
             self._fit(name, cut, arguments, dense)
             if name != names[-1]:
                 pass_through(partial(tuned.call_inside, name), cut, arguments)
+        if self._request.asked:  # after the last step
+            raise UserError("interrupted after all layers were matched; the same command goes on from there")
 
     def _fit_embedding(self) -> None:
         model = self._tuned.model

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from math import ceil
 from typing import NamedTuple
@@ -117,7 +117,8 @@ class Tuning:
         tuned, saved = self._begin(cut), self._saved(f"match {name}")
         device = best_device()
         texts = [{key: part.to(device) for key, part in batch.items()} for batch in self._sequences.batches()]
-        Matching(tuned, texts, saved, self._request).run()
+        with StopRequest() as request:
+            Matching(tuned, texts, saved, request).run()
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def distilled(
@@ -127,7 +128,9 @@ class Tuning:
         if not self.how.tokens:
             return cut
         tuned, saved = self._begin(cut), self._saved(f"distill {name} {RATE}")
-        distill(tuned, self._stream, self.steps, saved, self._request, self.how.text_share, kept_at)
+        with StopRequest() as request:
+            open_stream = partial(self._stream, request)
+            distill(tuned, open_stream, self.steps, saved, request, self.how.text_share, kept_at)
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def untouched(self, parts: Parts) -> Fitted:
@@ -144,12 +147,8 @@ class Tuning:
     def _saved(self, of: str) -> SavedTuning:
         return SavedTuning(self.unfinished.path(of))
 
-    def _stream(self, state: dict | None) -> TrainingStream:
-        return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=self._request)
-
-    @cached_property
-    def _request(self) -> StopRequest:
-        return StopRequest()
+    def _stream(self, stop: StopRequest, state: dict | None) -> TrainingStream:
+        return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=stop)
 
     @property
     def reads(self) -> str:
