@@ -73,6 +73,8 @@ def check_tasks(tasks: Sequence[str], task_data: Path | None) -> None:
         for name in tasks:
             for task, config in _definitions(index, name):
                 what = f"task {task}" if task == name else f"task {task} of group {name}"
+                if task is None:
+                    raise UserError(f"group {name} defines a task without a name; leave it out, or use lm_eval itself")
                 if config is None:
                     raise UserError(
                         f"{what} is defined only inside another definition; leave it out, or use lm_eval itself"
@@ -169,7 +171,7 @@ def _manager(tasks: tuple[str, ...]) -> Any:
 
 def _definitions(
     index: Mapping[str, Any], member: str | Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
+) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
     """Yield name and definition of each task of a task or group, as the harness's own files define them.
 
     Args:
@@ -178,7 +180,8 @@ def _definitions(
         given: settings of the groups around it, which replace those of its tasks.
 
     Yields:
-        The definition is None where the index has no task of this name.
+        The name is None for a task that a group defines without one. The definition is None where the index has no
+        task of this name.
     """
     own = {"task": member} if isinstance(member, str) else member
     name = own.get("group", own.get("task"))
@@ -193,7 +196,7 @@ def _definitions(
         for each in config["task"]:
             yield from _definitions(index, each, scoring | given)
     else:
-        yield str(name), None if entry is None else config | given | own
+        yield None if name is None else str(name), None if entry is None else config | given | own
 
 
 def _load(tasks: Sequence[str], task_data: Path | None) -> dict[str, dict[str, Any]]:

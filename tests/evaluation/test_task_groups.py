@@ -31,6 +31,7 @@ HERE = {
     "nested": {"task": ["scored", "one", {"group": "inner", "task": ["two"]}]},
     "with_written": {"task": ["one", {"group": "inner", "task": ["written"]}], **MEAN},
     "made_to_write": {"task": ["one"], "output_type": "generate_until"},
+    "with_no_name": {"task": ["one", CHOICE]},
     "with_its_own": {"task": ["one", {"task": "unnamed", **CHOICE}]},
 }
 ELSEWHERE = {"mixed": {"task": ["one", "both"]}}
@@ -94,6 +95,7 @@ def test_a_group_gives_its_score_or_its_members(group, expected, rows, model, to
         ("with_written", "task written of group with_written is scored by what a model generates"),
         ("made_to_write", "task one of group made_to_write is scored by what a model generates"),
         ("with_its_own", "task unnamed of group with_its_own is defined only inside another definition"),
+        ("with_no_name", "group with_no_name defines a task without a name"),
         ("inner", "task inner is defined only inside another definition"),
     ],
 )
