@@ -105,7 +105,7 @@ class SlrWeight(nn.Module):
         self._cached_products = None
         self.register_buffer("S_starts", starts)
         self.register_buffer("S_columns", columns)
-        if not len(positions):  # DistributedDataParallel waits for each gradient, and no product reads an empty S
+        if not len(positions):  # saves a product the work of `_with_empty_S`
             self.S_values.requires_grad_(False)
         self._fit_columns()
 
@@ -216,6 +216,14 @@ class SlrWeight(nn.Module):
         tensors = (self._held.get(name) for name in ("U", "V", "S_values", "bias"))
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
+    def _with_empty_S(self, y: Tensor) -> Tensor:
+        """Return y of a layer without entries of S, with a gradient for S_values where a caller has asked for one.
+
+        DistributedDataParallel waits for the gradient of each parameter that is to have one, even if it is empty.
+        """
+        values = self._held["S_values"]
+        return y + values.sum() if values.requires_grad and torch.is_grad_enabled() else y
+
     def _replicate_for_data_parallel(self) -> "SlrWeight":
         """Return a replica for another device, with caches of its own."""
         replica = super()._replicate_for_data_parallel()
@@ -289,7 +297,7 @@ class SlrLinear(SlrWeight, nn.Linear):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         if not self.nnz:
-            return F.linear(F.linear(x, self.V), self.U, self.bias)
+            return self._with_empty_S(F.linear(F.linear(x, self.V), self.U, self.bias))
         if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return F.linear(x, operators.dense(*self._tensors), self.bias)
         if torch.compiler.is_compiling():
@@ -336,7 +344,7 @@ class SlrActivated(SlrWeight):
                 return self.forward(x.to(self.U.dtype))
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
         if not self.nnz:
-            return y
+            return self._with_empty_S(y)
         found = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
         if found is not None:
             return found[0].linear(x, None, self._tensors).add_(y)
@@ -395,4 +403,5 @@ class SlrEmbedding(SlrWeight):
         # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU.
         rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):
-            return rows(ids, *self._tensors)
+            y = rows(ids, *self._tensors)
+        return y if self.nnz else self._with_empty_S(y)
