@@ -157,11 +157,6 @@ class TrainingStream:
             "cursors": {str(number): asdict(cursor) for number, cursor in sorted(self._cursors.items())},
         }
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Bad, empty and cut documents and lost parts of files in this rank's streams since the run began."""
-        return counts_in(self.state_dict())
-
 
 def merge_states(states: Iterable[dict]) -> dict:
     """Merge the states of all ranks into one, from which any number of ranks can go on.

@@ -135,7 +135,8 @@ def main(tokenizer: str) -> None:
         rows = []
         while len(rows) < 2 * DOCUMENTS and stream.error is None:
             rows += next(stream)["input_ids"].tolist()
-        runs.append({"error": stream.error and str(stream.error), "counts": stream.counts, "rows": rows})
+        counts = batches.counts_in(stream.state_dict())
+        runs.append({"error": stream.error and str(stream.error), "counts": counts, "rows": rows})
         stream.close()
     print(json.dumps({"found": found, "asked": Hub.asked, "runs": runs}))
 
