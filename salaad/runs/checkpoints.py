@@ -200,7 +200,8 @@ class Checkpoints:
         """Make another run's checkpoint the newest of this run, by hard links where possible, else by copies.
 
         Raises:
-            UserError: it cannot be copied; the folder then holds no part of it.
+            UserError: it cannot be copied, and the folder then holds no part of it; or `latest` cannot be written, and
+                the whole copy stays, from which the same command goes on.
         """
         adopted = self.folder / f"step-{RunState.read(checkpoint).step:07d}"  # its own folder may have any name
         partial = self.folder / f".partial-{adopted.name}"

@@ -70,3 +70,19 @@ def test_a_disk_without_room_for_an_adopted_checkpoint_is_a_sentence_and_the_sam
     run_training(command, new)
     assert last_checkpoint(new).name == "step-0000006"
     assert lines(new) == lines(trained)[2:]
+
+
+def test_an_adopted_checkpoint_that_latest_cannot_name_is_gone_on_from_by_the_same_command(
+    trained, toy, tmp_path, monkeypatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    command, new = [*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Checkpoints, "point_to", full)
+        with pytest.raises(UserError, match=r"step-0000004 cannot be copied to .* \(No space left.*\); make room"):
+            run_training(command, new)
+    assert names_in(new) == ["step-0000004"]
+    run_training(command, new)
+    assert lines(new) == lines(trained)[2:]
