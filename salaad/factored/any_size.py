@@ -170,7 +170,7 @@ class ElasticQuantizer(CheckedQuantizer):
     stored: Mapping[str, Tensor]  # tensors of the ranges for the folder to be written
 
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_RANGES)
-    computed = "an elastic folder"
+    computed_on_opening = "an elastic folder"
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

@@ -86,7 +86,7 @@ class CheckedQuantizer(HfQuantizer):
 
     FORMAT_VERSIONS: tuple[int, ...]
     # What the folder holds if its U, V and S are computed when it is opened; None if they are read as they are stored.
-    computed: str | None = None
+    computed_on_opening: str | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Check the folder's version and the device map; transformers calls this again with a map that it has inferred.
@@ -99,10 +99,10 @@ class CheckedQuantizer(HfQuantizer):
         if found not in self.FORMAT_VERSIONS:
             known = " or ".join(map(str, self.FORMAT_VERSIONS))
             raise UserError(f"the folder has format {found}, this version reads {known}; use the version that wrote it")
-        offloaded = _offloaded_to(device_map)
-        if offloaded and self.computed is not None:
+        offloaded, folder = _offloaded_to(device_map), self.computed_on_opening
+        if offloaded and folder is not None:
             raise UserError(
-                f"device_map offloads modules to {' and '.join(offloaded)}, where {self.computed} loses U, V and S; "
+                f"device_map offloads modules to {' and '.join(offloaded)}, where {folder} loses U, V and S; "
                 "leave device_map out, or let compress.py write a folder of one size in floats, which can be offloaded"
             )
 
@@ -187,7 +187,7 @@ class SlrQuantizer(CheckedQuantizer):
         return state | stack_guards(model), {}
 
     @property
-    def computed(self) -> str | None:
+    def computed_on_opening(self) -> str | None:
         """What the folder holds if its U, V and S are computed when it is opened: numbers in int8."""
         return "a folder of int8" if self.in_int8 else None
 
