@@ -16,7 +16,7 @@ from salaad.config.run import DataConfig
 from salaad.data import python_docs
 from salaad.data.documents import c4_files, expand, require_document, size_of
 from salaad.data.rows import Cursor, Plan, RowStream
-from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenizer_digest
 from salaad.model.loss import IGNORED
 
 DEFAULT_TOKENIZER = "t5-base"
@@ -211,13 +211,12 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
 
 
 def digests_of(text: Text) -> dict[str, str]:
-    """Return what training reads → hex digest: files by `fingerprint`, the tokenizer by all that it computes with."""
-    tokenizer = text.tokenizer
-    ids = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), str(text.pad_id))
+    """Return what training reads → a key of it: of files by `fingerprint`, of a tokenizer by `tokenizer_digest`."""
     return {
         "training files": f"{fingerprint(text.train_files, text.sizes)} {text.corpus_hash}",
         "validation files": fingerprint(text.validation_files, text.sizes),
-        "tokenizer": hashlib.sha256("\n".join(ids).encode()).hexdigest(),
+        "tokenizer": tokenizer_digest(text.tokenizer),
+        "id of padding": str(text.pad_id),
     }
 
 

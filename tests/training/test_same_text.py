@@ -7,6 +7,8 @@ from pathlib import Path
 import train
 from salaad.common import distributed
 from salaad.common.errors import UserError
+from salaad.config.run import DataConfig
+from salaad.data.text import digests_of, open_text
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import run_training
 
@@ -25,6 +27,17 @@ def sentences(starts: list[list[list[str]]], output: Path) -> list[str]:
         except UserError as error:
             said.append(str(error))
     return said
+
+
+def test_what_a_call_leaves_in_a_tokenizer_is_no_difference_and_another_padding_is(text_files, tiny_tokenizer_dir):
+    files = {"files": text_files["train"], "validation_files": text_files["validation"]}
+    text = open_text(DataConfig(source="files", tokenizer=tiny_tokenizer_dir, **files), vocab_size=512)
+    before = digests_of(text)
+    text.tokenizer(["a b c"], truncation=True, max_length=2, padding="max_length")
+    assert digests_of(text) == before
+    text.tokenizer.pad_token = text.tokenizer.eos_token
+    after = digests_of(text)
+    assert {what for what in before if before[what] != after[what]} == {"id of padding"}
 
 
 def test_a_rank_with_other_files_or_another_tokenizer_is_named(toy, tmp_path, text_files, tiny_tokenizer_dir):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from hashlib import sha256
 from math import ceil
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from salaad.compression.unfinished import Unfinished
 from salaad.config.run import DataConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, fingerprint, open_text, rows_before_repeating
+from salaad.data.tokenizer import tokenizer_digest
 from salaad.hpa import Kept
 from salaad.model.build import training_flops
 from salaad.model.loss import SummedLoss
@@ -154,11 +154,9 @@ class Tuning:
     def reads(self) -> str:
         """A key that changes with the text that is read, how much of it and in which order."""
         matched_on = self._sequences.digest if self.how.match else ""
-        tokenizer = self._text.tokenizer
         made = [f"{name}={getattr(self.data, name)}" for name in _MAKES_ROWS]
-        encoding = sha256(f"{tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}".encode()).hexdigest()
         files = fingerprint(self._text.train_files, self._text.sizes)
-        return " ".join([str(self.how), matched_on, files, encoding, *made])
+        return " ".join([str(self.how), matched_on, files, tokenizer_digest(self._text.tokenizer), *made])
 
     @cached_property
     def _text(self) -> Text:
