@@ -137,7 +137,7 @@ def test_a_size_is_bit_for_bit_the_folder_of_that_size(runs, elastic, floor_and_
     found = open_folder(elastic[dtype], budget=budget)
     assert found.dtype == getattr(torch, dtype)
     assert_same_model(found, expected)
-    assert all(p.requires_grad for p in found.parameters())
+    assert all(p.requires_grad for p in found.parameters() if p.numel())
 
 
 def test_sizes_that_are_tried_cover_blocks_in_parts_and_dense_ones(elastic, floor_and_whole):

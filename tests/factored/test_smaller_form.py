@@ -84,7 +84,7 @@ def test_every_kind_of_layer_opens_dense_where_that_takes_less_memory(tmp_path, 
     assert assert_opened_as(opened, model) > 0
     assert opened_bytes(model) == resident_bytes(opened.bfloat16()) < resident_bytes(model)
     assert distance(logits(opened.float()), logits(model.float())) < 0.02  # dense weights are sums rounded to bfloat16
-    assert all(parameter.requires_grad for parameter in opened.parameters())
+    assert all(parameter.requires_grad for parameter in opened.parameters() if parameter.numel())
 
 
 def test_the_base_model_of_a_folder_opens_dense_blocks_under_its_own_names(tmp_path):
