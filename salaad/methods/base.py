@@ -187,7 +187,10 @@ class Method:
     # Records and evaluation.
 
     def columns(self) -> dict[str, float]:
-        """Return columns of metrics.jsonl for the current weights; collective, and the host waits for the device."""
+        """Return columns of metrics.jsonl; collective, and the host waits for the device.
+
+        It is called before `after_step` of the same step.
+        """
         return {"penalty": 0.0}
 
     def drain_records(self) -> list[BlockRecord]:
