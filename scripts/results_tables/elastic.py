@@ -65,9 +65,8 @@ def sections() -> dict[str, str]:
         if any(row.get("samples") for row in rows):
             found[f"elastic-samples-{scale}"] = samples_table(rows)
         found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
-        copying = ELASTIC / "in-context" / path.name
-        if copying.exists():
-            found[f"in-context-{scale}"] = in_context_table(read_json(copying))
+    for path in sorted((ELASTIC / "in-context").glob("*.json")):
+        found[f"in-context-{path.stem}"] = in_context_table(read_json(path))
     return found
 
 
