@@ -121,6 +121,7 @@ def all_sizes(
         }
 
     def rest(names: Collection[str]) -> Iterator[tuple[str, Slr]]:
+        """Yield each block's units beyond those of the variant, fitted to what these lack of the whole."""
         for name in names:
             lacking = whole.weighted_target(name) - near[name].dense()
             yield (
