@@ -34,10 +34,10 @@ SIZE_UNIT = tl.constexpr(16)
 
 
 @triton.jit
-def _own(layers, FIELD: tl.constexpr):
-    """Return a field of this program's layer; the index of the layer is the program's number on axis 1."""
+def _own(layers, FIELD: tl.constexpr, LAYERS: tl.constexpr):
+    """Return a field of this program's layer of `LAYERS`; the layer's index is the program's number on axis 1."""
     found = layers[0][FIELD]
-    for k in tl.static_range(1, len(layers)):
+    for k in tl.static_range(1, LAYERS):
         found = tl.where(tl.program_id(1) == k, layers[k][FIELD], found)
     return found
 
@@ -69,7 +69,7 @@ def _add_entries_of_row(sums, starts, columns, values, i, x, m, batch, B: tl.con
 
 
 @triton.jit(do_not_specialize=["widest"])
-def multiply_by_V(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
+def multiply_by_V(layers, x, hidden, rows, m, widest, LAYERS: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
     """Compute hidden = x·Vᵀ of every layer, in float32.
 
     Program (k, l, c) multiplies row k of V of layer l by the c-th B rows of x. Where every V lies at a multiple of 16
@@ -82,20 +82,22 @@ def multiply_by_V(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.con
         rows: number of rows of x.
         m: width of x.
         widest: the largest rank.
+        LAYERS: number of layers; Triton 3.6 cannot take the length of a tuple with None in it.
         B: number of rows of x per program, a power of 2.
         K: number of columns at a time, a power of 2.
     """
-    k, first, rank = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, RANK) // SIZE_UNIT
+    k, first = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B
+    rank = _own(layers, RANK, LAYERS) // SIZE_UNIT
     if k < rank:
         sums = tl.zeros((B, K), tl.float32)
-        sums = _add_row(sums, _own(layers, V), k, m, x + first * m, rows - first, B, K)
+        sums = _add_row(sums, _own(layers, V, LAYERS), k, m, x + first * m, rows - first, B, K)
         b = first + tl.arange(0, B)
         own = hidden + tl.program_id(1).to(tl.int64) * rows * widest
         tl.store(own + b * rank + k, tl.sum(sums, 1), mask=b < rows)
 
 
 @triton.jit(do_not_specialize=["widest"])
-def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: tl.constexpr):
+def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, LAYERS: tl.constexpr, B: tl.constexpr, K: tl.constexpr):
     """Compute y = hidden·Uᵀ + x·Sᵀ + b of every layer.
 
     Program (i, l, c) multiplies row i of U and S of layer l by the c-th B rows of `hidden` and x.
@@ -107,24 +109,27 @@ def multiply_by_U_and_S(layers, x, hidden, rows, m, widest, B: tl.constexpr, K: 
         rows: number of rows of x.
         m: width of x.
         widest: the largest rank.
+        LAYERS: number of layers; Triton 3.6 cannot take the length of a tuple with None in it.
         B: number of rows of x per program, a power of 2.
         K: number of columns or entries at a time, a power of 2.
     """
-    i, first, n = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B, _own(layers, N) // SIZE_UNIT
+    i, first = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64) * B
+    n = _own(layers, N, LAYERS) // SIZE_UNIT
     if i < n:
-        starts, columns, values = _own(layers, STARTS), _own(layers, COLUMNS), _own(layers, VALUES)
+        starts, columns = _own(layers, STARTS, LAYERS), _own(layers, COLUMNS, LAYERS)
+        values = _own(layers, VALUES, LAYERS)
         sums = tl.zeros((B, K), tl.float32)
         sums = _add_entries_of_row(sums, starts, columns, values, i, x + first * m, m, rows - first, B, K)
-        rank = _own(layers, RANK) // SIZE_UNIT
+        rank = _own(layers, RANK, LAYERS) // SIZE_UNIT
         vectors = hidden + tl.program_id(1).to(tl.int64) * rows * widest + first * rank
-        sums = _add_row(sums, _own(layers, U), i, rank, vectors, rows - first, B, K)
+        sums = _add_row(sums, _own(layers, U, LAYERS), i, rank, vectors, rows - first, B, K)
         total = tl.sum(sums, 1)
-        for k in tl.static_range(len(layers)):
+        for k in tl.static_range(LAYERS):
             # Not read by `_own`: a bias may be None or of another dtype. Triton compiles the first condition away.
             if layers[k][BIAS] is not None:  # noqa: SIM102
                 if tl.program_id(1) == k:
                     total += tl.load(layers[k][BIAS] + i).to(tl.float32)
-        y, b = _own(layers, Y), first + tl.arange(0, B)
+        y, b = _own(layers, Y, LAYERS), first + tl.arange(0, B)
         tl.store(y + b * n + i, total.to(y.dtype.element_ty), mask=b < rows)
 
 

@@ -179,9 +179,9 @@ def linear_of_several(
     with native.device_context(x.device):
         if widest:
             grid, K = (widest, len(layers), tiles), max(256, 1024 // B)
-            kernels.multiply_by_V[grid](given, x, hidden, rows, m, widest, B=B, K=K, num_warps=4)
+            kernels.multiply_by_V[grid](given, x, hidden, rows, m, widest, LAYERS=len(layers), B=B, K=K, num_warps=4)
         grid, K = (tallest, len(layers), tiles), max(128, 512 // B)
-        kernels.multiply_by_U_and_S[grid](given, x, hidden, rows, m, widest, B=B, K=K, num_warps=1)
+        kernels.multiply_by_U_and_S[grid](given, x, hidden, rows, m, widest, LAYERS=len(layers), B=B, K=K, num_warps=1)
     return results
 
 

@@ -82,7 +82,7 @@ def launches(
     fields = tuple({**layer, "Y": pointer, "RANK": "i32", "N": "i32"}.values())
     given = {"layers": (fields,) * layers, "x": pointer, "hidden": "*fp32"}
     rows = {"rows": 1} if B == 1 else {}  # Triton compiles an argument that is 1 as a constant
-    of_V, of_U = {"B": B, "K": max(256, 1024 // B)}, {"B": B, "K": max(128, 512 // B)}
+    of_V, of_U = ({"LAYERS": layers, "B": B, "K": max(least, 4 * least // B)} for least in (256, 128))
     yield Case(products.multiply_by_V, dtype, given, {**rows, **of_V}, 4, what, aligned)
     yield Case(products.multiply_by_U_and_S, dtype, given, {**rows, **of_U}, 1, what, aligned)
 
