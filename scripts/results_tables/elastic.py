@@ -247,15 +247,16 @@ def _commits(row: Row) -> tuple[str, ...]:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Tokens, operations and minutes of every training and of every way to its sizes, measurements included."""
+    """Tokens, operations, minutes and machines of every training and every way to its sizes, measurements included."""
     lines = []
     for label, mine in by_label(rows).items():
         for what in dict.fromkeys(what for row in mine for what in row["minutes"]):
             costs = [row["costs"][what] for row in mine if what in row.get("costs", {})]
             counts = (f"{costs[0]['tokens'] / 1e6:.2f} M", f"{costs[0]['operations']:.1e}") if costs else ("", "")
             minutes = fmean(row["minutes"][what] for row in mine if what in row["minutes"])
-            lines.append((label, what, *counts, f"{minutes:.1f}"))
-    return markdown_table(("model", "step", "tokens", "operations", "minutes"), lines)
+            machines = sorted({row["machine"].partition(",")[0] for row in mine if what in row["minutes"]})
+            lines.append((label, what, *counts, f"{minutes:.1f}", ", ".join(machines)))
+    return markdown_table(("model", "step", "tokens", "operations", "minutes", "machine"), lines)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
