@@ -70,8 +70,30 @@ def in_a_sentence(path: Path) -> Iterator[Path]:
         raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    """Return whether an error says that a GPU's or the machine's memory does not suffice."""
+    # torch raises a RuntimeError for a CPU's memory, and for a GPU's outside of its allocator.
+    return isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory"))
+
+
+def of_the_machine(error: Exception) -> UserError | None:
+    """Return the sentence of an error that lies in the machine: memory, or a compiler that fails; None for others."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    if is_lack_of_memory(error):
+        return UserError(
+            f"memory does not suffice ({why}); take fewer sequences at once (train.py: --train.micro_batch, and "
+            "--train.gradient_checkpointing true; evaluate.py: --batch; compress.py: --match, --calibrate)"
+        )
+    # By name, since torch may not be imported yet, and need not be.
+    if "TorchDynamoException" in (one.__name__ for one in type(error).__mro__):
+        return UserError(f"torch cannot compile the model here ({why}); train with --train.compile false")
+    return None
+
+
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point; a `UserError` becomes its sentence on standard error and exit code 2.
+
+    So do errors that lie in the machine (`of_the_machine`).
 
     After an error the process ends by `os._exit`: other ranks may wait in a collective operation, and the launcher
     stops them as soon as one rank has ended, whereas an orderly shutdown would wait for them.
@@ -79,9 +101,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        say_last(f"error: {error}")
-        leave(2)
+        _leave_with(error)
     except Stopped:
         print("stopped before the first step of this start; the same command goes on", file=sys.stderr)
         leave(0)
@@ -100,9 +120,18 @@ def run_command(main: Callable[[], None]) -> None:
             f"error: {place} cannot be written or read ({error.strerror}); mend that and start again", file=sys.stderr
         )
         leave(2)
-    except Exception:
+    except Exception as error:
+        if told := of_the_machine(error):
+            _leave_with(told)
         traceback.print_exc()
         leave(1)
+
+
+def _leave_with(error: UserError) -> None:
+    """Print an error's sentence, here and where the launcher shows it last, and end the process with exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    say_last(f"error: {error}")
+    leave(2)
 
 
 def leave(code: int) -> None:

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import torch
 from torch import nn
 
-from salaad.common.errors import UserError
+from salaad.common.errors import UserError, is_lack_of_memory
 from salaad.common.files import is_file, save_if_possible
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class SavedTuning:
 
     def _pass_over(self, error: Exception) -> None:
         """Print that the state is passed over; raise the error again if it is a lack of memory."""
-        if _is_lack_of_memory(error):
+        if is_lack_of_memory(error):
             raise error
         why = " ".join(str(error).split())[:200]
         print(
@@ -82,13 +82,6 @@ class SavedTuning:
     def save(self, state: dict[str, Any]) -> None:
         """Save `state` in place of the last one; print a warning where that is not possible."""
         save_if_possible(self.path, partial(_write, state))
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    # torch raises a RuntimeError for a CPU's memory, and for a GPU's outside of its allocator.
-    said = str(error)
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or "out of memory" in said or "allocate memory" in said
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
