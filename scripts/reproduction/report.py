@@ -46,6 +46,7 @@ PAGES = {
     "methods/README.md": "all training methods compared",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "time and memory of training, inference and compression",
+    "gpu/nvidia-h200/README.md": "an H200: whether it computes what the CPU does",
     "kernels/README.md": "the GPU kernels: errors and registers, found without a GPU",
     "scaling/README.md": "predicted hours of the paper's trainings on GPUs",
     "reliability.md": "faults that a training run survives, and the time to recover",
