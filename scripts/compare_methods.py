@@ -1,7 +1,7 @@
 """Every way to train at one scale: a short search of its learning rate, then one training in full with the best.
 
     python scripts/compare_methods.py --config nano --output results/methods/nano.json
-    python scripts/compare_methods.py --config nano-20 --projections 1,0.25 --search-only --output FILE --jobs 2
+    python scripts/compare_methods.py --config nano-20 --projections 0.25 --search-only --output FILE --jobs 2
 
 For every method three learning rates are tried in runs of an eighth of the length: the method's default for this size,
 half and double of it; and as long as the best one lies at the edge, one more on that side, up to three times. This is
@@ -9,16 +9,16 @@ repeated for every further value of --projections, the learning rate of the proj
 around the best rate found with the share before; methods with a rate of their own for projections skip this. With --own
 two alternatives to each method's own settings (`own_settings`) are tried at the best rates. Results in the JSON file
 are kept, except for a full run that does not have the best rates; an interrupted run goes on, and the file is rewritten
-after every run.
+after every run. With --jobs, runs of one method go side by side too.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -82,6 +82,7 @@ class Contest:
         projections: shares of the learning rate at which projections learn; if empty, the configured one.
         extra: options of train.py for all runs.
         own: whether the methods' own settings are searched too.
+        jobs: runs side by side, of one method or of several.
     """
 
     config: str
@@ -89,6 +90,11 @@ class Contest:
     projections: tuple[float, ...]
     extra: tuple[str, ...]
     own: bool = False
+    jobs: int = 1
+    free: BoundedSemaphore = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", BoundedSemaphore(self.jobs))
 
     def words(self, method: str) -> list[str]:
         """Options of train.py for all runs of a method."""
@@ -106,7 +112,8 @@ class Contest:
         words = [*self.words(method), *rates.words]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
-        about, summary = trained(words, folder)
+        with self.free:
+            about, summary = trained(words, folder)
         found = {
             "lr": rates.lr,
             "projection_lr": rates.projections,
@@ -127,15 +134,16 @@ class Contest:
         entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
         search, centre = entry.setdefault("search", []), config.optimizer.lr
 
-        def tried(rates: Rates) -> None:
-            if rates not in map(Rates.of, search):
-                search.append(self.result(method, rates, steps))
-                search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"], Rates.of(row).settings))
-                save()
+        def tried(*several: Rates) -> None:
+            new = [rates for rates in several if rates not in map(Rates.of, search)]
+            with ThreadPoolExecutor(self.jobs) as pool:
+                for row in pool.map(lambda rates: self.result(method, rates, steps), new):
+                    search.append(row)
+                    search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"], Rates.of(row).settings))
+                    save()
 
         for share in self.shares(method):
-            for factor in FACTORS:
-                tried(Rates(centre * factor, share))
+            tried(*(Rates(centre * factor, share) for factor in FACTORS))
             while len(found := _found(search, share)) < len(FACTORS) + MOST_MORE:
                 best = min(found, key=found.get)
                 if best not in (min(found), max(found)):
@@ -143,8 +151,7 @@ class Contest:
                 tried(Rates(best / 2 if best == min(found) else best * 2, share))
             centre = min(found, key=found.get)
         plain = best_rates({"search": [row for row in search if not Rates.of(row).settings]})
-        for settings in alternatives(config) if self.own else ():
-            tried(plain._replace(settings=settings))
+        tried(*(plain._replace(settings=settings) for settings in alternatives(config) if self.own))
         if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(entry)):
             entry["full"] = self.result(method, best_rates(entry), None)
             save()
@@ -186,7 +193,7 @@ def main() -> None:
     if not all(share > 0 for share in shares):
         raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
     runs = options.runs or ROOT / "runs" / f"methods-{options.config}"
-    contest = Contest(options.config, runs, shares, tuple(extra), options.own)
+    contest = Contest(options.config, runs, shares, tuple(extra), options.own, options.jobs)
     contest.runs.mkdir(parents=True, exist_ok=True)
     found = read_json(options.output)["methods"] if options.output.exists() else {}
     lock = Lock()

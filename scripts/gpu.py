@@ -75,7 +75,7 @@ class Stage(NamedTuple):
 def stages(device: str, tiny: bool) -> Iterator[Stage]:
     """Yield all stages, those first that others rely on."""
     small, on = ("--tiny",) if tiny else (), ("--device", device)
-    yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 20)
+    yield Stage("checks", ("scripts/gpu_checks.py", *on, *small), 8)
     for size, batch in ({"nano": 2} if tiny else SIZES).items():
         for precision in PRECISIONS[:1] if tiny else PRECISIONS:
             words = ("scripts/bench_training.py", "--methods=salaad", f"--config={size}", *TEXT)

@@ -3,6 +3,7 @@
 import json
 import sys
 from math import log2
+from threading import Barrier
 
 import pytest
 
@@ -11,7 +12,7 @@ from salaad.config.command_line import read_command_line
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
 from scripts import compare_elastic, compare_methods
-from scripts.compare_methods import Rates, best_rates
+from scripts.compare_methods import Contest, Rates, best_rates
 from scripts.own_settings import alternatives
 from scripts.results_tables.methods import search_table
 from scripts.trainings import Trained
@@ -167,3 +168,23 @@ def test_a_method_with_a_rate_of_its_own_for_projections_keeps_it(search):
 def test_a_share_that_is_none_is_one_sentence(search, share, said):
     with pytest.raises(UserError, match=said):
         search(0.003, f"--projections={share}")
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_as_many_runs_of_one_method_go_side_by_side_as_there_are_jobs(tmp_path, monkeypatch, jobs):
+    together, going, most = Barrier(jobs), [], []
+
+    def trained(words, folder):
+        going.append(folder)
+        together.wait(timeout=60)  # for as many runs as there are jobs
+        most.append(len(going))
+        together.wait(timeout=60)
+        going.remove(folder)
+        lr = read_command_line(words)[0].optimizer.lr
+        return Trained({}, {"variants": {"X": {"perplexity": 100 + abs(log2(lr / 0.003))}}})
+
+    monkeypatch.setattr(compare_methods, "trained", trained)
+    entry = {}
+    Contest("nano", tmp_path, (), (), jobs=jobs).complete("cola", entry, True, lambda: None)
+    assert [row["lr"] for row in entry["search"]] == [0.0015, 0.003, 0.006]
+    assert most == [jobs] * 3
