@@ -31,7 +31,7 @@ from salaad.common.validation import at_least, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
-from scripts.own_settings import alternatives
+from scripts.own_settings import SHOWN_ONLY, alternatives
 from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
@@ -164,8 +164,9 @@ def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
 
 
 def best_rates(entry: dict[str, Any]) -> Rates:
-    """Return the rates with the lowest perplexity in the search of a method."""
-    return Rates.of(min(entry["search"], key=_perplexity))
+    """Return the rates with the lowest perplexity in the search of a method, among those that can be taken in full."""
+    found = [row for row in entry["search"] if not set(SHOWN_ONLY) & set(Rates.of(row).settings)]
+    return Rates.of(min(found, key=_perplexity))
 
 
 def _perplexity(result: dict[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 For numbers these are half and double the method's default; SALAAD's controller steps are doubled where its c is halved
 and vice versa, as in `salaad.config.suggestion`. Stored ranks and densities stay, since they change the model's size.
+Alternatives in `SHOWN_ONLY` are tried and shown, but not taken for the training in full.
 """
 
 from salaad.config.run import RunConfig
@@ -20,6 +21,10 @@ _OTHERS = {
     "lost": (("--lost.gamma=0.5",), ("--lost.gamma=0.9",)),
     "matformer": (("--matformer.train=summed",), ("--matformer.halvings=2",)),
 }
+
+# MatFormer summed takes several times the operations for the same tokens, for which every method could train longer.
+# With fewer halvings it gives fewer sizes.
+SHOWN_ONLY = ("--matformer.train=summed", "--matformer.halvings=2")
 
 
 def alternatives(config: RunConfig) -> list[tuple[str, ...]]:

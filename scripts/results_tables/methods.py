@@ -70,7 +70,8 @@ def search_table(result: dict[str, Any]) -> str:
     rows = []
     for method, entry in result["methods"].items():
         found = {_rates(row): row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
-        best = min(found, key=found.get)
+        taken = best_rates(entry)
+        best = next(_rates(row) for row in entry["search"] if Rates.of(row) == taken)
         shown = {rates: "diverged" if value == math.inf else f"{value:.1f}" for rates, value in found.items()}
         tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
         rows.append((method, f"{entry['own_lr']:g}", len(found), ", ".join(tried) + _at_the_edge(entry["search"])))

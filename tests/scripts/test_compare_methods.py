@@ -170,6 +170,17 @@ def test_a_share_that_is_none_is_one_sentence(search, share, said):
         search(0.003, f"--projections={share}")
 
 
+def test_settings_that_cost_more_are_shown_but_not_taken_in_full():
+    def row(perplexity, *settings):
+        found = {"lr": 0.006, "projection_lr": 0.25, "settings": settings, "steps": 9}
+        return found | {"variants": {"X": {"perplexity": perplexity, "tokens": 1}}}
+
+    entry = {"own_lr": 0.006, "search": [row(87.0), row(83.0, "--matformer.train=summed")]}
+    assert best_rates(entry) == Rates(0.006, 0.25)
+    shown = search_table({"methods": {"matformer": entry}})
+    assert "0.006 × 0.25: **87.0**" in shown and "train=summed: 83.0" in shown
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_as_many_runs_of_one_method_go_side_by_side_as_there_are_jobs(tmp_path, monkeypatch, jobs):
     together, going, most = Barrier(jobs), [], []
