@@ -122,8 +122,8 @@ def compared(difference: float) -> str:
 
 
 def samples() -> str:
-    """What the smallest and the largest size of SALAAD's elastic folder write, a line each."""
-    rows = read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"]
+    """What the smallest and the largest size of SALAAD's elastic folder write, a line each; of the first seed."""
+    rows = reversed(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
     written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
     texts = written.get("head, tuned") or written["tuned"]
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)

@@ -92,12 +92,17 @@ def bench_of(results: Path, scale: str) -> Path:
 def samples_table(rows: Sequence[Row]) -> str:
     """Return a table of what the smallest and the largest size of each elastic folder make of the same beginning."""
     lines = [
-        (f"{row['label']}: {way}", millions(sample["parameters"]), " ".join(sample["text"].replace("|", "\\|").split()))
+        (
+            f"{row['label']}: {way}",
+            row["seed"],
+            millions(sample["parameters"]),
+            " ".join(sample["text"].replace("|", "\\|").split()),
+        )
         for row in rows
         for way, samples in row.get("samples", {}).items()
         for sample in samples
     ]
-    return markdown_table(("folder", "size", "text"), lines)
+    return markdown_table(("folder", "seed", "size", "text"), lines)
 
 
 def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True) -> str:
