@@ -196,6 +196,7 @@ class Comparison:
             row["minutes"][way] = (time.perf_counter() - since) / 60
             row["ways"][way] = sizes
             row.setdefault("commits", {})[way] = provenance()["commit"]
+            row.setdefault("machines", {})[way] = provenance()["machine"]
             if costs := model.costs_of(way):
                 row.setdefault("costs", {})[way] = costs
             if way_of_tuning(way) == "tuned":

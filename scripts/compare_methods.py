@@ -15,7 +15,7 @@ after every run. With --jobs, runs of one method go side by side too.
 import argparse
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -137,8 +137,8 @@ class Contest:
         def tried(*several: Rates) -> None:
             new = [rates for rates in several if rates not in map(Rates.of, search)]
             with ThreadPoolExecutor(self.jobs) as pool:
-                for row in pool.map(lambda rates: self.result(method, rates, steps), new):
-                    search.append(row)
+                for run in as_completed([pool.submit(self.result, method, rates, steps) for rates in new]):
+                    search.append(run.result())
                     search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"], Rates.of(row).settings))
                     save()
 

@@ -16,6 +16,8 @@ _LONGEST = 1000  # characters of a sentence
 
 # Errors of a disk or of its permissions, which are no faults of this program.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+# Classes by name, since torch may not be imported yet; what else torch's compiler raises is a fault of the program.
+_COMPILER = {"BackendCompilerFailed", "TritonMissing", "GPUTooOldForTriton"}
 
 
 class UserError(Exception):
@@ -61,19 +63,26 @@ def in_a_sentence(path: Path) -> Iterator[Path]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the sentence says what is wrong with the file
             yield path
-    except (UserError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UserError) or is_lack_of_memory(error, of_a_file=True):
+            raise
         # torch's own message for a pickle with other contents explains how to load it nevertheless.
         unsafe = isinstance(error, UnpicklingError)
         why = "it holds more than tensors" if unsafe else " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} does not fit this run or is broken ({why}); give a whole checkpoint of it") from None
 
 
-def is_lack_of_memory(error: Exception) -> bool:
-    """Return whether an error says that a GPU's or the machine's memory does not suffice."""
+def is_lack_of_memory(error: Exception, of_a_file: bool = False) -> bool:
+    """Return whether an error says that a GPU's or the machine's memory does not suffice.
+
+    With `of_a_file` it was raised while a file was read, which may be broken and claim a size that no machine has.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     # torch raises a RuntimeError for a CPU's memory, and for a GPU's outside of its allocator.
-    return isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "allocate memory"))
+    words = ("out of memory",) if of_a_file else ("out of memory", "allocate memory")
+    said = isinstance(error, RuntimeError) and any(one in str(error) for one in words)
+    return said or isinstance(error, MemoryError)
 
 
 def of_the_machine(error: Exception) -> UserError | None:
@@ -81,11 +90,11 @@ def of_the_machine(error: Exception) -> UserError | None:
     why = " ".join(str(error).split()) or type(error).__name__
     if is_lack_of_memory(error):
         return UserError(
-            f"memory does not suffice ({why}); take fewer sequences at once (train.py: --train.micro_batch, and "
-            "--train.gradient_checkpointing true; evaluate.py: --batch; compress.py: --match, --calibrate)"
+            f"memory does not suffice ({why}); use a machine with more, or take fewer sequences at once (train.py: "
+            "--train.micro_batch, or --train.gradient_checkpointing true; evaluate.py: --batch, of lm-eval "
+            "--batch-size; compress.py: --match)"
         )
-    # By name, since torch may not be imported yet, and need not be.
-    if "TorchDynamoException" in (one.__name__ for one in type(error).__mro__):
+    if _COMPILER & {one.__name__ for one in type(error).__mro__}:
         return UserError(f"torch cannot compile the model here ({why}); train with --train.compile false")
     return None
 
@@ -113,18 +122,22 @@ def run_command(main: Callable[[], None]) -> None:
         leave(0)
     except OSError as error:
         if error.errno not in _DISK:
-            traceback.print_exc()
-            leave(1)
+            _leave_after(error)
         place = error.filename or "a file"
         print(
             f"error: {place} cannot be written or read ({error.strerror}); mend that and start again", file=sys.stderr
         )
         leave(2)
     except Exception as error:
-        if told := of_the_machine(error):
-            _leave_with(told)
-        traceback.print_exc()
-        leave(1)
+        _leave_after(error)
+
+
+def _leave_after(error: Exception) -> None:
+    """End the process: with a sentence if the error lies in the machine, else with its traceback and exit code 1."""
+    if told := of_the_machine(error):
+        _leave_with(told)
+    traceback.print_exc()
+    leave(1)
 
 
 def _leave_with(error: UserError) -> None:

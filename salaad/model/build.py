@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from salaad.common.errors import UserError
+from salaad.common.errors import UserError, is_lack_of_memory
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
 from salaad.model.folder_formats import is_any_size, is_fixed_size
@@ -157,15 +157,15 @@ def _in_a_sentence(folder: Path) -> Iterator[None]:
     """Context manager that turns any error that transformers raises about `folder` into a UserError of one sentence.
 
     The class of the error cannot be predicted, as a wrong value in a file may fail anywhere in the code of hundreds of
-    architectures. UserError and MemoryError pass through unchanged.
+    architectures. UserError and lack of memory pass through unchanged.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an error is reported by the one sentence alone
             yield
-    except (UserError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UserError) or is_lack_of_memory(error, of_a_file=True):
+            raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder} cannot be opened ({why}); give a whole Hugging Face causal-LM folder") from None
 

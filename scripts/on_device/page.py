@@ -24,7 +24,11 @@ def page(folder: Path, outcomes: Mapping[str, str]) -> str:
     parts = [f"# {folder.name}", *(f"{key}: {about[key]}" for key in ("machine", "versions", "commit") if key in about)]
     commits = {name: found.get("commit", "") for name, found in results.items()}
     rows = [(name, in_a_cell(told), commits.get(name, "")) for name, told in outcomes.items()]
-    parts += [markdown_table(("stage", "outcome", "commit"), rows)]
+    parts += [
+        "A check compares what the GPU computes with a reference; its error is relative to the reference, or a count. "
+        "Stages that are not listed were not run.",
+        markdown_table(("stage", "outcome", "commit"), rows),
+    ]
     if "checks" in results:
         parts += ["## Checks", checks_table([Check.from_row(row) for row in results["checks"]["checks"]])]
     for title, stages, table in (

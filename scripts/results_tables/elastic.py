@@ -129,8 +129,10 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     )
     told = (
         f"After {tokens / 1e6:.1f} M tokens. Rows of cuts come in pairs: the first keeps half of the compressible "
-        f"parameters, the second a fifth. {copying}*Legacy* is the perplexity of older tables, from means of batches "
-        "of 16 rows, *C4* that on C4 text; a figure that not all seeds of its row have names its seeds. *Stored* and "
+        "parameters, the second a fifth. *Dense, s* was trained small, with the share s of the compressible "
+        f"parameters, and κ* is HPA's allocation that was best on other text. {copying}*Legacy* is the perplexity of "
+        "older tables, from means of batches of 16 rows, *C4* that on C4 text; a figure that not all seeds of its row "
+        "have names its seeds. *Stored* and "
         "*trained* count parameters; *bytes* is the size of the model in float32; *state* is the memory of the "
         "optimizer and the method; *step time* is relative to full-rank training, of SALAAD while its weights are "
         f"pulled (results/bench/{bench.name}). ± is the standard deviation over the seeds."
@@ -252,14 +254,18 @@ def _commits(row: Row) -> tuple[str, ...]:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Tokens, operations, minutes and machines of every training and every way to its sizes, measurements included."""
+    """Tokens, operations, minutes and machines of every training and every way to its sizes, measurements included.
+
+    Rows of older versions have no machines of ways; theirs are those of the trainings.
+    """
     lines = []
     for label, mine in by_label(rows).items():
         for what in dict.fromkeys(what for row in mine for what in row["minutes"]):
             costs = [row["costs"][what] for row in mine if what in row.get("costs", {})]
             counts = (f"{costs[0]['tokens'] / 1e6:.2f} M", f"{costs[0]['operations']:.1e}") if costs else ("", "")
             minutes = fmean(row["minutes"][what] for row in mine if what in row["minutes"])
-            machines = sorted({row["machine"].partition(",")[0] for row in mine if what in row["minutes"]})
+            named = (row.get("machines", {}).get(what, row["machine"]) for row in mine if what in row["minutes"])
+            machines = sorted({machine.partition(",")[0] for machine in named})
             lines.append((label, what, *counts, f"{minutes:.1f}", ", ".join(machines)))
     return markdown_table(("model", "step", "tokens", "operations", "minutes", "machine"), lines)
 

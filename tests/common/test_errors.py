@@ -1,9 +1,13 @@
 """Errors of the machine end a command with one sentence and exit code 2; faults of the program with a traceback."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
+
+from salaad.common.files import CHECKOUT
 
 FAILURES = {
     "memory of the CPU": ("torch.empty(10**15)", "--train.micro_batch"),
@@ -12,13 +16,26 @@ FAILURES = {
         "2.00 GiB",
     ),
     "memory of Python": ("raise_(MemoryError())", "MemoryError"),
+    "memory of the system": (f"raise_(OSError({errno.ENOMEM}, {os.strerror(errno.ENOMEM)!r}))", "--train.micro_batch"),
+    "memory while a file is read": ("read(torch.OutOfMemoryError('CUDA out of memory.'))", "--train.micro_batch"),
     "compiler": ("torch.compile(torch.sin, backend=broken)(torch.ones(1))", "--train.compile false"),
 }
+FAULTS = {
+    "plain": ("raise_(ValueError('a fault'))", "ValueError: a fault"),
+    "in compiled code": (
+        "torch.compile(torch.mm, backend='eager')(torch.ones(2, 2), torch.ones(3, 4))",
+        "TorchRuntimeError",
+    ),
+    "of a library": ("raise_(ImportError('libgomp: cannot allocate memory in static TLS block'))", "libgomp"),
+}
 PROGRAM = """
+from pathlib import Path
 import torch
-from salaad.common.errors import run_command
+from salaad.common.errors import in_a_sentence, run_command
 def raise_(error): raise error
 def broken(graph, inputs): raise RuntimeError("PassManager::run failed")
+def read(error):
+    with in_a_sentence(Path("file")): raise error
 run_command(lambda: {failure})
 """
 
@@ -26,18 +43,20 @@ run_command(lambda: {failure})
 def ended(failure: str) -> subprocess.CompletedProcess:
     """Run `failure` as an entry point and return how it ended."""
     command = [sys.executable, "-c", PROGRAM.format(failure=failure)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CHECKOUT)
 
 
 @pytest.mark.parametrize("failure, said", FAILURES.values(), ids=FAILURES)
 def test_errors_of_the_machine_are_a_sentence_with_a_cure(failure: str, said: str) -> None:
     done = ended(failure)
-    [line] = done.stderr.strip().splitlines()
+    line = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2
     assert line.startswith("error: ") and said in line and "--train." in line
+    assert "Traceback" not in done.stderr
 
 
-def test_a_fault_of_the_program_keeps_its_traceback() -> None:
-    done = ended("raise_(ValueError('a fault'))")
+@pytest.mark.parametrize("failure, said", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_the_program_keeps_its_traceback(failure: str, said: str) -> None:
+    done = ended(failure)
     assert done.returncode == 1
-    assert "Traceback" in done.stderr and "ValueError: a fault" in done.stderr
+    assert "Traceback" in done.stderr and said in done.stderr

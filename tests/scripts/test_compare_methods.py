@@ -2,8 +2,10 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from math import log2
 from threading import Barrier
+from time import sleep
 
 import pytest
 
@@ -199,3 +201,20 @@ def test_as_many_runs_of_one_method_go_side_by_side_as_there_are_jobs(tmp_path, 
     Contest("nano", tmp_path, (), (), jobs=jobs).complete("cola", entry, True, lambda: None)
     assert [row["lr"] for row in entry["search"]] == [0.0015, 0.003, 0.006]
     assert most == [jobs] * 3
+
+
+def test_runs_of_several_methods_share_the_jobs(tmp_path, monkeypatch):
+    going, most = [], []
+
+    def trained(words, folder):
+        going.append(folder)
+        most.append(len(going))
+        sleep(0.05)  # in which a third run would begin if nothing held it back
+        going.remove(folder)
+        return Trained({}, {"variants": {"X": {"perplexity": read_command_line(words)[0].optimizer.lr}}})
+
+    monkeypatch.setattr(compare_methods, "trained", trained)
+    contest = Contest("nano", tmp_path, (), (), jobs=2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda method: contest.complete(method, {}, True, lambda: None), ("cola", "full_rank")))
+    assert max(most) <= 2
