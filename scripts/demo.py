@@ -159,8 +159,9 @@ def train_side_by_side(output: Path, steps: int) -> None:
             done = min((last[0]["step"] if last else 0) for last in rows.values())
             if quiet and done >= said + steps // 10:
                 said = done
-                losses = ", ".join(f"{method} {last[0]['loss']:.3f}" for method, last in rows.items())
-                print(f"step {done} of {steps}: loss {losses}", flush=True)
+                # One run may be ahead of the other, so each loss has its own step.
+                told = (f"{name} at step {last[0]['step']}: loss {last[0]['loss']:.3f}" for name, last in rows.items())
+                print(f"{', '.join(told)}, of {steps} steps", flush=True)
     except KeyboardInterrupt:
         raise UserError("interrupted; both runs save where they are, and the same command goes on from there") from None
     finally:
