@@ -148,6 +148,28 @@ def test_gradients_of_autograd_grad_are_noticed_and_join_gradients_is_the_cure(o
         salaad.step()
 
 
+def test_a_backward_in_the_optimizers_closure_is_noticed():
+    """As Lightning trains: the gradients of the step before are there until the closure makes new ones."""
+    trained = []
+    for in_closure in (True, False):
+        model = toy()
+        salaad, optimizer = Salaad(model, CONFIG), torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def backward(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if not in_closure:
+                backward()
+            optimizer.step(backward if in_closure else None)
+            salaad.step()
+        trained.append(model[0].weight.detach())
+    assert torch.equal(*trained)
+
+
 def test_a_block_that_a_step_does_not_reach_is_no_mistake():
     model = toy()
     salaad, optimizer = Salaad(model, CONFIG), torch.optim.SGD(model.parameters(), lr=0.1)

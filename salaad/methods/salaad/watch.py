@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from salaad.common import distributed
@@ -52,9 +52,10 @@ class Watch:
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took that step
-        # The hook is global to the process and must not keep the model alive.
+        # The hook is global to the process and must not keep the model alive. It is called after an optimizer's step,
+        # in which a closure may run the backward.
         noticing = weakref.WeakMethod(self._notice)
-        self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
         for X in self._weights.values():
             _WATCHED[X] = weakref.ref(self)
 
@@ -70,7 +71,7 @@ class Watch:
         return self._optimizer and self._optimizer()
 
     def _notice(self, optimizer: Optimizer) -> None:
-        """Note, before every step of any optimizer, whether its gradients lack the penalty, and who scaled them."""
+        """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them."""
         pending = self._pending()
         if not pending and self._scalers is not None:
             return
