@@ -180,6 +180,58 @@ def test_a_block_that_a_step_does_not_reach_is_no_mistake():
     assert salaad.steps == 3
 
 
+# ---- once per optimizer step
+
+
+def steps_of(model: nn.Module, salaad: Salaad, calls: str) -> None:
+    """Do what each letter of `calls` says: backward, optimizer's step and zero_grad, salaad.step, salaad.skip."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in calls:
+        if call == "b":
+            loss_of(model).backward()
+        elif call == "o":
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            {"s": salaad.step, "t": salaad.skip}[call]()
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ("bsbos" + "bsbos", "two calls of salaad.step(), so the penalty would count twice"),  # once a micro-batch
+        ("bo" + "bo", "moved the weights twice without salaad.step()"),
+        ("bso" + "bso", "salaad.step() after it"),
+    ],
+)
+def test_a_salaad_step_that_does_not_follow_each_step_of_the_optimizer_is_noticed(calls, words):
+    model = toy()
+    with pytest.raises(UserError) as error:
+        steps_of(model, Salaad(model, CONFIG), calls)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("calls", ["bbos" * 3, "bos" + "bt" + "bos", "bos" + "s" + "bos", "bos" + "os" * 2 + "bos"])
+def test_micro_batches_gradients_thrown_away_and_steps_without_a_gradient_are_no_mistakes(calls):
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    steps_of(model, salaad, calls)
+    assert salaad.steps == calls.count("s")
+
+
+def test_a_step_that_a_grad_scaler_leaves_out_is_no_mistake():
+    model = toy()
+    scaler = torch.amp.GradScaler("cpu")
+    salaad, optimizer = Salaad(model, CONFIG, scaler=scaler), torch.optim.SGD(model.parameters(), lr=0.1)
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale(loss_of(model) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        salaad.step()
+    assert salaad.steps == 3
+
+
 # ---- scaled losses
 
 

@@ -169,12 +169,12 @@ class Salaad:
         """Count an optimizer step and update the blocks that the schedule names.
 
         Raises:
-            UserError: the penalty no longer reaches the weights, as `Watch.check` finds.
+            UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds.
             NotFiniteError: a weight of this rank's updates holds NaN or infinity.
         """
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
-        self._watch.check(self.scaler)
+        self._watch.check(self.scaler, joined=self._scale is not None)
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
@@ -195,6 +195,7 @@ class Salaad:
         joins = self._pull is None and not self.is_released
         self._pending = set(self._surrogates) if joins else set()
         self._scale = None
+        self._watch.moved.clear()
         if self._pull is not None:
             self._pull.steps, self._pull.active = self.steps, not self.is_released
 

@@ -31,6 +31,9 @@ class Watch:
         weights: the weights of the blocks.
         pending: tells whether the penalty has joined none of the gradients of this rank's blocks since the last step.
 
+    Attributes:
+        moved: the optimizers that moved the weights since this was cleared, which is done from outside.
+
     Raises:
         UserError: a weight is frozen, sharded over processes, not in float32, float64 or bfloat16, or watched by
             another `Watch`; or the weights lie on several devices.
@@ -49,6 +52,7 @@ class Watch:
             _check(name, X)
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._pending, self._missed = pending, False
+        self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took that step
@@ -71,28 +75,38 @@ class Watch:
         return self._optimizer and self._optimizer()
 
     def _notice(self, optimizer: Optimizer) -> None:
-        """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them."""
-        pending = self._pending()
-        if not pending and self._scalers is not None:
-            return
-        moved = {id(X) for group in optimizer.param_groups for X in group["params"] if X.grad is not None}
-        if any(id(X) in moved for X in self._weights.values()):
-            self._missed |= pending
-            if self._scalers is None:
-                self._scalers = _scalers_of(optimizer)
-                self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
-                self._optimizer = weakref.ref(optimizer)
+        """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them.
 
-    def check(self, scaler: Any) -> None:
+        Raises:
+            UserError: the optimizer has moved the weights before, since `moved` was cleared.
+        """
+        watched = {id(X) for X in self._weights.values()}
+        trained = (X for group in optimizer.param_groups for X in group["params"] if X.grad is not None)
+        if not any(id(X) in watched for X in trained):
+            return
+        if optimizer in self.moved:
+            raise UserError(
+                "the optimizer moved the weights twice without salaad.step(), which updates L and S and lets the "
+                "penalty join the next gradient; call it after each step of the optimizer, or close() to train on alone"
+            )
+        self.moved.add(optimizer)
+        self._missed |= self._pending()
+        if self._scalers is None:
+            self._optimizer = weakref.ref(optimizer)
+            self._scalers = _scalers_of(optimizer)
+            self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
+
+    def check(self, scaler: Any, joined: bool = False) -> None:
         """Raise an error if the penalty no longer reaches the weights; called after every step of the optimizer.
 
         Args:
             scaler: the `GradScaler` whose scale the penalty shares, if there is one.
+            joined: whether the penalty has joined a gradient since the last check.
 
         Raises:
             UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
-                penalty never joined; the loss is scaled by a scaler that the penalty does not know; the gradients are
-                compressed on their way to the other ranks.
+                penalty never joined; no optimizer has taken the gradient that it joined; the loss is scaled by a scaler
+                that the penalty does not know; the gradients are compressed on their way to the other ranks.
         """
         for name, X in self._weights.items():
             place = self._places[name]
@@ -110,9 +124,15 @@ class Watch:
         missed, self._missed = self._missed, False
         if missed:
             raise UserError(
-                "the optimizer moved the weights, but no backward since the last step reached a block, as "
+                "the optimizer moved the weights, but no backward since the last salaad.step() reached a block, as "
                 "torch.autograd.grad calls no hooks; call loss.backward(), or salaad.join_gradients() before the "
-                "optimizer's step"
+                "optimizer's step, and salaad.step() after it"
+            )
+        if joined and not self.moved and self._scalers is not None and scaler is None:  # a scaler may leave out a step
+            raise UserError(
+                "the optimizer did not move the weights between two calls of salaad.step(), so the penalty would count "
+                "twice; call it after the optimizer's step alone, with accelerate `if accelerator.sync_gradients`, and "
+                "salaad.skip() after a gradient that was thrown away"
             )
         if any(other is not scaler for other in self._scalers or ()):
             raise UserError(
