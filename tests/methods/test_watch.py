@@ -232,6 +232,20 @@ def test_a_step_that_a_grad_scaler_leaves_out_is_no_mistake():
     assert salaad.steps == 3
 
 
+def test_the_second_moments_are_those_of_the_newest_optimizer():
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        salaad.step()
+    rows, columns = salaad.second_moments()["0"]
+    moment = optimizer.state[model[0].weight]["exp_avg_sq"]
+    assert torch.equal(rows, moment.mean(1))
+    assert torch.equal(columns, moment.mean(0))
+
+
 # ---- scaled losses
 
 

@@ -55,7 +55,7 @@ class Watch:
         self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
-        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took that step
+        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took the newest step
         # The hook is global to the process and must not keep the model alive. It is called after an optimizer's step,
         # in which a closure may run the backward.
         noticing = weakref.WeakMethod(self._notice)
@@ -71,7 +71,7 @@ class Watch:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The first optimizer that moved the weights; None if there was none or it no longer exists."""
+        """The optimizer that moved the weights last; None if there was none or it no longer exists."""
         return self._optimizer and self._optimizer()
 
     def _notice(self, optimizer: Optimizer) -> None:
@@ -91,8 +91,8 @@ class Watch:
             )
         self.moved.add(optimizer)
         self._missed |= self._pending()
+        self._optimizer = weakref.ref(optimizer)
         if self._scalers is None:
-            self._optimizer = weakref.ref(optimizer)
             self._scalers = _scalers_of(optimizer)
             self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
 
