@@ -72,6 +72,15 @@ def test_a_step_says_that_a_weight_was_cast_or_frozen(change):
         salaad.step()
 
 
+def test_a_backward_says_that_the_model_is_on_another_device_than_l_and_s():
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    block = salaad.surrogates["0"]
+    block.T = block.T.to("meta")  # a stand-in for model.to(device), as a CPU may be the only device
+    with pytest.raises(UserError, match=r"block 0 is on cpu now, but its L and S are on meta; make the Salaad after"):
+        loss_of(model).backward()
+
+
 def test_weights_loaded_in_place_are_still_watched():
     model, other = toy(), toy()
     salaad = Salaad(model, CONFIG)
@@ -168,6 +177,31 @@ def test_a_backward_in_the_optimizers_closure_is_noticed():
             salaad.step()
         trained.append(model[0].weight.detach())
     assert torch.equal(*trained)
+
+
+@pytest.mark.parametrize("salaad_first", [True, False])
+def test_optimizers_that_step_during_the_backward_need_the_salaad_before_them(salaad_first):
+    model = toy()
+    salaad = Salaad(model, CONFIG) if salaad_first else None
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    if not salaad_first:
+        salaad = Salaad(model, CONFIG)
+        with pytest.raises(UserError, match=r"block 1 has no gradient left .* make the Salaad before such hooks"):
+            loss_of(model).backward()
+        return
+    block, X = salaad.surrogates["0"], model[0].weight.detach().clone()
+    gradient = torch.autograd.grad(loss_of(model), model[0].weight)[0]
+    expected = X - 0.1 * (gradient + block.rho * (X - block.T))
+    loss_of(model).backward()
+    salaad.step()
+    torch.testing.assert_close(model[0].weight.detach(), expected)
 
 
 def test_a_block_that_a_step_does_not_reach_is_no_mistake():

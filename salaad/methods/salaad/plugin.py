@@ -145,12 +145,22 @@ class Salaad:
         # the penalty of this block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
         if name not in self._pending:
             return
+        place, surrogate = self.weights.places[name], self.surrogates[name]
+        if place.gradient is None:
+            raise UserError(
+                f"block {name} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
+                "hook of the gradient; make the Salaad before such hooks, or let the optimizer step after the backward"
+            )
+        if place.gradient.device != surrogate.T.device:
+            raise UserError(
+                f"block {name} is on {place.gradient.device} now, but its L and S are on {surrogate.T.device}; make "
+                "the Salaad after the model is on its device"
+            )
         if self._scale is None:
             self._scale = distributed.world_size() * (1.0 if self.scaler is None else self.scaler.get_scale())
         self._pending.discard(name)
         seed = self.steps * len(self.blocks) + self.blocks.index(name)
-        place = self.weights.places[name]
-        self.surrogates[name].add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
+        surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
 
     def _has_joined_nothing(self) -> bool:
         return 0 < len(self._surrogates) == len(self._pending)
