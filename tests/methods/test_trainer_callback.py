@@ -39,6 +39,18 @@ class StopAt(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
 
+class BreakOnce(TrainerCallback):
+    """A callback that ends a training before a step by an error, the first time."""
+
+    def __init__(self, step: int, words: str) -> None:
+        self.step, self.words = step, words
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            raise RuntimeError(self.words)
+
+
 class Reporter(TrainerCallback):
     """A stand-in for the callback of a reporting integration, which keeps the logs that are reported."""
 
@@ -232,3 +244,28 @@ def test_a_checkpoint_outside_the_output_folder_is_named_to_the_callback(whole, 
     callback = SalaadCallback(trainer, CONFIG, resume_from_checkpoint=first / "checkpoint-5")
     trainer.train(resume_from_checkpoint=str(first / "checkpoint-5"))
     assert_equal(numbers(callback.salaad), numbers(whole.salaad))
+
+
+def test_a_training_that_an_error_ended_is_gone_on_with_by_the_same_trainer(whole, tmp_path):
+    trainer, _ = trainer_in(tmp_path, save_strategy="steps", save_steps=4)
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.add_callback(BreakOnce(6, "the network was gone"))
+    with pytest.raises(RuntimeError, match="the network was gone"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert_equal(numbers(callback.salaad), numbers(whole.salaad))
+
+
+def test_the_trainer_may_begin_anew_with_smaller_batches(tmp_path):
+    trainer, _ = trainer_in(tmp_path, auto_find_batch_size=True)
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.add_callback(BreakOnce(3, "CUDA out of memory."))
+    trainer.train()
+    assert (callback.salaad.steps, trainer._train_batch_size) == (12, 1)
+
+
+def test_a_callback_that_is_added_twice_is_refused(tmp_path):
+    trainer, _ = trainer_in(tmp_path)
+    trainer.add_callback(SalaadCallback(trainer, CONFIG))
+    with pytest.raises(UserError, match=r"leave out trainer\.add_callback, as the callback adds itself"):
+        trainer.train()

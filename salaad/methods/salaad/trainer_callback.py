@@ -56,7 +56,18 @@ class SalaadCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the `Salaad`, or load it from the checkpoint from which the Trainer resumes."""
+        """Make the `Salaad`, or load it from the checkpoint from which the Trainer resumes.
+
+        Raises:
+            UserError: the callback was added to the Trainer once more, or the checkpoint holds no L and S.
+        """
+        if self._trainer.callback_handler.callbacks.count(self) > 1:
+            raise UserError(
+                "the Trainer has this SalaadCallback twice, so that each step would count twice; leave out "
+                "trainer.add_callback, as the callback adds itself"
+            )
+        if self.salaad is not None:  # left by an exception, such as that after which the Trainer halves its batches
+            self.salaad.close()
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         model = self._trainer.model
         if state.global_step == 0:
