@@ -1,6 +1,7 @@
 """SALAAD in transformers' Trainer: to the bit over interruptions, on two ranks as on one, its logs and checkpoints."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from salaad import Salaad, SalaadCallback, SalaadConfig
 from salaad.common.errors import UserError
+from salaad.methods.salaad import round as admm_round
 from tests.helpers import deploying
 from tests.helpers.ranks import run_ranks
 from tests.methods.test_own_loop import llama
@@ -179,6 +181,28 @@ def test_what_is_reported_has_rank_density_and_error(tmp_path, monkeypatch):
     summary = callback.salaad.summary()
     assert steps[-1]["salaad/rank_ratio"] == pytest.approx(summary["rank_ratio"])
     assert steps[-1]["salaad/density"] == pytest.approx(summary["density"])
+
+
+def test_an_overlapped_update_goes_on_while_a_step_is_logged(whole, tmp_path, monkeypatch):
+    """With a log a step, as many updates end after the next forward pass has begun as without one."""
+    events: list[str] = []
+    begin, end = admm_round.Round.__init__, admm_round.Round.end
+    monkeypatch.setattr(admm_round.Round, "__init__", lambda self, *args: events.append("begin") or begin(self, *args))
+    monkeypatch.setattr(admm_round.Round, "end", lambda self: events.append("end") or end(self))
+    trainer, model = trainer_in(tmp_path, logging_steps=1)
+    model.register_forward_hook(lambda *_: events.append("forward"))
+    callback = SalaadCallback(trainer, replace(CONFIG, overlap=True))
+    trainer.train()
+    assert_equal(numbers(callback.salaad), numbers(whole.salaad))
+    after = [events[i + 1] for i, event in enumerate(events) if event == "begin"]
+    assert after == ["forward"] * 5 + ["end"]  # after the last step there is no forward pass
+    mine, theirs = (
+        {line["step"]: line["salaad/error"] for line in one.state.log_history if "salaad/error" in line}
+        for one in (trainer, whole._trainer)
+    )
+    # Every update is in the log of the step that follows it, and that of the last step in its own.
+    assert mine == {step + (step < 12): error for step, error in theirs.items()}
+    assert sorted(mine) == [3, 5, 7, 9, 11, 12]
 
 
 def test_a_checkpoint_of_the_trainer_opens_with_our_commands_and_in_a_loop(whole, tmp_path, tiny_tokenizer_dir):

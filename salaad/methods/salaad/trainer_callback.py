@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from salaad.common import distributed
@@ -50,8 +50,10 @@ class SalaadCallback(TrainerCallback):
         self.config = config or SalaadConfig()
         self.salaad: Salaad | None = None
         self._trainer, self._folder = trainer, resume_from_checkpoint
-        # First in the list, since numbers must be in the logs before the callbacks that report the logs are called.
-        trainer.callback_handler.callbacks.insert(0, self)
+        self._figures: dict[str, float] | None = None  # for the log of the step that has just been taken
+        # After the callback that says which steps are logged, and before those that report the logs.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(1 if callbacks and isinstance(callbacks[0], DefaultFlowCallback) else 0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -83,23 +85,33 @@ class SalaadCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step and update the blocks that are due; after the last step, update the others too."""
+        last = state.global_step >= state.max_steps
+        # Reading the figures waits for the round in progress: an overlapped one would be waited for as soon as begun.
+        early = self.config.overlap and control.should_log and not last
+        self._figures = self._figures_now() if early else None
         self.salaad.step()
-        if state.global_step >= state.max_steps:
+        if last:
             self.salaad.finish()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Add the penalty and the means of rank, density and error over the blocks to what is reported."""
+        """Add the penalty and the means of rank, density and error over the blocks to what is reported.
+
+        With `overlap` they are those before the updates that this step begins, except at the last step.
+        """
         if "loss" not in logs:  # logs of an evaluation, or of the end of the training
             return
+        figures = self._figures_now() if self._figures is None else self._figures
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def _figures_now(self) -> dict[str, float]:
         newest = {name: record for _, name, record in self.salaad.drain_records()}
         figures = {
             f"salaad/{key}": mean(getattr(record, key) for record in newest.values()) for key in _LOGGED if newest
         }
-        figures["salaad/penalty"] = float(self.salaad.penalty())
-        logs.update(figures)
-        state.log_history[-1].update(figures)
+        return {**figures, "salaad/penalty": float(self.salaad.penalty())}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write L, S and the thresholds beside the weights that the Trainer has just written; replace older ones."""
