@@ -1,6 +1,8 @@
 """SALAAD in transformers' Trainer: to the bit over interruptions, on two ranks as on one, its logs and checkpoints."""
 
+import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +24,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 from salaad import Salaad, SalaadCallback, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.methods.salaad import round as admm_round
+from salaad.methods.salaad import storage
 from tests.helpers import deploying
 from tests.helpers.ranks import run_ranks
 from tests.methods.test_own_loop import llama
@@ -293,3 +296,31 @@ def test_a_callback_that_is_added_twice_is_refused(tmp_path):
     trainer.add_callback(SalaadCallback(trainer, CONFIG))
     with pytest.raises(UserError, match=r"leave out trainer\.add_callback, as the callback adds itself"):
         trainer.train()
+
+
+def test_a_full_disk_is_said_in_a_sentence_and_an_older_checkpoint_is_gone_on_from(whole, tmp_path, monkeypatch):
+    write = storage.write_tensors
+
+    def write_until_full(tensors: dict[str, Tensor], path: Path) -> str:
+        if "checkpoint-8" not in str(path):
+            return write(tensors, path)
+        path.write_bytes(b"half a file")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(storage, "write_tensors", write_until_full)
+    with pytest.raises(
+        UserError, match=r"cannot be written to .*checkpoint-8.* \(.*No space left.*\); make room, delete"
+    ):
+        train(tmp_path, save_strategy="steps", save_steps=4)
+    assert not list((tmp_path / "checkpoint-8").glob("*surrogate*"))
+    trainer, _ = trainer_in(tmp_path)
+    SalaadCallback(trainer, CONFIG)
+    with pytest.raises(UserError, match=r"checkpoint-8 holds no L and S.* give trainer\.train an older one"):
+        trainer.train(resume_from_checkpoint=True)
+
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    monkeypatch.setattr(storage, "write_tensors", write)
+    trainer, _ = trainer_in(tmp_path)
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.train(resume_from_checkpoint=True)
+    assert_equal(numbers(callback.salaad), numbers(whole.salaad))

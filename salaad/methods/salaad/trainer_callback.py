@@ -18,7 +18,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from salaad.common import distributed
-from salaad.common.errors import UserError
+from salaad.common.errors import NotSavedError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.plugin import Salaad
 
@@ -79,7 +79,8 @@ class SalaadCallback(TrainerCallback):
         if not (folder / "surrogate" / "index.json").is_file():
             raise UserError(
                 f"the Trainer goes on at step {state.global_step}, but {folder} holds no L and S; name the checkpoint "
-                "by SalaadCallback(trainer, config, resume_from_checkpoint=FOLDER)"
+                "by SalaadCallback(trainer, config, resume_from_checkpoint=FOLDER) if it is another, or, if its saving "
+                "was cut off, give trainer.train an older one"
             )
         self.salaad = Salaad.load(model, folder, self.config, scaler=scaler, total_steps=state.max_steps)
 
@@ -114,7 +115,11 @@ class SalaadCallback(TrainerCallback):
         return {**figures, "salaad/penalty": float(self.salaad.penalty())}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write L, S and the thresholds beside the weights that the Trainer has just written; replace older ones."""
+        """Write L, S and the thresholds beside the weights that the Trainer has just written; replace older ones.
+
+        Raises:
+            UserError: on every rank, if they cannot be written, such as for lack of room on the disk.
+        """
         final = _checkpoint(args, state.global_step) / "surrogate"
         partial = final.with_name(".partial-surrogate")
 
@@ -127,10 +132,19 @@ class SalaadCallback(TrainerCallback):
                 shutil.rmtree(final)
             partial.replace(final)
 
-        distributed.together(prepare, only=0)
-        write = self.salaad.writer()
-        distributed.together(lambda: write(partial))
-        distributed.together(finish, only=0)
+        try:
+            distributed.together(prepare, only=0)
+            write = self.salaad.writer()
+            distributed.together(lambda: write(partial))
+            distributed.together(finish, only=0)
+        except NotSavedError as error:
+            raise UserError(
+                f"L and S cannot be written to {final} ({error}); make room, delete {final.parent}, which cannot be "
+                "gone on from without them, and go on from an older checkpoint"
+            ) from None
+        finally:
+            if distributed.rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
