@@ -128,7 +128,7 @@ class SalaadMethod(Method):
         return [X for X in parameters.values() if X.dtype == torch.bfloat16]
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
-        self.salaad.step()
+        self.salaad.step(may_be_left_out=True)
 
     def discard(self) -> None:  # noqa: D102
         self.salaad.skip()

@@ -175,8 +175,12 @@ class Salaad:
             if self.weights.places[name].gradient is not None:
                 self._join_gradient(name)
 
-    def step(self) -> None:
+    def step(self, *, may_be_left_out: bool = False) -> None:
         """Count an optimizer step and update the blocks that the schedule names.
+
+        Args:
+            may_be_left_out: whether the loop leaves out the optimizer's step where the gradient is not finite, and
+                counts it all the same; then no error is raised if no optimizer took the gradient.
 
         Raises:
             UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds.
@@ -184,7 +188,7 @@ class Salaad:
         """
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
-        self._watch.check(self.scaler, joined=self._scale is not None)
+        self._watch.check(self.scaler, joined=self._scale is not None and not may_be_left_out)
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()

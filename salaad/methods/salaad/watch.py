@@ -101,7 +101,7 @@ class Watch:
 
         Args:
             scaler: the `GradScaler` whose scale the penalty shares, if there is one.
-            joined: whether the penalty has joined a gradient since the last check.
+            joined: whether the penalty has joined a gradient that an optimizer must have taken since the last check.
 
         Raises:
             UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
