@@ -179,7 +179,7 @@ class ElasticQuantizer(CheckedQuantizer):
         checkpoint_files = checkpoint_files or ()
         inside = names_inside(model, {name: name for name in entry.blocks})
         headers = headers_for(model, checkpoint_files)
-        dense = self._check_units(model, inside, headers)
+        beside = new_head(model, headers) + self._check_units(model, inside, headers)
         open_stacks(model, inside)
         asked = model.config.__dict__.pop(ASKED, None)
         budget = None if asked is None else parse_budget(str(asked), entry.dense)
@@ -195,7 +195,7 @@ class ElasticQuantizer(CheckedQuantizer):
             if name not in always:
                 # With nnz = 0, since some architectures read a weight before it is filled.
                 model.set_submodule(name, outline_of(self._modules[name], slr.rank, 0))
-        check_room(model, headers, beside=dense + new_head(model, headers))
+        check_room(model, headers, beside=beside)
         ignore_guards(model, entry.blocks)
         model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
         missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._blocks}

@@ -131,8 +131,14 @@ class SlrQuantizer(CheckedQuantizer):
         blocks = self.quantization_config.blocks
         headers = headers_for(model, checkpoint_files)
         inside = names_inside(model, {name: name for name in blocks})
+        head, tied = new_head(model, headers), tied_modules(model)
         for own, name in inside.items():
             check_block(model, own, *blocks[name], headers)
+            if own in tied:
+                raise UserError(
+                    f"{name} is stored as U, V and S, and {type(model).__name__} shares it with another module; open "
+                    "the folder with the class that saved it"
+                )
         open_stacks(model, inside)
         ignore_guards(model, blocks)
         self._may_be_dense = {own: model.get_submodule(own) for own in inside}
@@ -142,7 +148,7 @@ class SlrQuantizer(CheckedQuantizer):
             stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
-        check_room(model, headers, beside=new_head(model, headers))
+        check_room(model, headers, beside=head)
         # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
@@ -249,21 +255,38 @@ def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
 def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
     """The blocks by their names in this model, without those of a head that its class lacks.
 
-    AutoModel makes no head, and names lack the base model's prefix; a classifier has another head than the LM head.
+    A name gains or loses the base model's prefix where the folder was saved by a class with another head, or with none.
     """
-    if model.base_model is not model and model.get_output_embeddings() is not None:
-        return dict(blocks)
-    prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
-    inside = {name.removeprefix(prefix): value for name, value in blocks.items()}
-    return {name: value for name, value in inside.items() if hasattr(model, name.partition(".")[0])}
+    base, prefix = model.base_model, f"{model.base_model_prefix}."
+    inside = {}
+    for name, value in blocks.items():
+        own = name.removeprefix(prefix) if base is model else name
+        found = hasattr(model, own.partition(".")[0])
+        if not found and hasattr(base, own.partition(".")[0]):
+            own, found = f"{prefix}{name}", True
+        # A causal model has all blocks, so one that it lacks is passed on, and refused with its name.
+        if found or (base is not model and model.get_output_embeddings() is not None):
+            inside[own] = value
+    return inside
 
 
 def new_head(model: PreTrainedModel, headers: Headers) -> int:
-    """The number of parameters of a head that the class has in place of the LM head, and that no file holds."""
-    if model.base_model is model or model.get_output_embeddings() is not None:
+    """The number of parameters of a head that no file holds, before blocks are replaced.
+
+    Raises:
+        UserError: the files hold nothing of the base model under the name that the class has for it.
+    """
+    base, prefix = model.base_model, model.base_model_prefix
+    if base is model:
         return 0
-    prefix = f"{model.base_model_prefix}."
-    return sum(p.numel() for name, p in model.named_parameters() if name not in headers and not name.startswith(prefix))
+    if not {prefix, *(name for name, _ in base.named_children())} & {name.partition(".")[0] for name in headers}:
+        raise UserError(
+            f"{type(model).__name__} calls the base model {prefix}, and the folder has nothing of this name, so all "
+            "weights would be random; open it with AutoModel, save that, and give the new folder"
+        )
+    known = {*headers, *model.all_tied_weights_keys}
+    own = {name: p for name, p in model.named_parameters() if name not in known}
+    return sum(p.numel() for name, p in own.items() if not name.startswith(f"{prefix}."))
 
 
 def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -4,13 +4,19 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.elastic_file import SizeRange
-from salaad.factored.fixed_size import factor, slr_modules
+from salaad.factored.fixed_size import always_dense, factor, slr_modules
 from tests.factored.test_fixed_size import Q, blocks_of, change_config, gpt2, llama, open_folder, tied_llama
 from tests.helpers.models import IDS
 from tests.helpers.slr_weights import parts
@@ -74,3 +80,47 @@ def test_a_block_that_the_base_model_lacks_is_refused_still(tmp_path):
     for kind in (AutoModel, *CLASSIFIERS):
         with pytest.raises(UserError, match="named as a block, but the model has no such matrix"):
             kind.from_pretrained(tmp_path)
+
+
+SAVERS = (AutoModel, AutoModelForSequenceClassification)
+
+
+@pytest.mark.parametrize("kind", [*SAVERS, AutoModelForCausalLM, AutoModelForQuestionAnswering])
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("make", [llama, gpt2, tied_llama])
+def test_what_another_class_has_saved_opens_as_a_dense_folder_does(tmp_path, make, saver, kind):
+    if (make, kind, saver) in [(each, AutoModelForQuestionAnswering, SAVERS[1]) for each in (llama, tied_llama)]:
+        pytest.skip("transformers finds none of the dense weights either")
+    dense, model = make(), make()
+    blocks = {name: slr for name, slr in blocks_of(model).items() if name not in always_dense(model)}
+    factor(model, blocks).save_pretrained(tmp_path / "fixed")
+    dense.save_pretrained(tmp_path / "dense")
+    missing = {}
+    for name in ("fixed", "dense"):
+        saved = saver.from_pretrained(tmp_path / name)
+        saved.save_pretrained(tmp_path / f"{name} again")
+        opened, report = kind.from_pretrained(tmp_path / f"{name} again", output_loading_info=True)
+        missing[name] = report["missing_keys"]
+        with torch.no_grad():
+            states = [each.base_model(IDS).last_hidden_state for each in (opened, saved)]
+        assert torch.equal(*states) and bool(slr_modules(opened)) == (name == "fixed")
+    assert missing["fixed"] == missing["dense"]
+
+
+def test_a_class_with_another_name_for_the_base_model_is_refused_with_a_cure_that_works(tmp_path):
+    factor(llama(), blocks_of(llama())).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"calls the base model transformer.* AutoModel, save that"):
+        AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model")
+    AutoModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "base")
+    opened = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "base")
+    states = [each(IDS).last_hidden_state for each in (opened.transformer, open_folder(tmp_path / "model").base_model)]
+    assert torch.equal(*states)
+
+
+def test_an_embedding_in_parts_is_refused_where_a_head_shares_it(folders, tmp_path):
+    classifier = AutoModelForSequenceClassification.from_pretrained(folders[1])
+    if not classifier.config.tie_word_embeddings:
+        pytest.skip("its causal model has a head of its own")
+    classifier.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"stored as U, V and S, and .* shares it with another module"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
