@@ -28,13 +28,12 @@ from salaad.factored.fixed_size import (
     ignore_guards,
     mark_dense,
     mark_factored,
-    names_inside,
-    new_head,
     outline_of,
     put_dense,
     slr_modules,
     stack_guards,
 )
+from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.registration import ASKED
 from salaad.factored.smaller_form import takes_dense_form
 from salaad.hpa import Kept
@@ -177,7 +176,7 @@ class ElasticQuantizer(CheckedQuantizer):
     ) -> PreTrainedModel:
         entry = self.quantization_config
         checkpoint_files = checkpoint_files or ()
-        inside = names_inside(model, {name: name for name in entry.blocks})
+        inside = names_inside(model, entry.blocks)
         headers = headers_for(model, checkpoint_files)
         beside = new_head(model, headers) + self._check_units(model, inside, headers)
         open_stacks(model, inside)
@@ -259,7 +258,7 @@ class ElasticQuantizer(CheckedQuantizer):
             UserError: the model has no such vector.
         """
         names = self.quantization_config.smaller[index - 1]["vectors"] if index else ()
-        inside, known = names_inside(model, {name: name for name in names}), dict(model.named_parameters())
+        inside, known = names_inside(model, names), dict(model.named_parameters())
         for own, name in inside.items():
             if own not in known or known[own].dim() != 1:
                 raise UserError(f"config.json names the vector {name}, and the model has none; give a whole folder")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from accelerate.hooks import add_hook_to_module
@@ -22,13 +22,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.errors import UserError
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
+from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
 from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import (
-    Headers,
     check_block,
     check_entry,
     check_layers,
@@ -40,7 +40,6 @@ from salaad.model.weight_headers import (
 from salaad.model.weights import place_of, tied_modules, weights_of
 
 FORMAT_VERSION, WITH_ACTIVATION = 1, 2
-T = TypeVar("T")
 
 
 class SlrConfig(QuantizationConfigMixin):
@@ -130,7 +129,7 @@ class SlrQuantizer(CheckedQuantizer):
     ) -> PreTrainedModel:
         blocks = self.quantization_config.blocks
         headers = headers_for(model, checkpoint_files)
-        inside = names_inside(model, {name: name for name in blocks})
+        inside = names_inside(model, blocks)
         head, tied = new_head(model, headers), tied_modules(model)
         for own, name in inside.items():
             check_block(model, own, *blocks[name], headers)
@@ -250,43 +249,6 @@ def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
     if opened:
         model._weight_conversions = []
     return {name: torch.empty(0) for name in opened}
-
-
-def names_inside(model: PreTrainedModel, blocks: Mapping[str, T]) -> dict[str, T]:
-    """The blocks by their names in this model, without those of a head that its class lacks.
-
-    A name gains or loses the base model's prefix where the folder was saved by a class with another head, or with none.
-    """
-    base, prefix = model.base_model, f"{model.base_model_prefix}."
-    inside = {}
-    for name, value in blocks.items():
-        own = name.removeprefix(prefix) if base is model else name
-        found = hasattr(model, own.partition(".")[0])
-        if not found and hasattr(base, own.partition(".")[0]):
-            own, found = f"{prefix}{name}", True
-        # A causal model has all blocks, so one that it lacks is passed on, and refused with its name.
-        if found or (base is not model and model.get_output_embeddings() is not None):
-            inside[own] = value
-    return inside
-
-
-def new_head(model: PreTrainedModel, headers: Headers) -> int:
-    """The number of parameters of a head that no file holds, before blocks are replaced.
-
-    Raises:
-        UserError: the files hold nothing of the base model under the name that the class has for it.
-    """
-    base, prefix = model.base_model, model.base_model_prefix
-    if base is model:
-        return 0
-    if not {prefix, *(name for name, _ in base.named_children())} & {name.partition(".")[0] for name in headers}:
-        raise UserError(
-            f"{type(model).__name__} calls the base model {prefix}, and the folder has nothing of this name, so all "
-            "weights would be random; open it with AutoModel, save that, and give the new folder"
-        )
-    known = {*headers, *model.all_tied_weights_keys}
-    own = {name: p for name, p in model.named_parameters() if name not in known}
-    return sum(p.numel() for name, p in own.items() if not name.startswith(f"{prefix}."))
 
 
 def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
