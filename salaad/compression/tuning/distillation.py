@@ -13,6 +13,7 @@ logarithm of the compressible parameters, so that any run of consecutive steps c
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -72,37 +73,30 @@ def distill(
     def save() -> None:
         saved.save({**learner.state_dict(), "data": stream.state_dict()})
 
-    def interrupted() -> UserError:
-        return UserError(f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there")
-
     bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
-    try:
-        while fitting.done < steps:
-            try:
+    with closing(stream), bar:
+        try:
+            while fitting.done < steps and not request.asked:
                 batch = next(stream)
-            except (UserError, Stopped) as error:
-                save()
-                raise (error if isinstance(error, UserError) else interrupted()) from None
-            if stream.repeats:
-                save()
-                raise UserError(
-                    f"the training text repeats after {fitting.done} of the {steps} batches of --distill; give fewer "
-                    "tokens, or more text"
-                )
-            loss = learner.step(batch["input_ids"], batch["labels"])
-            bar.update()
-            bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
-            if request.asked or time.monotonic() - since > _SECONDS:
-                save()
-                since = time.monotonic()
-            if request.asked:
-                raise interrupted()
+                if stream.repeats:
+                    raise UserError(
+                        f"the training text repeats after {fitting.done} of the {steps} batches of --distill; give "
+                        "fewer tokens, or more text"
+                    )
+                loss = learner.step(batch["input_ids"], batch["labels"])
+                bar.update()
+                bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
+                if time.monotonic() - since > _SECONDS:
+                    save()
+                    since = time.monotonic()
+        except Stopped:  # while text was waited for
+            pass
+        except UserError:
+            save()
+            raise
         save()
-        if request.asked:  # during the save
-            raise interrupted()
-    finally:
-        bar.close()
-        stream.close()
+        if request.asked or fitting.done < steps:
+            raise UserError(f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there")
 
 
 class Learner:
