@@ -201,6 +201,11 @@ class SlrQuantizer(CheckedQuantizer):
         """Whether the folder's numbers are int8."""
         return self.quantization_config.numbers == "int8"
 
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Make the model dense in place, in `dtype` or in the dtype that it has."""
+        # Without a dtype transformers would take that of the configuration, which is a text once the model was saved.
+        return super().dequantize(model, dtype or model.dtype)
+
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Make the model dense in place: each layer of U·V + S, summed in float32, becomes one of its usual kind."""
         activation = self.quantization_config.activation

@@ -82,6 +82,12 @@ def test_a_dequantized_model_has_the_dtype_asked_for(folder):
     assert {p.dtype for p in open_folder(folder).dequantize(torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
+def test_a_model_that_was_saved_or_took_another_dtype_is_dequantized_in_the_dtype_that_it_has(folder, tmp_path):
+    model = open_folder(folder).half()
+    model.save_pretrained(tmp_path)
+    assert {p.dtype for p in model.dequantize().parameters()} == {torch.float16}
+
+
 @pytest.mark.parametrize("to", ["half", "bfloat16", "double", "float"])
 def test_a_model_takes_another_dtype_and_is_saved_and_opened_in_it(pair, tmp_path, to):
     folder, twin = pair
