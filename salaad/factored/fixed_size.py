@@ -164,6 +164,7 @@ class SlrQuantizer(CheckedQuantizer):
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
         self._make_dense(model)
         join_siblings(slr_modules(model))
+        model.base_model.hf_quantizer = self  # it may be saved without the head
         # transformers assumes that a quantized model has rounded weights: no half(), and training of adapters only.
         model.is_quantized = False
         return model
@@ -181,9 +182,14 @@ class SlrQuantizer(CheckedQuantizer):
             mark_dense(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if the entry says so."""
-        state = model.state_dict()
-        for name, module in slr_modules(model).items():
+        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if the entry says so.
+
+        The entry in config.json, which is written next, lists the blocks that are in parts now: another layer may have
+        taken the place of one, as `resize_token_embeddings` puts a dense head there.
+        """
+        state, stored = model.state_dict(), slr_modules(model)
+        self.quantization_config.blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
+        for name, module in stored.items():
             for key in ("U", "V", "S_values", "S_starts", "S_columns"):
                 del state[f"{name}.{key}"]
             state |= {f"{name}.{key}": tensor for key, tensor in module.packed(self.in_int8).items()}
