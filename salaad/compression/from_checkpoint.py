@@ -127,15 +127,14 @@ class CheckpointDeployment:
                 self._with_head.check([replace(variant, head=False)])
                 continue
             if variant.name != "X" and not self._names:
-                made = self.source.parameters is not None
-                raise UserError(
-                    f"{self.source.name} holds no L and S, so {variant.name} cannot be made of it; "
-                    + (
+                lacks, cure = "holds no L and S", _WHERE_L_AND_S_ARE
+                if self.in_parts:
+                    lacks, cure = "holds one size in parts", "give the checkpoint or dense model it was made of"
+                elif self.source.parameters is not None:
+                    cure = (
                         "give the checkpoint that this one size was cut from, or split it anew with compress.py --rpca"
-                        if made
-                        else _WHERE_L_AND_S_ARE
                     )
-                )
+                raise UserError(f"{self.source.name} {lacks}, so {variant.name} cannot be made of it; {cure}")
             if variant.stored:
                 raise UserError(
                     f"{self.source.name} was not written with --elastic, so it keeps no order of its own to cut "

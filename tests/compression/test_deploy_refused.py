@@ -180,8 +180,12 @@ def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
             )
     assert AutoModelForCausalLM.from_pretrained(folder).config.budget is None
     sentence = refused("evaluate.py", "perplexity", "--checkpoint", checkpoint, "--variants", "X,0.7")
-    made = "holds no L and S", "give the checkpoint that this one size was cut from"
-    fault, cure = ("was not written with --elastic", "give 0.7@energy") if form == "trained" else made
+    fault, cure = {
+        "trained": ("was not written with --elastic", "give 0.7@energy"),
+        "dense": ("holds no L and S", "give the checkpoint that this one size was cut from, or split it anew"),
+        # Options that split a model anew refuse it.
+        "factored": ("holds one size in parts", "give the checkpoint or dense model it was made of"),
+    }[form]
     assert fault in sentence and cure in sentence
     sentence = refused("evaluate.py", "lm-eval", "--checkpoint", checkpoint, "--tasks", "piqa", "--variants", "30K")
     assert fault in sentence and cure.replace("0.7", "30K") in sentence
