@@ -229,8 +229,15 @@ class SlrQuantizer(CheckedQuantizer):
         with torch.device("meta"):
             usual = type(model)(model.config)
             open_stacks(usual, slr_modules(model))
+        known = dict(usual.named_modules())
         for name in slr_modules(model):
-            put_dense(model, name, usual.get_submodule(name), dtype)
+            if name not in known:
+                raise UserError(
+                    f"{name} is inside a layer that was put there later, as adapters are; call dequantize() on the "
+                    "model as it is opened, and load the saved adapter on that"
+                )
+        for name in slr_modules(model):
+            put_dense(model, name, known[name], dtype)
         close_stacks(model)
         return model.to(dtype)
 

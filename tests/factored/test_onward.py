@@ -169,6 +169,9 @@ def test_an_adapter_of_peft_is_trained_on_top_and_moves_to_the_dense_model(folde
     torch.testing.assert_close(logits(again), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match=r"nothing can be written into it; call model\.dequantize\(\) first"):
         adapted.merge_and_unload()
+    with pytest.raises(UserError, match=r"on the model as it is opened, and load the saved adapter on that"):
+        adapted.dequantize()
+    torch.testing.assert_close(logits(adapted), expected)  # as it was
     merged = peft.PeftModel.from_pretrained(open_folder(folder).dequantize(), tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-4)
     assert all(type(m) is nn.Linear for name, m in merged.named_modules() if name.endswith("_proj"))
