@@ -212,11 +212,12 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None, writte
     write_json(dict(zip(names, digests, strict=True)), folder / CHECKSUMS)
 
 
-def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0) -> str:
+def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 0, or_else: str = "") -> str:
     """Compare the files of `folder` that match one of the patterns (or all files) with its checksums.json.
 
     With `alone` the folder may hold no other file, since a reader of all files would use it unchecked. As a network
     file system may not show them yet, checksums.json and then the files are waited for up to `patience` seconds each.
+    `or_else` adds another cure than a whole copy to the error about a file that differs.
 
     Returns:
         One digest of all compared files, a key for results derived from them.
@@ -243,7 +244,7 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
         if digest != listed[name]:
             raise UserError(
                 f"{folder / name} is not as it was written (its SHA-256 begins with {digest[:8]}, not "
-                f"{str(listed[name])[:8]}); give a whole copy of the folder"
+                f"{str(listed[name])[:8]}); give a whole copy of the folder{or_else}"
             )
     return combined_digest(names, found)
 

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import UserError
-from tests.helpers.deploying import compress, refused
+from tests.helpers.deploying import compress, ok, refused
 from tests.helpers.training import ROOT, last_checkpoint
 
 logging.set_verbosity_error()
@@ -122,6 +122,18 @@ def test_compress_refuses_a_checkpoint_that_it_cannot_cut_and_an_output_that_exi
     for output in (empty, tmp_path / "factored"):
         sentence = refused("compress.py", "--checkpoint", runs / "salaad", "--output", output)
         assert "exists, and nothing is overwritten" in sentence
+
+
+@pytest.mark.parametrize(("options", "size"), [({"budget": "0.6"}, {}), ({"elastic": True}, {"budget": "0.6"})])
+def test_a_folder_that_its_user_has_saved_over_is_refused_with_a_cure_that_works(runs, tmp_path, options, size):
+    folder = tmp_path / "made"
+    compress(runs / "salaad", folder, **options)
+    AutoModelForCausalLM.from_pretrained(folder, **size).save_pretrained(folder)
+    command = ("compress.py", "--checkpoint", folder, "--output", tmp_path / "int8", "--dtype", "int8")
+    assert "or delete checksums.json and compression.json in it if you changed it yourself" in refused(*command)
+    for name in ("checksums.json", "compression.json"):
+        (folder / name).unlink()
+    ok(*command)
 
 
 @pytest.mark.parametrize(
