@@ -1,6 +1,6 @@
 """Models that compute with U·V + S as it is stored, and the two folder formats that `from_pretrained` opens.
 
-Begin with `slr`, one weight as U·V + S; then `layers`. Importing the package registers both formats with transformers.
+Begin with `slr`, then `slr_weight` and `layers`. Importing the package registers both formats with transformers.
 """
 
 from salaad.common.lazy import later

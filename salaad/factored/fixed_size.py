@@ -21,10 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
 from salaad.factored.experts import close_stacks, open_stacks, stacks
-from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear, SlrWeight
+from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
+from salaad.factored.slr_weight import SlrWeight
 from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import count_parameters

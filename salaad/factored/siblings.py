@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from salaad.factored import gpu_products
-from salaad.factored.layers import SlrLinear, SlrWeight
+from salaad.factored.layers import SlrLinear
+from salaad.factored.slr_weight import SlrWeight
 from salaad.model.roles import role_of
 
 # Role → name of the input that all layers with this name in one module share if their input widths are equal.

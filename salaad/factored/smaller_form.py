@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from salaad.factored import int8, packing
-from salaad.factored.layers import SlrWeight
 from salaad.factored.slr import Slr
+from salaad.factored.slr_weight import SlrWeight
 
 Numbers = Literal["float", "int8"]
 _for_file: ContextVar[Numbers | None] = ContextVar("_for_file", default=None)

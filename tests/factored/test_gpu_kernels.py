@@ -13,8 +13,7 @@ import torch
 
 from salaad.common import native
 from salaad.common.gpus import GPUS, gpu_of
-from salaad.factored import gpu_products
-from salaad.factored import layers as layer_module
+from salaad.factored import gpu_products, slr_weight
 from salaad.factored.gpu_products import fewest_rows_for_dense
 from salaad.factored.layers import SlrLinear
 from salaad.factored.parts import column_dtype
@@ -204,7 +203,7 @@ def test_what_was_stored_on_a_gpu_is_loaded_on_a_cpu_and_the_other_way_round(ass
         kinds = [torch.int32 if first else torch.int16 for first in (wide, narrow)]
         layers = []
         for kind in kinds:
-            monkeypatch.setattr(layer_module, "column_dtype", lambda *_, kind=kind: kind)
+            monkeypatch.setattr(slr_weight, "column_dtype", lambda *_, kind=kind: kind)
             layers.append(SlrLinear.from_slr(slr))
         given, layer = layers
         layer.S_values.data.zero_(), layer._buffers["S_columns"].zero_()

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from salaad.factored.layers import SlrWeight
 from salaad.factored.slr import Slr
+from salaad.factored.slr_weight import SlrWeight
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
