@@ -115,7 +115,7 @@ def free_heads(model: nn.Module) -> set[str]:
 
 
 def _free_outer(model: nn.Module) -> set[str]:
-    from salaad.factored.fixed_size import always_dense  # takes seconds to import, and training has no need of it
+    from salaad.factored.replacement import always_dense  # takes seconds to import, and training has no need of it
 
     free = matrices(model).keys() - always_dense(model)
     return {name for name in free if role_of(name) in ("embedding", "lm_head")}

@@ -24,17 +24,15 @@ from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, 
 from salaad.factored.experts import close_stacks, open_stacks
 from salaad.factored.fixed_size import (
     CheckedQuantizer,
-    always_dense,
     ignore_guards,
     mark_dense,
     mark_factored,
-    outline_of,
-    put_dense,
     slr_modules,
     stack_guards,
 )
 from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.registration import ASKED
+from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.smaller_form import takes_dense_form
 from salaad.hpa import Kept
 from salaad.model.folder_formats import ANY_SIZE

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from accelerate.hooks import add_hook_to_module
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -23,6 +22,7 @@ from salaad.common.errors import UserError
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
+from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
 from salaad.factored.slr_weight import SlrWeight
@@ -270,25 +270,6 @@ def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: torch.empty(0) for name in opened}
 
 
-def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace a layer of U·V + S by a dense layer, whose weight is summed in float32.
-
-    Args:
-        model: the model with the layer, changed in place.
-        name: name of the layer; its bias is kept.
-        usual: the dense layer, without its weight.
-        dtype: dtype of the weight; that of the layer of U·V + S unless given.
-    """
-    layer = model.get_submodule(name)
-    weight = layer.float_weight().to(dtype or layer.U.dtype)
-    usual.weight = nn.Parameter(weight.mT.contiguous() if isinstance(usual, Conv1D) else weight)
-    if getattr(layer, "bias", None) is not None:
-        usual.bias = layer.bias
-    model.set_submodule(name, usual.train(layer.training))
-    if hasattr(layer, "_hf_hook"):  # the hook of a device map
-        add_hook_to_module(usual, layer._hf_hook)
-
-
 def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     """Replace the named blocks of a dense model by layers of U·V + S, in place, where those are smaller.
 
@@ -345,20 +326,6 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
     return shared
 
 
-def always_dense(model: nn.Module) -> set[str]:
-    """Names of the modules whose weight cannot be replaced by a layer of U·V + S.
-
-    These are modules with a tied weight, which another module reads as a whole, and embeddings that do more than look
-    rows up.
-    """
-    return {*tied_modules(model), *(name for name, module in model.named_modules() if does_more(module))}
-
-
-def does_more(module: nn.Module) -> bool:
-    """Whether this is an embedding that does more than look rows up, such as Gemma's, which scales them."""
-    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
-
-
 def mark_dense(model: PreTrainedModel) -> None:
     """Turn a model whose blocks are all dense into an ordinary one; `dequantize` still works, and does nothing."""
     quantizer = SlrQuantizer(SlrConfig())
@@ -383,22 +350,6 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
         model.hf_quantizer = SlrQuantizer(entry)
         model.quantization_method = FIXED_SIZE
         model.hf_quantizer.postprocess_model(model)
-
-
-def outline_of(
-    module: nn.Module, rank: int, nnz: int, in_int8: bool = False, activation: str | None = None
-) -> SlrWeight:
-    """Return a layer of U·V + S, perhaps with an activation between U and V, to replace `module`; it is not filled."""
-    if isinstance(module, nn.Embedding):
-        if activation is not None:
-            raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")
-        if does_more(module):
-            raise UserError(f"{type(module).__name__} is more than a table, and stays dense; compress the model anew")
-        return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
-    m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-    if activation is not None:
-        return SlrActivated(m, n, rank, nnz, module.bias is not None, in_int8)
-    return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
 
 
 def slr_modules(model: nn.Module) -> dict[str, SlrWeight]:

@@ -16,7 +16,8 @@ from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
 from salaad.factored.elastic_file import SizeRange
-from salaad.factored.fixed_size import always_dense, factor, slr_modules
+from salaad.factored.fixed_size import factor, slr_modules
+from salaad.factored.replacement import always_dense
 from tests.factored.test_fixed_size import Q, blocks_of, change_config, gpt2, llama, open_folder, tied_llama
 from tests.helpers.models import IDS
 from tests.helpers.slr_weights import parts

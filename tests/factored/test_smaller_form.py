@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
-from salaad.factored.fixed_size import factor, mark_factored, put_dense, slr_modules
+from salaad.factored.fixed_size import factor, mark_factored, slr_modules
 from salaad.factored.layers import SlrActivated, SlrLinear
+from salaad.factored.replacement import put_dense
 from salaad.factored.smaller_form import disk_bytes, form_for_file, opened_bytes, resident_bytes, takes_dense_form
 from tests.factored.test_fixed_size import ARCHITECTURES, blocks_of, gpt2, llama
 from tests.helpers.families import model_of

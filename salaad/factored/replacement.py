@@ -1,0 +1,60 @@
+"""A dense layer and a layer of U·V + S in its place: which layers can be replaced, by what, and how one goes back."""
+
+import torch
+from accelerate.hooks import add_hook_to_module
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from salaad.common.errors import UserError
+from salaad.factored.layers import SlrActivated, SlrEmbedding, SlrLinear
+from salaad.factored.slr_weight import SlrWeight
+from salaad.model.weights import tied_modules
+
+
+def always_dense(model: nn.Module) -> set[str]:
+    """Names of the modules whose weight cannot be replaced by a layer of U·V + S.
+
+    These are modules with a tied weight, which another module reads as a whole, and embeddings that do more than look
+    rows up.
+    """
+    return {*tied_modules(model), *(name for name, module in model.named_modules() if _does_more(module))}
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether this is an embedding that does more than look rows up, such as Gemma's, which scales them."""
+    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+
+
+def outline_of(
+    module: nn.Module, rank: int, nnz: int, in_int8: bool = False, activation: str | None = None
+) -> SlrWeight:
+    """Return a layer of U·V + S, perhaps with an activation between U and V, to replace `module`; it is not filled."""
+    if isinstance(module, nn.Embedding):
+        if activation is not None:
+            raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")
+        if _does_more(module):
+            raise UserError(f"{type(module).__name__} is more than a table, and stays dense; compress the model anew")
+        return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
+    m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    if activation is not None:
+        return SlrActivated(m, n, rank, nnz, module.bias is not None, in_int8)
+    return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
+
+
+def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace a layer of U·V + S by a dense layer, whose weight is summed in float32.
+
+    Args:
+        model: the model with the layer, changed in place.
+        name: name of the layer; its bias is kept.
+        usual: the dense layer, without its weight.
+        dtype: dtype of the weight; that of the layer of U·V + S unless given.
+    """
+    layer = model.get_submodule(name)
+    weight = layer.float_weight().to(dtype or layer.U.dtype)
+    usual.weight = nn.Parameter(weight.mT.contiguous() if isinstance(usual, Conv1D) else weight)
+    if getattr(layer, "bias", None) is not None:
+        usual.bias = layer.bias
+    model.set_submodule(name, usual.train(layer.training))
+    if hasattr(layer, "_hf_hook"):  # the hook of a device map
+        add_hook_to_module(usual, layer._hf_hook)
