@@ -49,7 +49,7 @@ from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.factored.smaller_form import disk_bytes
 from salaad.methods.salaad.storage import read_index
-from salaad.model.folder_formats import is_fixed_size
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import role_of
@@ -88,8 +88,10 @@ class CheckpointDeployment:
         self.tuning: Tuning | None = None
         model = source.folder.outline
         self.dense = count_parameters(model)
-        if post_hoc is not None and getattr(model.config, "quantization_config", None):
-            raise UserError(f"{source.name} is stored in parts already; give the dense model it was made of")
+        entry = getattr(model.config, "quantization_config", None)
+        if post_hoc is not None and entry:
+            how = "stored in parts" if is_fixed_size(entry) or is_any_size(entry) else "quantized"
+            raise UserError(f"{source.name} is {how} already; give the dense model it was made of")
         takes_trained = post_hoc is None or post_hoc.beside
         self._factors = TrainedFactors(source) if takes_trained else None
         trained = self._trained_shapes(model) if takes_trained else {}
@@ -102,7 +104,6 @@ class CheckpointDeployment:
         self.shapes = trained | {name: tuple(X.shape) for name, X in weights_of(model, self._split).items()}
         # A method that trains its factors computes the same with X as with L + S.
         self.default_variants = "X,L+S" if source.surrogate and takes_trained else "X"
-        entry = getattr(model.config, "quantization_config", None)
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())

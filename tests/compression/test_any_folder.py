@@ -166,6 +166,14 @@ def test_a_folder_without_a_tokenizer_is_compressed_and_its_structure_shown(plai
     assert len(evaluate("rpca", plain, tmp_path).strip().splitlines()) > 8
 
 
+def test_a_model_that_others_quantized_is_refused_as_such(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "fp8")
+    place = tmp_path / "fp8" / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    said = refused("compress.py", "--checkpoint", tmp_path / "fp8", "--output", tmp_path / "made", "--rpca")
+    assert "fp8 is quantized already; give the dense model it was made of" in said
+
+
 def test_text_is_read_with_a_tokenizer_that_is_named_where_the_folder_has_none(
     plain, whole, tmp_path, text_files, tiny_tokenizer_dir
 ):
