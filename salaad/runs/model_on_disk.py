@@ -140,10 +140,11 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
         places = [folder] if surrogate is None else [folder, surrogate]
         digest = digest_of(sorted(path for place in places for path in place.iterdir() if is_file(path)))
     elif elastic:
-        verify(folder, "config.json", or_else=_CHANGED)  # only this file, as opening a size reads only a part of the others
+        verify(folder, "config.json", or_else=_CHANGED)  # this file alone, as opening a size reads a part of the others
         digest = digest_of([folder / CHECKSUMS])
     else:
-        digest = verify(folder, "*.safetensors", "config.json", *(["surrogate/*"] if surrogate else []), or_else=_CHANGED)
+        parts = ("*.safetensors", "config.json", *(["surrogate/*"] if surrogate else []))
+        digest = verify(folder, *parts, or_else=_CHANGED)
     record = read_object(folder / RECORD) if is_file(folder / RECORD) else {}
     parameters = record.get("parameters")
     if record and not (isinstance(parameters, list) and len(parameters) == 2 and all(map(is_count, parameters))):
