@@ -50,7 +50,10 @@ def _elastic(results: Results, way: str) -> list[Number]:
         return [Number("cuts below L + S, over all budgets and seeds", "0", NOT_SHOWN)]
     steps = [max(_steps(whole | curve, side)) for side in (0, 1)]
     wins, own = sum(is_below(*pair) for pair in curve.values()), _over_own_X(curve, X)
+    least = criteria.CUT_PARAMETERS * the_row(rows, label=DEPLOYED[0], variant="X")["parameters"]
+    costs = [pair[0] - 1 for (_, budget), pair in zip(curve, own, strict=True) if budget >= least]
     return [
+        *_text_of_kappa(rows, way),
         Number(
             "PPL below vanilla + RPCA, at every budget below L + S in every seed",
             f"{wins} of {len(curve)}",
@@ -62,12 +65,28 @@ def _elastic(results: Results, way: str) -> list[Number]:
             f"×{steps[0]:.2f}, ×{steps[1]:.2f}",
             is_below(*steps),
         ),
+        Number(
+            f"PPL of SALAAD over its own X with at least {criteria.CUT_PARAMETERS:.0%} of its parameters, at most "
+            f"{percent(criteria.CUT_OVER_X)} in every seed",
+            percent_span(costs) if costs else "not measured",
+            max(costs) <= criteria.CUT_OVER_X if costs else NOT_SHOWN,
+        ),
         *(
             Number(f"PPL of {name} over its own X", percent_span([pair[side] - 1 for pair in own]))
             for side, name in enumerate(DEPLOYED)
         ),
         Number("PPL of SALAAD's X over vanilla's X", _gaps(X)),
     ]
+
+
+def _text_of_kappa(rows: Sequence[Row], way: str) -> list[Number]:
+    """Judge on which text κ* was chosen: the rows of a budget have every κ where that is the text they are of."""
+    if not way.startswith("HPA"):
+        return []
+    cells = [(row["label"], row["seed"], row["budget"]) for row in rows if row["kappa"] is not None]
+    same = len(cells) > len(set(cells))
+    text = "the text of the measurement" if same else "other text"
+    return [Number("text on which κ* is chosen, other than that of the measurement", text, NOT_SHOWN if same else True)]
 
 
 def against_small_dense(results: Results) -> list[Number]:
