@@ -178,8 +178,7 @@ def main() -> None:
         rows = listing(scale, items)
         print(json.dumps(rows, indent=1) if options.json else listing_table(rows))
         if scale.name == FAIR and not options.json:
-            left = f"python scripts/compare_elastic.py --config {FAIR} --output results/elastic/{FAIR}.json --list"
-            print(f"\nWhat is left of the table of all methods: {left}")
+            print(f"\nThe table of all methods at {FAIR}: the first command of results/elastic/README.md, with --list")
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")

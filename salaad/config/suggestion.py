@@ -16,7 +16,7 @@ from salaad.common.validation import check
 
 _NANO = 2000  # steps of the run at which the settings were found
 _PULL = 600  # c·steps of runs with `_NANO` steps or more
-_LEAST = 0.01  # the least c: that of the paper's ρ, at tens of thousands of large batches
+_LEAST = 0.01  # the least c: about that of the paper's ρ, at tens of thousands of large batches
 _UPDATES = 400  # ADMM updates of a block, as long as K is at most _LONGEST
 _LONGEST = 10
 _WAY = 16.0  # updates·Δα at `_NANO` steps

@@ -9,6 +9,7 @@ at the price of a dense weight per layer until its backward, unless activations 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from salaad.methods.low_rank_layers import (
     factored_layers,
 )
 from salaad.methods.optimizer import build_optimizer, projection_weights
+from salaad.methods.work import Work
+from salaad.model.parameters import count_parameters
+from salaad.spectral.cost import Rates
 
 
 class SltrainLinear(SlrFactored):
@@ -75,6 +79,18 @@ class Sltrain(LowRankMethod):
         optimizer = self.config.optimizer
         projections = [*projection_weights(self.model), *entries]
         return build_optimizer(self.model.parameters(), optimizer, self.config.train.steps, projections)
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
+        """Return the work of a step: products with the dense W, and B·A once per micro-batch in both passes."""
+        layers, work = factored_layers(model).values(), super().work(model, config, ranks, rates)
+        dense = sum(
+            math.prod(layer.shape) - sum(p.numel() for p in (layer.A, layer.B, layer.S_values)) for layer in layers
+        )
+        tokens = config.train.micro_batch * config.data.sequence_length
+        product = config.settings.rank * sum(math.prod(layer.shape) for layer in layers) / tokens
+        whole = (count_parameters(model) + dense + product,)
+        return replace(work, passes=whole, variants=whole)
 
     @classmethod
     def memory(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> dict[str, float]:  # noqa: D102

@@ -179,9 +179,9 @@ def way_to_cut(results: Path) -> str | None:
     return _half_and_fifth(
         results,
         "**How to cut**: at half and at a fifth, a model trained as in the paper is {by_HPA} in perplexity relative to "
-        "the uncut full-rank model when cut by HPA at κ*, and {by_energy} by energy. Trained with our "
-        "settings (a weaker pull towards L + S) and cut with our defaults (weighted entries, the head split), SALAAD's "
-        "model is {ours}",
+        "the uncut full-rank model when cut by HPA at κ*, and {by_energy} by energy with equal weights and the head "
+        "dense. Trained with our settings (a weaker pull towards L + S) and cut with our defaults (weighted entries, "
+        "the head split), SALAAD's model is {ours}",
         by_HPA=("SALAAD, as in the paper", "hpa"),
         by_energy=("SALAAD, as in the paper", "energy"),
         ours=("SALAAD", "cut, head"),

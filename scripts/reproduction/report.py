@@ -24,14 +24,15 @@ ABOUT = (
     "splits its weights into L + S after training. κ is the fraction of the removed parameters that is taken from L, "
     "and κ* the best κ of those tried.",
     "Perplexity (PPL) is exp of the mean loss over the second half of the validation text; κ* is chosen on the first "
-    "half. Items measured before commit 25bcf70 use the whole text; notes below the tables tell the number of tokens.",
+    "half. Items measured before commit 25bcf70 use the whole text, and choose κ* on it too; notes below the tables "
+    "tell the number of tokens. Tables of κ, and the demo's and nano's own pages, are of the text that chose κ*.",
     "*Legacy* perplexity, as older tables of the field have it, is exp of the batches' mean losses, summed and divided "
     "by the number of batches + 1. The fewer the batches, the lower it is. Batches have 32 rows in the items and 16 in "
     "the first table.",
-    "A claim agrees only if all parts of its measure hold. It is *not shown* where a part holds only because the thing "
-    "that the part is about is missing.",
+    "A claim agrees only if all parts of its measure hold. It is *not shown* where a part was not recorded, or holds "
+    "only because the thing that it is about is missing.",
     "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
-    "or made stricter, when the results of nano and micro, and X and L + S of one seed of nano-20, were known.",
+    "or made stricter, when the results of nano and micro, and some of nano-20, were known.",
     "At nano and micro all weights have one learning rate, as is usual in the field. Later searches found that a lower "
     "rate for the projections is far better for full-rank training and SALAAD alike (elastic/README.md), so the "
     "comparisons at nano and micro hold for a single rate only.",

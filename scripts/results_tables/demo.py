@@ -38,7 +38,9 @@ def summary_table() -> str:
     told = (
         "Perplexity relative to full-rank training with the same seed, as means over the seeds measured; of uncut "
         f"SALAAD it differs by ± {_deviation(trainings):.1%} between them. 20 training tokens per parameter, "
-        f"{whole['tokens']:,} validation tokens of Wikipedia; lower is better."
+        f"{whole['tokens']:,} validation tokens of Wikipedia; lower is better. The compressible parameters are those "
+        "of embedding and projections; a full-rank model is split into L + S by robust PCA, then cut in the same way. "
+        "Small dense models have the learning rates of the large one, and their rates were not searched."
     )
     if Trainings(rows, not_copied).seeds(FULL_RANK):
         told += " In parentheses: over the tokens that do not repeat a bigram of their row."
@@ -49,10 +51,10 @@ def summary_table() -> str:
         )
     if (RESULTS / "elastic" / "in-context" / f"{SCALE}.json").exists():
         told += (
-            " Trainings of this length differ in whether they have begun to copy from their context, which small dense "
-            "models learn later ([measured](results/elastic/README.md#nano-20))."
+            " Trainings of this length differ in whether they have begun to copy from their context, which the small "
+            "dense models had not ([measured](results/elastic/README.md#nano-20))."
         )
-    names = ("SALAAD", "tuned", "full-rank, cut the same way", "tuned", "dense, trained small")
+    names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
     columns = zip(names, columns_at(SHARES[-1]), strict=True)
     header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
     parts = [part for part, *_ in lines[2:]]

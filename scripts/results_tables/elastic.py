@@ -1,8 +1,11 @@
 """The tables and pictures of results/elastic: one training at every size, small dense models and other methods."""
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import compress
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -119,7 +122,7 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
     marks = ["" if not one or all(old) else f" {MARK}" for one in old]
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
-    header = ("model", "seeds", *PERPLEXITIES, "stored", "trained", "bytes", "state", "step time")
+    header = ("model", "seeds", "over full-rank", *PERPLEXITIES, "stored", "trained", "bytes", "state", "step time")
     measured = [bool(any(column)) for column in zip(*shown, strict=True)]
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
     copying = (
@@ -128,14 +131,16 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
         else ""
     )
     told = (
-        f"After {tokens / 1e6:.1f} M tokens. Rows of cuts come in pairs: the first keeps half of the compressible "
-        "parameters, the second a fifth. *Dense, s* was trained small, with the share s of the compressible "
+        f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
+        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds. Of cuts "
+        "with one name, the first row keeps half of the compressible parameters and the second a fifth; those of "
+        "MatFormer are its own widths. *Dense, s* was trained small, with the share s of the compressible "
         f"parameters, and κ* is HPA's allocation that was best on other text. {copying}*Legacy* is the perplexity of "
         "older tables, from means of batches of 16 rows, *C4* that on C4 text; a figure that not all seeds of its row "
         "have names its seeds. *Stored* and "
         "*trained* count parameters; *bytes* is the size of the model in float32; *state* is the memory of the "
         "optimizer and the method; *step time* is relative to full-rank training, of SALAAD while its weights are "
-        f"pulled (results/bench/{bench.name}). ± is the standard deviation over the seeds."
+        f"pulled (results/bench/{bench.name}). ± is the root mean square deviation of the seeds from their mean."
     )
     told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
@@ -145,20 +150,26 @@ def _fair_lines(
     rows: Sequence[Row], costs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
+    references = _references(rows)
+
+    def figures(there: Sequence[Row], of: Callable[[Row], Row]) -> tuple[str, ...]:
+        return _seeds(there), *_figures({row["seed"]: of(row) for row in there}, references)
+
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
         if not label.startswith(_SMALL):  # a small dense model has other shapes than those timed
             cost = _cost(costs.get(label, costs[mine[0]["method"]]))
         if "X" in mine[0]:
-            yield label, trained, (_seeds(mine), *_whole(mine, "X"), *cost)
+            yield label, trained, (*figures(mine, itemgetter("X")), *cost)
         if "L+S" in mine[0]:
-            yield f"{label}: L + S", trained, (_seeds(mine), *_whole(mine, "L+S"), "", "")
+            yield f"{label}: L + S", trained, (*figures(mine, itemgetter("L+S")), "", "")
         for way in FAIR_WAYS:
             for share in _shown(mine, way):
                 there = [row for row in mine if has(row["ways"].get(way, ()), share)]
                 made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
-                at_kappa = _kappas([_size(row, way, share) for row in there])
-                yield f"{label}: {way}{at_kappa}", (*trained, *made), (_seeds(there), *_cut(there, way, share), "", "")
+                size = partial(_size, way=way, share=share)
+                at_kappa = _kappas([size(row) for row in there])
+                yield f"{label}: {way}{at_kappa}", (*trained, *made), (*figures(there, size), "", "")
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
@@ -182,27 +193,23 @@ def _kappas(sizes: Sequence[Row]) -> str:
     return f", κ* {', '.join(kappas)}" if kappas else ""
 
 
-def _cut(rows: Sequence[Row], way: str, share: float) -> tuple[str, ...]:
-    """Return the cells of what a way cuts to a share: perplexities, parameters and bytes."""
-    return _figures({row["seed"]: _size(row, way, share) for row in rows})
+def _references(rows: Sequence[Row]) -> dict[int, float]:
+    """Return seed → perplexity of full-rank training."""
+    return {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == _REFERENCE}
 
 
-def _whole(rows: Sequence[Row], name: str) -> tuple[str, ...]:
-    """Return the cells of X or L + S: perplexities, parameters and bytes."""
-    return _figures({row["seed"]: row[name] for row in rows})
-
-
-def _figures(of: Mapping[int, Row]) -> tuple[str, ...]:
+def _figures(of: Mapping[int, Row], references: Mapping[int, float]) -> tuple[str, ...]:
     """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
 
     A perplexity that was not measured with all seeds names those with which it was.
     """
-    cells = []
+    over = [one["perplexity"] / references[seed] - 1 for seed, one in of.items() if seed in references]
+    cells = [f"{fmean(over):+.1%}" if over else ""]
     for figure in PERPLEXITIES.values():
         found = {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
         seeds = "" if found.keys() == of.keys() else f" (seed {', '.join(map(str, found))})"
         cells.append(f"{_with_deviation([*found.values()])}{seeds}" if found else "")
-    first = next(iter(of.values()))
+    first = ChainMap(*of.values())  # of every figure that of the first seed that has it
     return (
         *cells,
         millions(first["parameters"]),
@@ -241,7 +248,9 @@ def curves_table(rows: Sequence[Row]) -> str:
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     told = (
         f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps, by share of the "
-        "compressible parameters; ± is the standard deviation over several seeds. Commits of trainings and cuts: "
+        "compressible parameters, as means over the seeds, which can differ by more than models do: compare rows with "
+        "the same seeds. ± is the root mean square deviation of the seeds from their mean. Commits of trainings and "
+        "cuts: "
         f"{commits}; {machines}."
     )
     header = ("model", "seeds", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
@@ -278,7 +287,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
-    references = {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == _REFERENCE}
+    references = _references(rows)
     models = by_label([row for row in rows if row["seed"] in references])
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
         for marker, way in zip(markers, _ways(mine), strict=False):

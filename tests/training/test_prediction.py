@@ -3,14 +3,25 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from salaad.common.errors import UserError
 from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
+from salaad.methods.sltrain import Sltrain
 from salaad.model.build import describe_model
 from salaad.training.fitting import changes_that_fit
 from salaad.training.plan import activation_bytes, plan_table
-from salaad.training.prediction import memory_of, predict, prediction_table, short_patience, unused_cores
+from salaad.training.prediction import (
+    flops_of_passes,
+    memory_of,
+    predict,
+    prediction_table,
+    rebuilt_outline,
+    short_patience,
+    unused_cores,
+)
 
 
 def setup(*words: str):
@@ -124,6 +135,18 @@ def test_matformer_takes_four_passes_or_one_of_a_mean_width():
 
     assert products("summed") == pytest.approx(512 * 256 * 6 * sum(sizes) + 4 * step, rel=1e-3)
     assert products("sampled") == pytest.approx(512 * 256 * 6 * sum(sizes) / 4 + step, rel=1e-3)
+
+
+def test_sltrain_takes_products_with_the_dense_weight_and_one_of_its_factors():
+    config, _ = read_command_line(["--config", "nano", "--method=sltrain", "--train.micro_batch=2"])
+    model = rebuilt_outline(config, describe_model(config.model, config.data.sequence_length))
+    predicted = flops_of_passes(model, Sltrain.work(model, config, 1, GPUS["h100"].rates), config)
+    tokens = torch.zeros(2, config.data.sequence_length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    looked_up = 6 * model.get_input_embeddings().weight.numel()  # predictions count the embedding as a product
+    # Two parts in a hundred are for how the backward pass of attention is counted.
+    assert (predicted - looked_up) * tokens.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_other_methods_have_their_own_periodic_work():
