@@ -99,7 +99,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
     flat = [{"label": label, **row} for label, mine in rows.items() for row in mine]
-    read = texts_read(evaluations[label], rows[label])
+    read = f"κ* is chosen on the text on which it is measured. {texts_read(evaluations[label], rows[label])}"
     show("\n\n".join([*tables, sweep.elastic_table(rows), sweep.ways_table(rows), read]), flat, path)
     pictures = [path.with_name(name) for name in ("sweep.png", "elastic.png")]
     sweep_figure(rows[label], pictures[0])
