@@ -48,9 +48,10 @@ def machines() -> int:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, torch.compile or both."""
-    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):
-        module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod
+    """The module inside DistributedDataParallel, DataParallel, torch.compile or several of them."""
+    wrappers = (DistributedDataParallel, nn.DataParallel)
+    while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, wrappers) else module._orig_mod
     return module
 
 

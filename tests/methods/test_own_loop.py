@@ -142,6 +142,16 @@ def test_loading_beside_other_weights_than_those_of_that_time_is_refused(saved):
     Salaad(model, CONFIG)  # the refused Salaad no longer watches the weights
 
 
+def test_a_model_in_data_parallel_is_saved_with_its_weights(saved, tmp_path):
+    model = nn.DataParallel(llama())
+    loop = Loop(model, Salaad(model, CONFIG))
+    loop.run(0, 5)
+    loop.salaad.save(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+    alone = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    assert_equal(again.state_dict(), alone.state_dict())
+
+
 def test_other_settings_may_be_given_to_go_on_with(saved):
     model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
     salaad = Salaad.load(model, saved, SalaadConfig(rho=0.2, every=3))
