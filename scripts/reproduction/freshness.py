@@ -19,6 +19,7 @@ BEHIND = (
     *(f"scripts/reproduction/{one}.py" for one in ("records", "tables", "deployments", "experiments", "curves")),
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+UNKNOWN = "not known, as git does not have this commit"
 MARK = "†"
 LEGEND = f"{MARK}: measured before some of the code behind it changed, or with changes that were not committed."
 
@@ -35,13 +36,13 @@ def commits_of(result: Mapping[str, Any]) -> list[str]:
 
 @cache
 def changed_since(commit: str) -> list[str]:
-    """Return the entries of BEHIND whose code differs between `commit` and HEAD; none if git does not know `commit`."""
+    """Return the entries of BEHIND whose code differs between `commit` and HEAD; `UNKNOWN` where git cannot tell."""
     clean = commit.removesuffix("-dirty")
     try:
         names = _git("diff", "--name-only", clean, "HEAD", "--", *BEHIND).split()
         changed = [name for name in names if _meaning(clean, name) != _meaning("HEAD", name)]
-    except (OSError, subprocess.SubprocessError):
-        return []
+    except (OSError, subprocess.SubprocessError):  # no git, or a clone without the commit
+        return [UNKNOWN]
     return [place for place in BEHIND if any(name == place or name.startswith(f"{place}/") for name in changed)]
 
 

@@ -44,8 +44,10 @@ def made_up(item, rows: list[dict], picture) -> dict:
 
 
 @pytest.fixture
-def results(tmp_path, rows):
-    """A folder of results at nano in which one item is missing."""
+def results(tmp_path, rows, monkeypatch):
+    """A folder of results at nano in which one item is missing, all of commits since which nothing has changed."""
+    for module in (report, freshness):
+        monkeypatch.setattr(module, "changed_since", lambda commit: [])
     folder = tmp_path / "results" / "nano" / "reproduce"
     folder.mkdir(parents=True)
     rows |= {
@@ -126,7 +128,8 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     assert freshness.is_fresh([first, second]) and not freshness.is_fresh([f"{second}-dirty"])
     committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
     assert freshness.changed_since(first) == ["train.py", "configs"] and not freshness.is_fresh([second])
-    assert freshness.changed_since("no-such-commit") == []
+    assert freshness.changed_since("no-such-commit") == [freshness.UNKNOWN]
+    assert not freshness.is_fresh(["no-such-commit"])
     freshness.changed_since.cache_clear()
     freshness._meaning.cache_clear()
 
