@@ -152,7 +152,7 @@ DAMAGE = {
 def test_a_state_that_is_damaged_counts_as_none(tmp_path, fit, damage):
     expected, path = numbers(fit(tuned_model(), tmp_path / "whole.pt")), tmp_path / "damaged.pt"
     with pytest.raises(UserError, match="interrupted"):
-        fit(tuned_model(), path, partial(AskedAfter, 9 if fit is matched else 4))
+        fit(tuned_model(), path, partial(AskedAfter, 9 if fit is matched else 2))
     damage(path)
     assert_equal(numbers(fit(tuned_model(), path)), expected)
 
@@ -175,7 +175,7 @@ def test_moments_of_another_shape_count_as_no_state(tmp_path):
     assert_equal(numbers(distilled(tuned_model(), path)), expected)
 
 
-@pytest.mark.parametrize(("fit", "looks", "left"), [(matched, 9, PASSES * 2), (distilled, 4, 2)])
+@pytest.mark.parametrize(("fit", "looks", "left"), [(matched, 9, PASSES * 2), (distilled, 2, 2)])
 def test_a_whole_state_is_gone_on_from(tmp_path, fit, looks, left):
     expected, path = numbers(fit(tuned_model(), tmp_path / "whole.pt")), tmp_path / "state.pt"
     with pytest.raises(UserError, match="interrupted"):
