@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from threading import Lock
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -19,6 +20,9 @@ from salaad.common.validation import PLAIN_TYPES, require_types, split_list
 # The deprecation warnings of jsonargparse are about its own next release, not about the user's input.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 set_parsing_settings(validate_defaults=False)
+
+# jsonargparse reads a file from within its folder: two threads at once could leave the process in that folder.
+_ALONE = Lock()
 
 # Name of an option in other training programs → name of ours.
 _ELSEWHERE = {
@@ -127,7 +131,8 @@ def parse(parser: OptionParser, arguments: list[str], *kinds: tuple[type, str]) 
     null for a value of any type.
     """
     try:
-        parsed = parser.parse_args(arguments)
+        with _ALONE:
+            parsed = parser.parse_args(arguments)
         for kind, name in kinds:
             require_types(kind, parsed if not name else parsed[name], name)
         return parsed, parser.instantiate(parsed)

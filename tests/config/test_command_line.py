@@ -4,7 +4,9 @@ import ast
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -234,3 +236,13 @@ def test_formats_are_registered_whether_transformers_comes_first_or_later():
 def test_the_name_of_an_option_elsewhere_is_answered_with_ours(theirs, ours):
     with pytest.raises(UserError, match=f"did you mean {ours}"):
         read_command_line([theirs, "1"])
+
+
+def test_threads_that_read_configurations_leave_the_process_in_its_folder(monkeypatch):
+    here, chdir = Path.cwd(), os.chdir
+    monkeypatch.setattr(os, "chdir", lambda folder: (chdir(folder), sleep(0.02)))  # long enough for the others
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: read_command_line(["--config", "nano"]), range(8)))
+    found = Path.cwd()
+    chdir(here)
+    assert found == here
