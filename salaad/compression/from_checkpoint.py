@@ -105,6 +105,7 @@ class CheckpointDeployment:
         # A method that trains its factors computes the same with X as with L + S.
         self.default_variants = "X,L+S" if source.surrogate and takes_trained else "X"
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
+        self._activation = entry.get("activation") if self.in_parts else None
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
@@ -129,7 +130,10 @@ class CheckpointDeployment:
                 continue
             if variant.name != "X" and not self._names:
                 lacks, cure = "holds no L and S", _WHERE_L_AND_S_ARE
-                if self.in_parts:
+                if self._activation is not None:
+                    lacks = f"has a {self._activation} between the factors of its layers and no L and S"
+                    cure = "use it whole, as X"
+                elif self.in_parts:
                     lacks, cure = "holds one size in parts", "give the checkpoint or dense model it was made of"
                 elif self.source.parameters is not None:
                     cure = (
