@@ -1,4 +1,4 @@
-"""The protocol for cutting a model on disk to a size, which `from_checkpoint`, `from_elastic`, `from_nested` implement.
+"""The interface for cutting a model on disk to a size, which `from_checkpoint`, `from_elastic`, `from_nested` fill in.
 
 A checkpoint (or any dense model, split after the fact) is cut anew for every size; an elastic folder holds its units
 (singular terms of L, entries of S) in one order, and a size reads the first of them; a MatFormer has narrower models
@@ -8,7 +8,7 @@ inside.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,11 @@ class TuningCost(NamedTuple):
     operations: float
 
 
-class Deployment(Protocol):
+class Deployment:
     """A model on disk that can be cut to sizes.
+
+    A subclass defines `check`, `variant_for`, `opened` and `sized`. It leaves out the others if its sizes are neither
+    weighed nor fitted on text, and its `check` and `variant_for` refuse what would need that.
 
     Attributes:
         source: the model on disk.
@@ -94,25 +97,10 @@ class Deployment(Protocol):
     dense: int
     fixed: int
     default_variants: str
-    calibration: CalibrationText | None
+    calibration: CalibrationText | None = None
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if this model cannot give one of the variants, before anything is computed."""
-
-    def of(self, variant: Variant) -> "Deployment":
-        """Return the deployment that gives the variant: this, or for `+head` one that splits head and embedding too."""
-
-    def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Read the text that calibrated variants are weighed on; the gradients on it are computed at the first cut."""
-
-    def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Make `sized` and `all_sizes` fit cuts on text by matching and distillation; the text is checked here."""
-
-    def tuning_cost(self, ranges: int | None) -> TuningCost | None:
-        """Return the cost of fitting that many ranges of sizes, or one size for None; None without fitting."""
-
-    def written(self) -> None:
-        """Delete the state that an interrupted command would resume from: the folder has been written."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant that options of `compress.py` ask for; a UserError if this deployment cannot give it."""
@@ -128,6 +116,22 @@ class Deployment(Protocol):
 
         A range begins at its variant's size, to which its units are fitted if the variant is refined.
         """
+
+    def of(self, variant: Variant) -> "Deployment":
+        """Return the deployment that gives the variant: this, or for `+head` one that splits head and embedding too."""
+        return self
+
+    def calibrate(self, data: DataConfig, sequences: int) -> None:
+        """Read the text that calibrated variants are weighed on; the gradients on it are computed at the first cut."""
+
+    def tune(self, data: DataConfig, how: FittedOnText) -> None:
+        """Make `sized` and `all_sizes` fit cuts on text by matching and distillation; the text is checked here."""
+
+    def tuning_cost(self, ranges: int | None) -> TuningCost | None:
+        """Return the cost of fitting that many ranges of sizes, or one size for None; None without fitting."""
+
+    def written(self) -> None:
+        """Delete the state that an interrupted command would resume from: the folder has been written."""
 
 
 def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:

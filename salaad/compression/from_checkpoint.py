@@ -17,6 +17,7 @@ from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
 from salaad.compression.cut import Collect, Whole, all_sizes, cut, in_memory, kappa_of
 from salaad.compression.deployment import (
+    Deployment,
     FittedOnText,
     OpenedVariant,
     SizedModel,
@@ -63,7 +64,7 @@ _WHERE_L_AND_S_ARE = (
 )
 
 
-class CheckpointDeployment:
+class CheckpointDeployment(Deployment):
     """The deployment of a checkpoint, or of a dense model that is split after the fact.
 
     Args:
@@ -84,7 +85,6 @@ class CheckpointDeployment:
         self.source, self.post_hoc = source, post_hoc
         self.unfinished = Unfinished(source.cache / "unfinished", command or "")
         self._collect: Collect = in_memory if command is None else self.unfinished.collect
-        self.calibration: CalibrationText | None = None
         self.tuning: Tuning | None = None
         model = source.folder.outline
         self.dense = count_parameters(model)

@@ -1,6 +1,6 @@
 """The deployment of an elastic folder, of which a size reads the first units; nothing is computed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ import torch
 from salaad import hpa
 from salaad.common.errors import UserError
 from salaad.compression.deployment import (
-    FittedOnText,
+    Deployment,
     OpenedVariant,
     SizedModel,
     as_dense,
@@ -18,15 +18,14 @@ from salaad.compression.deployment import (
 )
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
-from salaad.config.run import DataConfig
 from salaad.energy_allocation import implied_kappa
 from salaad.factored.any_size import ElasticConfig
-from salaad.factored.elastic_file import ElasticFile, SizeRange
+from salaad.factored.elastic_file import ElasticFile
 from salaad.model.weight_headers import weight_files
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
-class ElasticDeployment:
+class ElasticDeployment(Deployment):
     """The deployment of an elastic folder, of which a size reads the first units; nothing is computed.
 
     Args:
@@ -35,7 +34,6 @@ class ElasticDeployment:
 
     kind: ClassVar[str] = "elastic"
     default_variants: ClassVar[str] = "L+S"
-    calibration: ClassVar[None] = None
 
     def __init__(self, source: ModelOnDisk) -> None:
         self.source = source
@@ -63,27 +61,14 @@ class ElasticDeployment:
                 )
             self._kept(variant)
 
-    def of(self, variant: Variant) -> "ElasticDeployment":
-        """Return this deployment: `check` has refused variants that split the head."""
-        return self
-
-    def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Do nothing: `check` has refused calibrated variants."""
-
-    def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Do nothing: `variant_for` has refused options that fit on text."""
-
-    def tuning_cost(self, ranges: int | None) -> None:
-        """Return None: nothing is fitted."""
-
-    def written(self) -> None:
-        """Do nothing: no state is kept for resuming."""
-
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant of the requested size; a UserError for an option that would change the units."""
         wrong = option_that_cuts(options)
         if wrong is not None:
-            raise self._as_it_is(wrong)
+            raise UserError(
+                f"{self.source.name} is an elastic folder, which is cut as it is, without {wrong}; leave that out, or "
+                "give the checkpoint the folder was made of"
+            )
         return Variant(options.budget or "L+S", budget, stored=budget is not None)
 
     @contextmanager
@@ -104,16 +89,6 @@ class ElasticDeployment:
             model = model if factored else as_dense(model, dtype)
             return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
 
-    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
-        """Raise a UserError: the folder holds all sizes already."""
-        raise self._as_it_is("--elastic")
-
     def _kept(self, variant: Variant) -> tuple[int, hpa.Kept]:
         with ElasticFile.opened(weight_files(self.source.folder.path)) as file:
             return self.entry.keep(file, variant.budget)
-
-    def _as_it_is(self, option: str) -> UserError:
-        return UserError(
-            f"{self.source.name} is an elastic folder, which is cut as it is, without {option}; leave that out, or "
-            "give the checkpoint the folder was made of"
-        )

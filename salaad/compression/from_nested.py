@@ -1,6 +1,6 @@
 """The deployment of a model with narrower ones inside, from MatFormer: a budget takes the largest that fits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -8,23 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
-from salaad.compression.deployment import (
-    FittedOnText,
-    OpenedVariant,
-    SizedModel,
-    best_device,
-    option_that_cuts,
-)
+from salaad.compression.deployment import Deployment, OpenedVariant, SizedModel, best_device, option_that_cuts
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
-from salaad.config.run import DataConfig
-from salaad.factored.elastic_file import SizeRange
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
-class NestedDeployment:
+class NestedDeployment(Deployment):
     """The deployment of a checkpoint at its uniform widths, and at mixtures of two neighbouring ones, layer by layer.
 
     Args:
@@ -33,7 +25,6 @@ class NestedDeployment:
     """
 
     kind: ClassVar[str] = "nested"
-    calibration: ClassVar[None] = None
 
     def __init__(self, source: ModelOnDisk, widths_in: Callable[[PreTrainedModel], Widths]) -> None:
         self.source, self._widths_in = source, widths_in
@@ -58,22 +49,6 @@ class NestedDeployment:
                 )
             if variant.budget is not None:
                 self.widths.within(variant.budget)
-
-    def of(self, variant: Variant) -> "NestedDeployment":
-        """Return this deployment: `check` has refused variants that split the head."""
-        return self
-
-    def calibrate(self, data: DataConfig, sequences: int) -> None:
-        """Do nothing: `check` has refused calibrated variants."""
-
-    def tune(self, data: DataConfig, how: FittedOnText) -> None:
-        """Do nothing: a width has no factors to fit on text."""
-
-    def tuning_cost(self, ranges: int | None) -> None:
-        """Return None: nothing is fitted."""
-
-    def written(self) -> None:
-        """Do nothing: no state is kept for resuming."""
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant of the requested budget, or X for none; an error for what needs L and S."""
@@ -104,7 +79,3 @@ class NestedDeployment:
         plain = widths.cut_out(width)
         note = f"The feed-forward width is {width} of {widths.uniform[0]}; it is a plain folder that needs no salaad."
         return SizedModel(plain, count_parameters(plain), len(widths.layers), None, whole=False, note=note)
-
-    def all_sizes(self, variants: Sequence[Variant]) -> list[SizeRange]:
-        """Raise a UserError, as `variant_for` does for --elastic: there are no units to order."""
-        raise UserError(f"{self.source.name} holds no L and S; leave --elastic out")
