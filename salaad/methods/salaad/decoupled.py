@@ -5,7 +5,6 @@ are small. Here every entry is pulled by the same share of its distance. Every r
 the T of every block, which the owner sends after each update.
 """
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from salaad.common import distributed
 from salaad.methods.salaad.rounding import add_rounded
 from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model.weights import Weights
 
 
@@ -45,8 +45,7 @@ class DecoupledPull:
         self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
         self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
         self.steps, self.active = 0, True
-        pulling = weakref.WeakMethod(self._pull)  # the hook is global to the process and must not keep the model alive
-        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (pulling() or id)(optimizer) and None)
+        self._hook = register_optimizer_step_post_hook(weakly(self._pull))
 
     def end(self) -> None:
         """Stop pulling."""
@@ -66,31 +65,25 @@ class DecoupledPull:
                 T = self._others[name] = torch.empty_like(self._weights[name], dtype=torch.float32)
             distributed.broadcast(T, self._owners[name])
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the T of other ranks' blocks that this rank keeps."""
-        return sum(T.nbytes for T in self._others.values())
-
     def _T(self, name: str) -> Tensor | None:
         return self._surrogates[name].T if name in self._surrogates else self._others.get(name)
 
     @torch.no_grad()
-    def _pull(self, optimizer: Optimizer) -> None:
+    def _pull(self, optimizer: Optimizer, *_: Any) -> None:
         rates = {id(X): group["lr"] for group in optimizer.param_groups for X in group["params"]}
-        parameters = {name: place.parameter for name, place in self._weights.places.items()}
-        mine = [name for name, X in parameters.items() if id(X) in rates]
-        if not self.active or not mine:
+        trained = {name: rates.get(id(X)) for name, X in self._weights.parameters.items()}
+        if not self.active or all(rate is None for rate in trained.values()):
             return
         if self._is_stale:
             self.send(self._weights)
             self._is_stale = False
         # 1 if a fused optimizer has skipped a step whose gradient was not finite.
         left_out: Any = getattr(optimizer, "found_inf", None)
-        for i, name in enumerate(self._weights):
-            if id(parameters[name]) not in rates:
+        for i, (name, rate) in enumerate(trained.items()):
+            if rate is None:
                 continue
             X, T = self._weights[name], self._T(name)
-            share = rates[id(parameters[name])] * self._rates[name]
+            share = rate * self._rates[name]
             share = share if left_out is None else share * (1 - left_out)
             change = (T - X.float()).mul_(share)
             if X.dtype == torch.bfloat16:

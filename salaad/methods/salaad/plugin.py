@@ -5,7 +5,6 @@ optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
 salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
 from salaad.methods.salaad.updates import Updates, blocks_due
 from salaad.methods.salaad.watch import Watch
+from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
@@ -95,10 +95,9 @@ class Salaad:
             rates = {name: self.config.pull_rate * value / mean for name, value in rho.items()}
             self._pull = DecoupledPull(self.weights, self.surrogates, self.owners, rates)
         self.skip()
-        # The hooks hold no strong reference to this object: Python could not free the cycle through the weights.
-        join = weakref.WeakMethod(self._join_gradient)
+        join = weakly(self._join_gradient)
         self._hooks = [
-            self.weights.places[name].parameter.register_post_accumulate_grad_hook(partial(_call, join, name))
+            self.weights.places[name].parameter.register_post_accumulate_grad_hook(partial(join, name))
             for name in self.surrogates
         ]
         self.closed = False
@@ -397,8 +396,3 @@ class Salaad:
             for name, X in self.weights.items():
                 distributed.broadcast(X.data, self.owners[name])
             yield
-
-
-def _call(method: weakref.WeakMethod, *arguments: Any) -> None:
-    if (found := method()) is not None:
-        found(*arguments)

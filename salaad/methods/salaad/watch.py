@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
+from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model.weights import Weights
 
 _WATCHED = WeakIdKeyDictionary()  # weight → the object that watches it
@@ -42,10 +43,10 @@ class Watch:
 
     def __init__(self, weights: Weights, pending: Callable[[], bool]) -> None:
         # Of several blocks in one parameter, such as the experts of a layer, the first stands for all.
-        self._weights: dict[str, nn.Parameter] = {}
+        first: dict[int, tuple[str, nn.Parameter]] = {}
         for name, X in weights.parameters.items():
-            if not any(X is other for other in self._weights.values()):
-                self._weights[name] = X
+            first.setdefault(id(X), (name, X))
+        self._weights = dict(first.values())
         self._places = weights.places
         _require_one_device(self._weights)
         for name, X in self._weights.items():
@@ -56,10 +57,8 @@ class Watch:
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took the newest step
-        # The hook is global to the process and must not keep the model alive. It is called after an optimizer's step,
-        # in which a closure may run the backward.
-        noticing = weakref.WeakMethod(self._notice)
-        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (noticing() or id)(optimizer) and None)
+        # After the step and not before it, as a closure may run the backward in it.
+        self._hook = register_optimizer_step_post_hook(weakly(self._notice))
         for X in self._weights.values():
             _WATCHED[X] = weakref.ref(self)
 
@@ -74,7 +73,7 @@ class Watch:
         """The optimizer that moved the weights last; None if there was none or it no longer exists."""
         return self._optimizer and self._optimizer()
 
-    def _notice(self, optimizer: Optimizer) -> None:
+    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
         """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them.
 
         Raises:
