@@ -31,8 +31,8 @@ from salaad.methods.base import BYTES, Method
 from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import projections, require_projections
 from salaad.methods.optimizer import build_optimizer
-from salaad.methods.salaad.ownership import owners_of
-from salaad.methods.work import Work, most_loaded
+from salaad.methods.salaad.ownership import loads, owners_of
+from salaad.methods.work import Work
 from salaad.spectral import leading_left_vectors
 from salaad.spectral.cost import Rates, seconds
 
@@ -84,7 +84,7 @@ class Galore(Method):
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
         weights = {name: layer.weight for name, layer in projections(model).items()}
         subspaces = {name: seconds("gram", *sorted(W.shape), rates) for name, W in weights.items()}
-        periodic = most_loaded(subspaces, owners_of(weights, ranks), ranks)
+        periodic = max(loads(subspaces, owners_of(weights, ranks), ranks))
         return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102

@@ -30,15 +30,10 @@ from salaad.config.methods import LoroConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32, true_float32
-from salaad.methods.low_rank_layers import (
-    LowRankMethod,
-    SlrFactored,
-    factored_layers,
-    no_entries,
-)
+from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, factored_layers, no_entries
 from salaad.methods.optimizer import build_optimizer, restarted
-from salaad.methods.salaad.ownership import owners_of
-from salaad.methods.work import Work, most_loaded, qr_seconds, svd_seconds
+from salaad.methods.salaad.ownership import loads, owners_of
+from salaad.methods.work import Work, qr_seconds, svd_seconds
 from salaad.spectral.cost import Rates
 
 
@@ -111,7 +106,8 @@ class Loro(LowRankMethod):
         for name, layer in layers.items():  # QR of each factor and of the gradient outside its span
             decompositions = sum(2 * qr_seconds(len(factor), r, rates) for factor in (layer.M, layer.N))
             exact[name] = decompositions + svd_seconds(2 * r, 2 * r, rates)
-        periodic = most_loaded(exact, owners_of({name: layer.M for name, layer in layers.items()}, ranks), ranks)
+        owners = owners_of({name: layer.M for name, layer in layers.items()}, ranks)
+        periodic = max(loads(exact, owners, ranks))
         return replace(super().work(model, config, ranks, rates), periodic=periodic, every=config.settings.every)
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:

@@ -1,6 +1,5 @@
 """The work of a method, counted from shapes to predict times: passes, evaluations, and what comes every K steps."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from salaad.spectral.cost import COLUMN_KERNELS, Rates
@@ -25,14 +24,6 @@ class Work:
     every: int = 1
     beside: bool = False
     notes: tuple[str, ...] = ()
-
-
-def most_loaded(seconds: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:
-    """Return the seconds of the rank with the most work: the largest sum over the items that one rank owns."""
-    loads = [0.0] * ranks
-    for name, own in seconds.items():
-        loads[owners[name]] += own
-    return max(loads)
 
 
 def svd_seconds(n: int, m: int, rates: Rates) -> float:

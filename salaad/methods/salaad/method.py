@@ -22,7 +22,7 @@ from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.round import bytes_for_a_moment
 from salaad.methods.salaad.storage import load_surrogates
 from salaad.methods.salaad.update import KEPT
-from salaad.methods.work import Work, most_loaded, svd_seconds
+from salaad.methods.work import Work, svd_seconds
 from salaad.model import coverage
 from salaad.model.roles import find_blocks
 from salaad.spectral.cost import Rates, cheapest, seconds
@@ -59,13 +59,11 @@ class SalaadMethod(Method):
         """Return the bytes of one rank, with float32 copies of bfloat16 blocks and the surrogates that it owns."""
         memory = super().memory(model, config, ranks)
         blocks = find_blocks(model, config.settings)
+        entries = {name: X.numel() for name, X in blocks.items()}
+        sizes = ownership.loads(entries, ownership.owners_of(blocks, ranks, config.settings.owners), ranks)
         if config.train.precision == "bf16":  # the blocks keep gradients and moments in float32
-            in_blocks = sum(X.numel() for X in blocks.values())
-            memory["gradients"] += 2 * in_blocks
-            memory["optimizer state"] += 4 * in_blocks
-        sizes = [0] * ranks
-        for name, owner in ownership.owners_of(blocks, ranks, config.settings.owners).items():
-            sizes[owner] += blocks[name].numel()
+            memory["gradients"] += 2 * sum(sizes)
+            memory["optimizer state"] += 4 * sum(sizes)
         memory["ADMM"] = max(sizes) * _ADMM_BYTES
         if config.settings.pull == "decoupled":
             memory["targets of other owners' blocks"] = 4 * (sum(sizes) - min(sizes))
@@ -77,7 +75,7 @@ class SalaadMethod(Method):
         settings, work = config.settings, super().work(model, config, ranks, rates)
         blocks = find_blocks(model, settings)
         updates = {name: _update_seconds(X, settings, rates) for name, X in blocks.items()}
-        once = most_loaded(updates, ownership.owners_of(blocks, ranks, settings.owners), ranks)
+        once = max(ownership.loads(updates, ownership.owners_of(blocks, ranks, settings.owners), ranks))
         spread = settings.schedule == "staggered"
         return replace(
             work,

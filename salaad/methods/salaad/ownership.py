@@ -59,9 +59,15 @@ def owners_of(blocks: Mapping[str, Tensor], ranks: int, how: Dealing = "round_ro
     return assign_owners(costs_of(blocks), ranks, how)
 
 
+def loads(amounts: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> list[float]:
+    """Return the sum of the amounts of each rank's blocks, in rank order."""
+    sums: list[float] = [0] * ranks
+    for name, amount in amounts.items():
+        sums[owners[name]] += amount
+    return sums
+
+
 def imbalance(costs: Mapping[str, float], owners: Mapping[str, int], ranks: int) -> float:
     """The most loaded rank's cost over the mean cost of a rank; 1 is perfect balance."""
-    loads = [0.0] * ranks
-    for name, cost in costs.items():
-        loads[owners[name]] += cost
-    return max(loads) * ranks / sum(loads)
+    of_ranks = loads(costs, owners, ranks)
+    return max(of_ranks) * ranks / sum(of_ranks)
