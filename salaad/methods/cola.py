@@ -17,11 +17,7 @@ from salaad.config.methods import ColaConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32
-from salaad.methods.low_rank_layers import (
-    LowRankMethod,
-    SlrFactored,
-    no_entries,
-)
+from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, no_entries
 
 
 class ColaLinear(SlrFactored):

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from salaad.config.methods import LostConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32
-from salaad.methods.low_rank_layers import (
-    LowRankMethod,
-    SlrFactored,
-    added,
-    factored_layers,
-)
+from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, added, factored_layers
 from salaad.spectral import leading_left_vectors
 
 

@@ -23,11 +23,7 @@ from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32
 from salaad.methods.lora import draw
-from salaad.methods.low_rank_layers import (
-    LowRankMethod,
-    SlrFactored,
-    factored_layers,
-)
+from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, factored_layers
 from salaad.methods.optimizer import build_optimizer, projection_weights
 from salaad.methods.work import Work
 from salaad.model.parameters import count_parameters

@@ -1,5 +1,6 @@
 """The ADMM updates of the blocks that a rank owns: the schedule, the round in progress, and the records."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -115,10 +116,6 @@ class Updates:
             chain.from_iterable(distributed.gather(mine)), key=lambda record: (record[0], place[record[1]])
         )
         for step, name, row in records:
-            if not all(map(_is_finite, row)):
+            if not all(map(math.isfinite, row)):
                 raise NotFiniteError(name, step)
         return [(step, name, UpdateRecord(*row, SOLVERS[int(solver)])) for step, name, (*row, solver) in records]
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
