@@ -86,10 +86,6 @@ def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callabl
     """
     partial = folder.with_name(f".partial-{folder.name}")
 
-    def prepare() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "surrogate").mkdir(parents=True)
-
     def finish() -> None:
         for part in parts:
             if hasattr(part, "save_pretrained"):
@@ -99,12 +95,35 @@ def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callabl
 
     distributed.first_decides(lambda: require_new(folder))
     try:
-        distributed.together(prepare, only=0)
-        write = writer()
-        distributed.together(lambda: write(partial / "surrogate"))
-        distributed.together(finish, only=0)
+        write_whole(partial, partial / "surrogate", writer, finish)
     except NotSavedError as error:
         raise UserError(f"{folder} cannot be written ({error}); give a folder in a place with room") from None
+
+
+def write_whole(
+    partial: Path, surrogate: Path, writer: Callable[[], Callable[[Path], None]], finish: Callable[[], None]
+) -> None:
+    """Let every rank write into the new folder `surrogate`, and then rank 0 alone finish; collective.
+
+    Args:
+        partial: a folder that is deleted before, and afterwards unless `finish` has renamed it.
+        surrogate: this folder or one in it.
+        writer: as for `save_folder`.
+        finish: gives `partial` its final name.
+
+    Raises:
+        NotSavedError: on every rank, if any rank fails.
+    """
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        surrogate.mkdir(parents=True)
+
+    try:
+        distributed.together(prepare, only=0)
+        write = writer()
+        distributed.together(lambda: write(surrogate))
+        distributed.together(finish, only=0)
     finally:
         if distributed.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.plugin import Salaad
+from salaad.methods.salaad.storage import write_whole
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -123,28 +123,18 @@ class SalaadCallback(TrainerCallback):
         final = _checkpoint(args, state.global_step) / "surrogate"
         partial = final.with_name(".partial-surrogate")
 
-        def prepare() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-
         def finish() -> None:
             if final.exists():  # of an earlier training into this folder, whose weights the Trainer has replaced
                 shutil.rmtree(final)
             partial.replace(final)
 
         try:
-            distributed.together(prepare, only=0)
-            write = self.salaad.writer()
-            distributed.together(lambda: write(partial))
-            distributed.together(finish, only=0)
+            write_whole(partial, partial, self.salaad.writer, finish)
         except NotSavedError as error:
             raise UserError(
                 f"L and S cannot be written to {final} ({error}); make room, delete {final.parent}, which cannot be "
                 "gone on from without them, and go on from an older checkpoint"
             ) from None
-        finally:
-            if distributed.rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
