@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from salaad.common.errors import UserError
-from salaad.compression.tuning.distillation import distill
+from salaad.compression.tuning.distillation import Distillation
 from salaad.compression.tuning.matching import PASSES, Matching
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
@@ -49,7 +49,7 @@ class Batches:
 
 
 def distilled(tuned: TunedModel, path: Path, request=NeverAsked, steps: int = 4) -> TunedModel:
-    distill(tuned, Batches, steps, SavedTuning(path), request(), 0.0)
+    Distillation(tuned, Batches, steps, SavedTuning(path), request(), 0.0, lambda step: [None]).run()
     return tuned
 
 

@@ -31,7 +31,7 @@ from transformers import (
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
-from salaad.compression.tuning.distillation import distill, sizes_in_turn
+from salaad.compression.tuning.distillation import Distillation, sizes_in_turn
 from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.matching import layer_names
 from salaad.compression.tuning.saved import SavedTuning
@@ -218,7 +218,7 @@ class StopsAfterTwo:
 def test_a_stop_while_text_is_waited_for_saves_what_was_done(tuned, tmp_path):
     saved = SavedTuning(tmp_path / "state.pt")
     with pytest.raises(UserError, match="interrupted after 2 of 9 steps; the same command goes on"):
-        distill(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked(), 0.0)
+        Distillation(tuned, lambda state: StopsAfterTwo(), 9, saved, NeverAsked(), 0.0, lambda step: [None]).run()
     assert done(saved) == 2
 
 
@@ -236,7 +236,7 @@ def test_text_that_turns_out_to_repeat_ends_distillation_and_what_was_done_is_sa
     with pytest.raises(
         UserError, match="repeats after 2 of the 9 batches of --distill; give fewer tokens, or more text"
     ):
-        distill(tuned, lambda state: RepeatsAfterTwo(), 9, saved, NeverAsked(), 0.0)
+        Distillation(tuned, lambda state: RepeatsAfterTwo(), 9, saved, NeverAsked(), 0.0, lambda step: [None]).run()
     assert done(saved) == 2
 
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from salaad.common.errors import Stopped, UserError
@@ -36,107 +35,89 @@ _SECONDS = 60  # between two saves of the state
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def distill(
-    tuned: TunedModel,
-    open_stream: Callable[[dict | None], TrainingStream],
-    steps: int,
-    saved: SavedTuning,
-    request: StopRequest,
-    text_share: float,
-    kept_at: Callable[[int], Sequence[Kept | None]] = lambda step: [None],
-) -> None:
-    """Train `tuned` for `steps` batches, going on from the last step that was saved.
+class Distillation:
+    """The distillation of a cut model, one batch per step; it goes on after the last step that was saved.
 
     Args:
-        tuned: the cut model, whose dense model is the teacher.
-        open_stream: saved position → the text from there on; for None from its beginning.
+        tuned: the cut model, which holds the dense one, its teacher.
+        open_stream: function of `state`, a saved position, that opens the text there; for None at its beginning.
         steps: number of batches.
         saved: where the state is saved.
         request: a request to stop, which is followed after saving.
         text_share: share of the text's own next token in q.
         kept_at: step → the sizes it trains, weighed alike: block → (rank, number of entries), all units for None.
-
-    Raises:
-        UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
-    """
-
-    def begin(state: dict[str, Any] | None) -> tuple[Learner, TrainingStream]:
-        learner = Learner(tuned, Fitting(tuned.trained(), steps, RATE), text_share, kept_at)
-        if state is None:
-            return learner, open_stream(None)
-        learner.load_state_dict(state)
-        return learner, open_stream(state["data"])
-
-    learner, stream = saved.resumed(tuned, begin)
-    fitting, since = learner.fitting, time.monotonic()
-
-    def save() -> None:
-        saved.save({**learner.state_dict(), "data": stream.state_dict()})
-
-    bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
-    with closing(stream), bar:
-        try:
-            while fitting.done < steps and not request.asked:
-                batch = next(stream)
-                if stream.repeats:
-                    raise UserError(
-                        f"the training text repeats after {fitting.done} of the {steps} batches of --distill; give "
-                        "fewer tokens, or more text"
-                    )
-                loss = learner.step(batch["input_ids"], batch["labels"])
-                bar.update()
-                bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
-                if time.monotonic() - since > _SECONDS:
-                    save()
-                    since = time.monotonic()
-        except Stopped:  # while text was waited for
-            pass
-        except UserError:
-            save()
-            raise
-        save()
-        if request.asked or fitting.done < steps:
-            raise UserError(f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there")
-
-
-class Learner:
-    """A cut model that learns from the dense one, one batch per step.
-
-    Args:
-        tuned: the cut model, which holds the dense one.
-        fitting: the optimizer and its schedule.
-        text_share: share of the text's own next token in q.
-        kept_at: step → the sizes it trains, as of `distill`.
     """
 
     def __init__(
         self,
         tuned: TunedModel,
-        fitting: Fitting,
+        open_stream: Callable[..., TrainingStream],
+        steps: int,
+        saved: SavedTuning,
+        request: StopRequest,
         text_share: float,
         kept_at: Callable[[int], Sequence[Kept | None]],
     ) -> None:
-        self.tuned, self.fitting, self._kept_at = tuned, fitting, kept_at
+        self._tuned, self._open_stream, self._steps = tuned, open_stream, steps
+        self._saved, self._request, self._kept_at = saved, request, kept_at
         self._divergence, self._device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
+        self._fitting, self._stream = saved.resumed(tuned, self._begin)
 
-    def step(self, ids: Tensor, labels: Tensor) -> float:
-        """Take a step on one batch (rows × length); return its mean divergence over tokens and sizes."""
-        ids, labels = ids.to(self._device), labels.to(self._device)
+    def _begin(self, state: dict[str, Any] | None) -> tuple[Fitting, TrainingStream]:
+        """Take over a saved state; return the optimizer and the text."""
+        fitting = Fitting(self._tuned.trained(), self._steps, RATE)
+        if state is not None:
+            self._tuned.load_state_dict(state["tuned"])
+            fitting.load_state_dict(state["fitting"])
+        return fitting, self._open_stream(state=state and state["data"])
+
+    def _save(self) -> None:
+        state = {"tuned": self._tuned.state_dict(), "fitting": self._fitting.state_dict()}
+        self._saved.save({**state, "data": self._stream.state_dict()})
+
+    def run(self) -> None:
+        """Take all steps that are left.
+
+        Raises:
+            UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
+        """
+        fitting, steps, since = self._fitting, self._steps, time.monotonic()
+        bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
+        with closing(self._stream), bar:
+            try:
+                while fitting.done < steps and not self._request.asked:
+                    loss = self._step()
+                    bar.update()
+                    bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
+                    if time.monotonic() - since > _SECONDS:
+                        self._save()
+                        since = time.monotonic()
+            except Stopped:  # while text was waited for
+                pass
+            except UserError:
+                self._save()
+                raise
+            self._save()
+            if self._request.asked or fitting.done < steps:
+                raise UserError(
+                    f"interrupted after {fitting.done} of {steps} steps; the same command goes on from there"
+                )
+
+    def _step(self) -> float:
+        """Take a step on the next batch (rows × length); return its mean divergence over tokens and sizes."""
+        batch = next(self._stream)
+        if self._stream.repeats:
+            raise UserError(
+                f"the training text repeats after {self._fitting.done} of the {self._steps} batches of --distill; give "
+                "fewer tokens, or more text"
+            )
+        ids, labels = (batch[key].to(self._device) for key in ("input_ids", "labels"))
         with torch.no_grad():
             teacher = self._divergence.hidden_and_head(ids)
-        sizes = self._kept_at(self.fitting.done)
+        sizes = self._kept_at(self._fitting.done)
         tokens = len(sizes) * (labels != IGNORED).sum()
-        call = partial(self.tuned.call, self._divergence, ids, labels, teacher)
-        return self.fitting.step(call(kept=kept) / tokens for kept in sizes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state between two steps."""
-        return {"tuned": self.tuned.state_dict(), "fitting": self.fitting.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self.tuned.load_state_dict(state["tuned"])
-        self.fitting.load_state_dict(state["fitting"])
+        call = partial(self._tuned.call, self._divergence, ids, labels, teacher)
+        return self._fitting.step(call(kept=kept) / tokens for kept in sizes)
 
 
 def sizes_in_turn(smallest: int, largest: int, keep: Callable[[int], Kept]) -> Callable[[int], list[Kept]]:

@@ -15,7 +15,7 @@ from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
-from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, distill
+from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, Distillation
 from salaad.compression.tuning.matching import PASSES, Matching, layer_names
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
@@ -94,7 +94,7 @@ class Tuning:
         """Positions of text that are read, padding included."""
         return (self.how.match + self.steps * _ROWS) * self.data.sequence_length
 
-    def operations(self, ranges: int | None = None) -> float:
+    def operations(self, ranges: int | None) -> float:
         """Return the floating-point operations, as training counts them, of fitting `ranges` ranges or one size.
 
         Matching runs each layer forward dense and cut, and forward and backward in every pass over the sequences;
@@ -114,7 +114,7 @@ class Tuning:
         """Return the cut named `name` after matching; unchanged if matching is left out."""
         if not self.how.match:
             return cut
-        tuned, saved = self._begin(cut), self._saved(f"match {name}")
+        tuned, saved = TunedModel(self._model, *cut), SavedTuning(self.unfinished.path(f"match {name}"))
         device = best_device()
         texts = [{key: part.to(device) for key, part in batch.items()} for batch in self._sequences.batches()]
         with StopRequest() as request:
@@ -127,10 +127,10 @@ class Tuning:
         """Return the cut named `name` after distillation at the sizes of `kept_at`; unchanged if that is left out."""
         if not self.how.tokens:
             return cut
-        tuned, saved = self._begin(cut), self._saved(f"distill {name} {RATE}")
+        tuned, saved = TunedModel(self._model, *cut), SavedTuning(self.unfinished.path(f"distill {name} {RATE}"))
         with StopRequest() as request:
-            open_stream = partial(self._stream, request)
-            distill(tuned, open_stream, self.steps, saved, request, self.how.text_share, kept_at)
+            open_stream = partial(TrainingStream, self._text, self.data, batch=_ROWS, stop=request)
+            Distillation(tuned, open_stream, self.steps, saved, request, self.how.text_share, kept_at).run()
         return Fitted(tuned.parts(), tuned.other_parameters())
 
     def untouched(self, parts: Parts) -> Fitted:
@@ -140,15 +140,6 @@ class Tuning:
         of a folder share them.
         """
         return Fitted(parts, {name: p.detach().cpu() for name, p in self._model.named_parameters() if p.dim() == 1})
-
-    def _begin(self, cut: Fitted) -> TunedModel:
-        return TunedModel(self._model, cut.parts, cut.vectors)
-
-    def _saved(self, of: str) -> SavedTuning:
-        return SavedTuning(self.unfinished.path(of))
-
-    def _stream(self, stop: StopRequest, state: dict | None) -> TrainingStream:
-        return TrainingStream(self._text, self.data, batch=_ROWS, state=state, stop=stop)
 
     @property
     def reads(self) -> str:
