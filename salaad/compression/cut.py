@@ -55,13 +55,15 @@ class Whole:
 
     def weighted(self) -> Parts:
         """Return the units of every block scaled by its weights, sorted by size again."""
-        return {
-            name: self.weights[name].of_units(slr).resorted() if name in self.weights else slr
-            for name, slr in self.parts.items()
-        }
+        scaled = self.scaled(self.parts)
+        return {name: slr.resorted() if name in self.weights else slr for name, slr in scaled.items()}
 
-    def unweighted(self, parts: Parts) -> Parts:
-        """Undo the scaling of `weighted` in `parts`, whose order stays."""
+    def scaled(self, parts: Parts) -> Parts:
+        """Return units of blocks scaled by the weights of their blocks, in the order in which they are given."""
+        return {name: self.weights[name].of_units(slr) if name in self.weights else slr for name, slr in parts.items()}
+
+    def unscaled(self, parts: Parts) -> Parts:
+        """Return what `scaled` was given."""
         return {name: self.weights[name].undone(slr) if name in self.weights else slr for name, slr in parts.items()}
 
     def weighted_target(self, name: str) -> Tensor:
@@ -85,12 +87,7 @@ def cut(whole: Whole, variant: Variant, collect: Collect = in_memory) -> Parts:
     """
     if variant.budget is None or variant.budget >= whole.parameters:
         return whole.parts
-    parts = whole.weighted()
-    kept = _kept(parts, whole.fixed, variant)
-    small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
-    if variant.refine:
-        small = _refined(whole, variant, small, collect)
-    return whole.unweighted(small)
+    return whole.unscaled(_smaller(whole, whole.weighted(), variant, collect))
 
 
 def all_sizes(
@@ -109,16 +106,12 @@ def all_sizes(
         collect: function that collects the blocks while they are refined.
     """
     parts = whole.weighted()
-    if first is None and (not variant.refine or variant.budget >= whole.parameters):
-        return whole.unweighted(parts), UnitQueue.of(spectra(parts))
-    if first is None:
-        kept = _kept(parts, whole.fixed, variant)
-        near = _refined(whole, variant, {name: slr.cut(*kept[name]) for name, slr in parts.items()}, collect)
+    if first is not None:
+        near = {name: slr.resorted() for name, slr in whole.scaled(first).items()}
+    elif variant.refine and variant.budget < whole.parameters:
+        near = _smaller(whole, parts, variant, collect)
     else:
-        near = {
-            name: (whole.weights[name].of_units(first[name]) if name in whole.weights else first[name]).resorted()
-            for name in parts
-        }
+        return whole.unscaled(parts), UnitQueue.of(spectra(parts))
 
     def rest(names: Collection[str]) -> Iterator[tuple[str, Slr]]:
         """Yield each block's units beyond those of the variant, fitted to what these lack of the whole."""
@@ -138,12 +131,7 @@ def all_sizes(
     second = collect(f"rest, {variant.refine} alternations", near, rest)
     orders = [UnitQueue.of(spectra(some)) for some in (near, second)]
     order = UnitQueue(orders[0].costs, torch.cat([one.counts for one in orders]))
-    return whole.unweighted({name: Slr.joined(near[name], second[name]) for name in parts}), order
-
-
-def kappa_of(whole: Parts, kept: Parts) -> float | None:
-    """The κ of a cut: the part of the removed parameters that came from L; None for X and for all of L + S."""
-    return implied_kappa(sizes(whole), {name: (slr.rank, slr.nnz) for name, slr in kept.items()}) if kept else None
+    return whole.unscaled({name: Slr.joined(near[name], second[name]) for name in parts}), order
 
 
 def spectra(parts: Parts) -> Spectra:
@@ -161,17 +149,19 @@ def sizes(parts: Parts) -> hpa.Blocks:
     return {name: (*slr.shape, slr.rank, slr.nnz) for name, slr in parts.items()}
 
 
-def _kept(parts: Parts, fixed: int, variant: Variant) -> hpa.Kept:
-    """Return block → (rank, number of entries) that the variant keeps, by HPA if it has a κ, else by energy."""
-    blocks = sizes(parts)
+def _smaller(whole: Whole, parts: Parts, variant: Variant, collect: Collect) -> Parts:
+    """Return the first units of `parts` (`whole.weighted()`) that fit the variant's budget, refined if it says so.
+
+    They are those that HPA keeps if the variant has a κ, else those that energy keeps.
+    """
+    blocks, limits = sizes(parts), {"fixed": whole.fixed, "budget": variant.budget}
     if variant.kappa is not None:
-        return fit(blocks, fixed=fixed, budget=variant.budget, kappa=variant.kappa)
-    remove = to_remove(blocks, fixed=fixed, budget=variant.budget)
-    return allocate_by_energy(spectra(parts), remove=remove)
-
-
-def _refined(whole: Whole, variant: Variant, small: Parts, collect: Collect) -> Parts:
-    """Return the units of a cut, in the weighted norm, after refinement."""
+        kept = fit(blocks, **limits, kappa=variant.kappa)
+    else:
+        kept = allocate_by_energy(spectra(parts), remove=to_remove(blocks, **limits))
+    small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
+    if not variant.refine:
+        return small
 
     def make(names: Collection[str]) -> Iterator[tuple[str, Slr]]:
         for name in names:

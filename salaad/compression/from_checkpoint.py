@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
-from salaad.compression.cut import Collect, Whole, all_sizes, cut, in_memory, kappa_of
+from salaad.compression.cut import Collect, Whole, all_sizes, cut, in_memory, sizes
 from salaad.compression.deployment import (
     Deployment,
     FittedOnText,
@@ -45,6 +45,7 @@ from salaad.compression.unfinished import Unfinished
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
+from salaad.energy_allocation import implied_kappa
 from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
@@ -282,7 +283,7 @@ class CheckpointDeployment(Deployment):
 
     def kappa(self, parts: Parts) -> float | None:
         """Return the κ that a cut amounts to; None if nothing was removed."""
-        return kappa_of(self.parts, parts) if parts else None
+        return implied_kappa(sizes(self.parts), {name: (s.rank, s.nnz) for name, s in parts.items()}) if parts else None
 
     def parameters(self, parts: Parts) -> int:
         """Return the paper's parameter count of the model with `parts` as its blocks; that of X without parts."""
