@@ -1,12 +1,10 @@
 """The deployment of a checkpoint, or of a dense model split after the fact: every size is cut anew from L + S."""
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +34,8 @@ from salaad.compression.split import (
     free_heads,
     post_hoc_parts,
     split_names,
-    trained_parts,
 )
-from salaad.compression.trained_factors import TrainedFactors
+from salaad.compression.trained_blocks import TrainedFactors, TrainedSurrogates
 from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.compression.tuning.tune import Fitted, Tuning
 from salaad.compression.unfinished import Unfinished
@@ -50,13 +47,11 @@ from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor
 from salaad.factored.slr import Slr
 from salaad.factored.smaller_form import disk_bytes
-from salaad.methods.salaad.storage import read_index
 from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import role_of
 from salaad.model.second_moments import Moments, read_second_moments
-from salaad.model.weight_headers import check_block
 from salaad.model.weights import weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -94,8 +89,9 @@ class CheckpointDeployment(Deployment):
             how = "stored in parts" if is_fixed_size(entry) or is_any_size(entry) else "quantized"
             raise UserError(f"{source.name} is {how} already; give the dense model it was made of")
         takes_trained = post_hoc is None or post_hoc.beside
-        self._factors = TrainedFactors(source) if takes_trained else None
-        trained = self._trained_shapes(model) if takes_trained else {}
+        trained_kind = TrainedFactors if source.surrogate is None else TrainedSurrogates
+        self._trained = trained_kind(source) if takes_trained else None
+        trained = self._trained.shapes if takes_trained else {}
         if post_hoc is not None and post_hoc.beside and not trained:
             raise UserError(
                 f"{source.name} holds no L and S beside which other weights could be split; add --rpca, which splits "
@@ -116,12 +112,6 @@ class CheckpointDeployment(Deployment):
             self.kind = f"{source_of_parts}-{sha256(how.encode()).hexdigest()[:8]}"
         self._last_cut: dict[str, Parts] = {}
         self._models: dict[torch.dtype, PreTrainedModel] = {}
-
-    def _trained_shapes(self, model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-        if self.source.surrogate is None:
-            return {name: slr.shape for name, slr in self._factors.outlines.items()}
-        index = read_index(self.source.surrogate)
-        return {name: check_trained(model, name, entry) for name, entry in index.items()}
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError for a variant that lacks its L and S, is a stored size, or has a budget below the floor."""
@@ -209,11 +199,8 @@ class CheckpointDeployment(Deployment):
         return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, self._make_parts)
 
     def _make_parts(self, names: Collection[str]) -> Iterator[tuple[str, Slr]]:
-        trained = [name for name in names if name not in self._split]
-        if trained and self.source.surrogate is not None:
-            yield from trained_parts(self.source.surrogate, trained)
-        elif trained:
-            yield from ((name, slr) for name, slr in self._factors.parts() if name in trained)
+        if trained := [name for name in names if name not in self._split]:
+            yield from self._trained.parts(trained)
         if split := [name for name in names if name in self._split]:
             X = {name: self._dense_weights[name] for name in split}
             yield from post_hoc_parts(self.post_hoc, X, best_device())
@@ -288,9 +275,7 @@ class CheckpointDeployment(Deployment):
     def parameters(self, parts: Parts) -> int:
         """Return the paper's parameter count of the model with `parts` as its blocks; that of X without parts."""
         if not parts:
-            trained = self._factors.outlines if self._factors else {}
-            spared = sum(math.prod(slr.shape) - slr.parameters for slr in trained.values())
-            return self.source.parameters or self.dense - spared
+            return self.source.parameters or self.dense - (self._trained.spared if self._trained else 0)
         return self.fixed + sum(slr.parameters for slr in parts.values())
 
     def disk_bytes(self, parts: Parts, element: int) -> int:
@@ -353,14 +338,6 @@ class CheckpointDeployment(Deployment):
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
         return dict(weights_of(model, self._names))
-
-
-def check_trained(model: PreTrainedModel, name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the shape of a trained block; a UserError if the weight of this name in `model` has another."""
-    shape = check_block(model, name, entry["rank"], entry["nnz"])
-    if list(shape) != entry["shape"]:
-        raise UserError(f"{name} is {shape} in the model and {entry['shape']} in L + S; give a whole checkpoint")
-    return shape
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.from_elastic import ElasticDeployment
 from salaad.compression.from_nested import NestedDeployment
 from salaad.compression.split import PostHoc
-from salaad.compression.trained_factors import config_of
+from salaad.compression.trained_blocks import config_of
 from salaad.methods.registry import method_of
 from salaad.model.folder_formats import is_any_size
 from salaad.runs.model_on_disk import ModelOnDisk

@@ -1,6 +1,6 @@
-"""L + S of every block of a model on disk: as it was trained, or split after the fact; cached once computed."""
+"""L + S of weights that are split after the fact, and the file in which L + S of all blocks are kept once computed."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,9 @@ from salaad.common.signals import StopRequest
 from salaad.compression.refinement import refine
 from salaad.config.methods import SalaadConfig
 from salaad.factored.slr import Slr
-from salaad.methods.salaad.storage import stored_blocks
-from salaad.methods.salaad.surrogate import low_rank_of
 from salaad.model.roles import find_blocks, role_of
 from salaad.model.weights import matrices, tied_modules
-from salaad.prox import effective_rank, soft_threshold
+from salaad.prox import effective_rank
 from salaad.rpca import not_a_finite_matrix, rpca
 
 Parts = dict[str, Slr]
@@ -134,20 +132,6 @@ def can_weigh_head(model: nn.Module, blocks: Collection[str], known: Collection[
     whole = _free_outer(model).difference(blocks)
     inner = [name for name in known if role_of(name) not in ("embedding", "lm_head")]
     return bool(whole & free_heads(model) and inner) and whole <= set(known)
-
-
-def trained_parts(surrogate: Path, names: Sequence[str]) -> Iterator[tuple[str, Slr]]:
-    """Yield name and L + S of the named blocks of a checkpoint's surrogate folder, one after the other.
-
-    Raises:
-        UserError: a block holds numbers that are not finite, and so has no singular values.
-    """
-    for name, entry, state in stored_blocks(surrogate, names):
-        T, R, tau = state["target"], state["residual"], state["thresholds"][2]
-        L, S = low_rank_of(T, R, tau), soft_threshold(R, tau)
-        if not (L.isfinite().all() and S.isfinite().all()):
-            raise UserError(f"{name} in {surrogate} is not finite; give an earlier checkpoint")
-        yield name, Slr.from_parts(L, S, entry["rank"])
 
 
 def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Slr]]:
