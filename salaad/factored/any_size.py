@@ -20,16 +20,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.budgets import format_count, parse_budget, to_remove
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
+from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, expected_units, expected_vector
 from salaad.factored.experts import close_stacks, open_stacks
-from salaad.factored.fixed_size import (
-    CheckedQuantizer,
-    ignore_guards,
-    mark_dense,
-    mark_factored,
-    slr_modules,
-    stack_guards,
-)
+from salaad.factored.fixed_size import ignore_guards, mark_dense, mark_factored, slr_modules, stack_guards
 from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.registration import ASKED
 from salaad.factored.replacement import always_dense, outline_of, put_dense
@@ -112,7 +106,7 @@ class ElasticConfig(QuantizationConfigMixin):
         """The index of the range that serves a budget; 0 without a budget."""
         return 0 if budget is None else sum(budget < one["below"] for one in self.smaller)
 
-    def queue(self, counts: Tensor, index: int = 0) -> UnitQueue:
+    def queue(self, counts: Tensor, index: int) -> UnitQueue:
         """Return the queue of a range from its counts in a file (levels × blocks × 2).
 
         Raises:
@@ -270,15 +264,6 @@ class ElasticQuantizer(CheckedQuantizer):
         # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
         guards = {f"{name}.weight": torch.empty(0) for name in self.quantization_config.blocks if name not in always}
         return {**state, **guards, **stack_guards(model), **self.stored}, {}
-
-    def is_serializable(self) -> bool:
-        """True: `save_pretrained` works."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: an opened model has one size and can be trained."""
-        return True
 
 
 def _tie_to_filled(
