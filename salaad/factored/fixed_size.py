@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from salaad.common.errors import UserError
 from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.experts import close_stacks, open_stacks, stacks
-from salaad.factored.layers import ACTIVATIONS, SlrActivated, SlrEmbedding, SlrLinear
+from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
 from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.siblings import join_siblings
@@ -65,7 +65,7 @@ class SlrConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = FIXED_SIZE
         self.format = (FORMAT_VERSION if activation is None else WITH_ACTIVATION) if format is None else format
-        if activation not in (None, *ACTIVATIONS):
+        if activation not in [*BY_ACTIVATION]:  # a list, as a broken file may give what has no hash
             raise UserError(f"config.json has the activation {activation!r}; give a folder with silu or with none")
         self.activation = activation
         self.numbers = numbers
@@ -271,7 +271,7 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
     for name, slr in blocks.items():
         n, m = slr.shape
         bias = getattr(model.get_submodule(name), "bias", None)
-        layer = SlrLinear(m, n, slr.rank, slr.nnz) if activation is None else SlrActivated(m, n, slr.rank, slr.nnz)
+        layer = BY_ACTIVATION[activation](m, n, slr.rank, slr.nnz)
         layer.fill(slr.to(slr.U.device, dtype))
         layer.bias = bias
         shared.set_submodule(name, layer)

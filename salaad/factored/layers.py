@@ -19,11 +19,9 @@ from salaad.factored.parts import Parts
 from salaad.factored.slr import Slr
 from salaad.factored.slr_weight import SlrWeight
 
-ACTIVATIONS = ("silu",)
 
-
-class SlrLinear(SlrWeight, nn.Linear):
-    """A linear layer y = x·Vᵀ·Uᵀ + x·Sᵀ + b; an `nn.Linear`, so that adapters find it.
+class _SlrProjection(SlrWeight):
+    """U·V + S with the sizes and the bias of a layer from m to n features.
 
     Args:
         in_features: m.
@@ -40,7 +38,12 @@ class SlrLinear(SlrWeight, nn.Linear):
         super().__init__(out_features, in_features, rank, nnz, in_int8)
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.siblings: Any = None  # the `Siblings` it belongs to, if any
+
+
+class SlrLinear(_SlrProjection, nn.Linear):
+    """A linear layer y = x·Vᵀ·Uᵀ + x·Sᵀ + b; an `nn.Linear`, so that adapters find it."""
+
+    siblings: Any = None  # the `Siblings` it belongs to, if any
 
     @classmethod
     def from_slr(cls, slr: Slr, bias: Tensor | None = None) -> "SlrLinear":
@@ -85,26 +88,10 @@ class SlrLinear(SlrWeight, nn.Linear):
         return replica
 
 
-class SlrActivated(SlrWeight):
-    """A layer y = U·φ(V·x) + S·x + b with an activation φ between its factors (SiLU): no matrix, so it has no `weight`.
-
-    Args:
-        in_features: m.
-        out_features: n.
-        rank: r, outputs of V.
-        nnz: entries of S.
-        bias: whether there is a bias b (n).
-        in_int8: the layer is about to be read from a file whose numbers are int8.
-    """
+class SlrActivated(_SlrProjection):
+    """A layer y = U·φ(V·x) + S·x + b with SiLU (φ) between its factors: no matrix, so it has no `weight`."""
 
     activation = "silu"
-
-    def __init__(
-        self, in_features: int, out_features: int, rank: int, nnz: int, bias: bool = False, in_int8: bool = False
-    ) -> None:
-        super().__init__(out_features, in_features, rank, nnz, in_int8)
-        self.in_features, self.out_features = in_features, out_features
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (…×n) of x (…×m), in the dtype of the weights."""
@@ -136,6 +123,9 @@ class SlrActivated(SlrWeight):
             AttributeError: always.
         """
         raise AttributeError("a layer with an activation between its factors has no weight")
+
+
+BY_ACTIVATION = {None: SlrLinear, SlrActivated.activation: SlrActivated}
 
 
 class SlrEmbedding(SlrWeight):

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from salaad.common.errors import UserError
-from salaad.factored.layers import SlrActivated, SlrEmbedding, SlrLinear
+from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding
 from salaad.factored.slr_weight import SlrWeight
 from salaad.model.weights import tied_modules
 
@@ -36,9 +36,7 @@ def outline_of(
             raise UserError(f"{type(module).__name__} is more than a table, and stays dense; compress the model anew")
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-    if activation is not None:
-        return SlrActivated(m, n, rank, nnz, module.bias is not None, in_int8)
-    return SlrLinear(m, n, rank, nnz, module.bias is not None, in_int8)
+    return BY_ACTIVATION[activation](m, n, rank, nnz, module.bias is not None, in_int8)
 
 
 def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype | None = None) -> None:
