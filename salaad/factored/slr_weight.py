@@ -72,9 +72,7 @@ class SlrWeight(nn.Module):
             stored = {name: self._buffers.pop(name) for name in int8.outlines(0, 0, 0, 0)}
             self._set_numbers(*int8.decode_parts(stored).values())
         if "S_packed" in self._buffers:
-            (n, m), packed = self.shape, self.S_packed
-            found = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m))
-            self._set_positions(found.to(packed.device))
+            self._set_positions(self._decoded(self.S_packed))
 
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
         """Return the tensors to store in a file, in the form that `unpack` reads, without the bias."""
@@ -91,6 +89,11 @@ class SlrWeight(nn.Module):
 
     def _set_numbers(self, U: Tensor, V: Tensor, values: Tensor) -> None:
         self.U, self.V, self.S_values = map(nn.Parameter, (U, V, values))
+
+    def _decoded(self, packed: Tensor) -> Tensor:
+        """Row-major positions (nnz) of S's entries from their packed form, on the same device."""
+        n, m = self.shape
+        return torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m)).to(packed.device)
 
     def _set_positions(self, positions: Tensor) -> None:
         starts, columns = self._starts_and_columns(positions)
@@ -157,9 +160,7 @@ class SlrWeight(nn.Module):
                 )
         state_dict.update({f"{prefix}{name}": tensor for name, tensor in int8.decode_parts(numbers).items()})
         if f"{prefix}S_packed" in state_dict:
-            (n, m), packed = self.shape, state_dict.pop(f"{prefix}S_packed")
-            found = torch.from_numpy(packing.decode(packed.cpu().numpy(), self.nnz, n * m)).to(packed.device)
-            starts, columns = self._starts_and_columns(found)
+            starts, columns = self._starts_and_columns(self._decoded(state_dict.pop(f"{prefix}S_packed")))
             state_dict.update({f"{prefix}S_starts": starts, f"{prefix}S_columns": columns})
 
     @property
