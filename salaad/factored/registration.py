@@ -19,7 +19,7 @@ from salaad.common.errors import UserError
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name, is_any_size
 
 ASKED = "_asked_budget"  # the attribute of a configuration that holds the size to open
-# `quant_method` in config.json without the instructions that are now appended → module, config class, quantizer class.
+# `format_name` of a folder's `quant_method` → module, class of the entry in config.json, class of the quantizer.
 _FORMATS = {
     "salaad": ("salaad.factored.fixed_size", "SlrConfig", "SlrQuantizer"),
     "salaad-elastic": ("salaad.factored.any_size", "ElasticConfig", "ElasticQuantizer"),

@@ -31,6 +31,8 @@ class Slr:
     positions: Tensor
     values: Tensor
 
+    TENSORS: ClassVar = ("U", "V", "positions", "values")
+
     @classmethod
     def from_parts(cls, L: Tensor, S: Tensor, rank: int) -> "Slr":
         """L (n×m) truncated to `rank`, plus the nonzero entries of S (n×m)."""
@@ -123,8 +125,6 @@ class Slr:
         n, m = self.shape
         positions = self.positions % m * n + self.positions // m
         return Slr((m, n), self.V.mT, self.U.mT, positions, self.values)
-
-    TENSORS: ClassVar = ("U", "V", "positions", "values")
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors to store in a file, by the names in `TENSORS`."""

@@ -20,7 +20,7 @@ from salaad.methods.base import BlockRecord, Method
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.round import bytes_for_a_moment
-from salaad.methods.salaad.storage import load_surrogates
+from salaad.methods.salaad.storage import load_surrogates, save_surrogates
 from salaad.methods.salaad.update import KEPT
 from salaad.methods.work import Work, svd_seconds
 from salaad.model import coverage
@@ -154,7 +154,7 @@ class SalaadMethod(Method):
         index = self.salaad.index()
 
         def write(folder: Path) -> dict[str, str]:
-            written = self.salaad.write(folder / "surrogate", index)
+            written = save_surrogates(self.salaad.surrogates, folder / "surrogate", index)
             return {f"surrogate/{name}": digest for name, digest in written.items()}
 
         return write

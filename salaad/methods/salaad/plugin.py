@@ -313,27 +313,22 @@ class Salaad:
         storage.save_folder(Path(folder), (self.model, tokenizer), self.writer)
 
     def index(self) -> dict[str, Any]:
-        """Return the index for `write`: settings, counts, all ranks' blocks and the norms of weights; collective.
+        """Return the index of a folder's shards: settings, counts, all ranks' blocks, norms of weights; collective.
 
         Raises:
             NotSavedError: on every rank, if any rank fails, such as for lack of memory.
         """
         return storage.index_of(self.surrogates, self.weights, settings=asdict(self.config), **self.counts())
 
-    def write(self, folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
-        """Write this rank's part of what `load` reads besides the weights into an existing folder; not collective.
-
-        Returns:
-            Name → SHA-256 of this rank's shard.
-        """
-        return storage.save_surrogates(self.surrogates, folder, index)
-
     def writer(self) -> Callable[[Path], None]:
-        """Return a function that calls `write` and writes the second moments that compress.py needs; collective."""
+        """Return a function that writes this rank's share of what `load` and compress.py read besides the weights.
+
+        The call is collective, that of the function is not; it needs an existing folder.
+        """
         index = self.index()
 
         def write(folder: Path) -> None:
-            self.write(folder, index)
+            storage.save_surrogates(self.surrogates, folder, index)
             if distributed.rank() == 0:
                 save_second_moments(self.second_moments(), folder)
 

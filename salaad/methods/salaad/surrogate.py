@@ -144,9 +144,9 @@ class Surrogate:
 
     def finite(self) -> Tensor:
         """Whether the state from which the next update starts is finite, as a 0-d tensor."""
-        state = (self.R, self.T, self.tau_L, self.tau_S, self._tau_R)
         # A sum is not finite if one entry is not, and needs no mask of the size of the matrix.
-        return torch.stack([tensor.sum(dtype=torch.float64) for tensor in state]).isfinite().all()
+        sums = [tensor.sum(dtype=torch.float64) for tensor in vars(self.state).values()]
+        return torch.stack(sums).isfinite().all()
 
     @property
     def alpha(self) -> float:
