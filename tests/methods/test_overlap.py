@@ -165,7 +165,7 @@ def test_rounds_of_a_device_share_a_stream_whose_memory_is_kept_once(streams, mo
     """torch hands out 32 streams in turn, and its allocator never gives one stream the memory of another."""
     monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [])
     for index in (0, 1, 0, 1, 0):
-        admm_round.Round([fake_block(streams, index)], beside=True).end()
+        admm_round.Round([fake_block(streams, index)], overlap=True).end()
     assert streams.made == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
@@ -175,7 +175,7 @@ def test_an_update_beside_comes_after_the_weights_and_before_what_uses_its_resul
     monkeypatch.setattr(admm_round, "_stacks", lambda blocks: [("a kind", [0])])
     monkeypatch.setattr(admm_round, "_attempt", lambda *_: streams.note("stack") or attempt)
     monkeypatch.setattr(torch, "cat", lambda verdicts: verdicts[0])
-    begun = admm_round.Round([fake_block(streams)], beside=True)
+    begun = admm_round.Round([fake_block(streams)], overlap=True)
     streams.note("forward")
     begun.end()
     assert streams.events == [

@@ -1,4 +1,5 @@
-"""SALAAD (paper, Algorithm 1): one block's L, S and dual in `surrogate`, all blocks of a model in `plugin`.
+"""SALAAD (paper, Algorithm 1): one block's L, S and dual in `update` and `surrogate`, all blocks in `plugin`.
 
-Begin with `surrogate`; `method` gives them the interface of all methods, `storage` saves them in a checkpoint.
+Begin with `update`, the equations; `schedule` says when blocks are updated, `round` updates many at once. `method` has
+the interface of all methods, `storage` saves in a checkpoint.
 """

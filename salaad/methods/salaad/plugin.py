@@ -22,9 +22,9 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.decoupled import DecoupledPull
+from salaad.methods.salaad.schedule import Updates, blocks_due
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
-from salaad.methods.salaad.updates import Updates, blocks_due
 from salaad.methods.salaad.watch import Watch
 from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model import coverage

@@ -15,7 +15,7 @@ failed, `gram` does the following updates of the block until τ_L is large enoug
 A result does not depend on which blocks are in one stack, apart from rounding: a block's solver is chosen from its own
 shape and state.
 
-A round has a beginning and an end, between which the device computes and the host goes on. With `beside` the round has
+A round has a beginning and an end, between which the device computes and the host goes on. With `overlap` the round has
 a CUDA stream of its own, so that the device can compute the next step's forward pass at the same time. Neither the
 weights nor the states of the blocks may be changed in between: then the results are bit for bit those of a round that
 is ended at once.
@@ -90,26 +90,26 @@ class Round:
 
     Args:
         blocks: at least one block, all on one device.
-        beside: whether a GPU computes the round at the same time as the work that it is given until `end`.
+        overlap: whether a GPU computes the round at the same time as the work that it is given until `end`.
     """
 
-    def __init__(self, blocks: Sequence[Block], beside: bool = False) -> None:
+    def __init__(self, blocks: Sequence[Block], overlap: bool = False) -> None:
         self._blocks = blocks
         self._device = blocks[0][1].device
-        self._stream = _stream_of(self._device) if beside and self._device.type == "cuda" else None
+        self._stream = _stream_of(self._device) if overlap and self._device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still change the weights
             for surrogate, _ in blocks:
                 for tensor in vars(surrogate.state).values():
                     tensor.record_stream(self._stream)  # still read there after the block has dropped it
-        with self._beside():
+        with self._on_stream():
             self._attempts = [
                 (members, _attempt(kind, [blocks[i] for i in members])) for kind, members in _stacks(blocks)
             ]
 
     def end(self) -> list[Tensor]:
         """Wait for the results; return for each block what `Surrogate.update` returns, in the same order."""
-        with self._beside():  # so that the host waits for this stream alone
+        with self._on_stream():  # so that the host waits for this stream alone
             rows = self._held()
             tried = {i: found.solver for members, found in self._attempts for i in members}
             for i, (surrogate, X) in enumerate(self._blocks):
@@ -138,7 +138,7 @@ class Round:
                     rows[i] = tried.rows[place]
         return rows
 
-    def _beside(self) -> AbstractContextManager:
+    def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
