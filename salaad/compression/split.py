@@ -174,7 +174,8 @@ def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") ->
         finally:
             bar.close()
             if len(parts) > there:
-                save_if_possible(path, partial(write_tensors, _tensors_of(parts)))
+                kept = {f"{name}/{key}": part for name, slr in parts.items() for key, part in slr.tensors().items()}
+                save_if_possible(path, partial(write_tensors, kept))
         if request.asked:  # during the save, too
             raise UserError(
                 f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on from "
@@ -202,7 +203,3 @@ def _kept(path: Path, shapes: Shapes) -> Iterator[tuple[str, Slr]]:
                     finite = all(part.isfinite().all() for part in (slr.U, slr.V, slr.values))
                     if slr.shape == shapes[name] and slr.is_sound() and finite:
                         yield name, slr
-
-
-def _tensors_of(parts: Parts) -> dict[str, Tensor]:
-    return {f"{name}/{key}": tensor for name, slr in parts.items() for key, tensor in slr.tensors().items()}

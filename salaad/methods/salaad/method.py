@@ -138,8 +138,9 @@ class SalaadMethod(Method):
         return {"penalty": float(self.salaad.penalty())}
 
     def drain_records(self) -> list[BlockRecord]:  # noqa: D102
+        remark = "step {}: no singular values of {} could be found, so its L and S stay as they were"
         return [
-            BlockRecord(step, name, vars(record), _remark(step, name) if record.method == KEPT else None)
+            BlockRecord(step, name, vars(record), remark.format(step, name) if record.method == KEPT else None)
             for step, name, record in self.salaad.drain_records()
         ]
 
@@ -195,7 +196,3 @@ def _pull_in_words(settings: SalaadConfig) -> str:
     strength = strength if settings.pull == "coupled" else f"mean λ = {settings.pull_rate:g}"
     released = f", released for the last {settings.release:.0%} of the run" if settings.release else ""
     return f"{settings.pull}, {strength}{released}"
-
-
-def _remark(step: int, name: str) -> str:
-    return f"step {step}: no singular values of {name} could be found, so its L and S stay as they were"

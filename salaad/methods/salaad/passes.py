@@ -109,13 +109,7 @@ def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int
         from salaad.methods.salaad import gpu_kernels
 
         gpu_kernels.add_penalty(gradient, X, T, factor, seed)
-    else:
-        add_penalty_in_torch(gradient, X, T, factor, seed)
-
-
-def add_penalty_in_torch(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
-    """Do what `add_penalty` does, in torch."""
-    if gradient.dtype == torch.bfloat16:
+    elif gradient.dtype == torch.bfloat16:
         add_rounded(gradient, (X.float() - T).mul_(factor), seed)
     else:
         gradient.add_(X, alpha=factor).sub_(T, alpha=factor)

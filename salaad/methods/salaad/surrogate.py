@@ -46,7 +46,6 @@ class Surrogate:
         zero = X.new_zeros(())
         self.take(State(L, torch.zeros_like(X), zero, zero, zero))
         self.look(sigma)
-        self.kept = False
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
