@@ -61,7 +61,7 @@ class SlrLinear(_SlrProjection, nn.Linear):
         found = self._native(x) if self.nnz and x.is_floating_point() else None
         if found is not None:
             products, parts = found
-            if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()):
+            if self._is_recorded(x):
                 return CompiledLinear.apply(x, *parts, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
             return products.linear(x, self.bias, parts) if y is None else y
@@ -101,7 +101,7 @@ class SlrActivated(_SlrProjection):
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
         if not self.nnz:
             return self._with_empty_S(y)
-        found = None if self._is_trained() or (x.requires_grad and torch.is_grad_enabled()) else self._native(x)
+        found = None if self._is_recorded(x) else self._native(x)
         if found is not None:
             return found[0].linear(x, None, self._tensors).add_(y)
         if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
@@ -155,7 +155,7 @@ class SlrEmbedding(SlrWeight):
         compiling = torch.compiler.is_compiling()
         if compiling and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             return operators.rows(ids, *self._tensors)
-        found = None if compiling or self._is_trained() else self._native(ids)
+        found = None if compiling or self._is_recorded(ids) else self._native(ids)
         if found is not None and ids.dtype == torch.int64:
             products, parts = found
             return products.rows(ids, parts)

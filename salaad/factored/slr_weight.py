@@ -203,11 +203,11 @@ class SlrWeight(nn.Module):
             return None
         return products, (U, V, starts, columns if products.on_cpu else columns_in(columns), values)
 
-    def _is_trained(self) -> bool:
-        """Whether autograd records operations on a parameter of this layer."""
+    def _is_recorded(self, x: Tensor) -> bool:
+        """Whether autograd records operations on x or on a parameter of this layer."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self._held.get(name) for name in ("U", "V", "S_values", "bias"))
+        tensors = (x, *(self._held.get(name) for name in ("U", "V", "S_values", "bias")))
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def _with_empty_S(self, y: Tensor) -> Tensor:
