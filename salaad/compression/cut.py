@@ -13,7 +13,7 @@ from torch import Tensor
 from salaad import hpa
 from salaad.common.budgets import fit, to_remove
 from salaad.compression.refinement import refine
-from salaad.compression.sensitivity import Weights
+from salaad.compression.sensitivity import ErrorWeights
 from salaad.compression.split import Make, Parts, with_bar
 from salaad.compression.variants import Variant
 from salaad.energy_allocation import Spectra, UnitQueue, allocate_by_energy, implied_kappa
@@ -39,7 +39,7 @@ class Whole:
     parts: Parts
     fixed: int
     target: Callable[[str], Tensor]
-    weights: Mapping[str, Weights] = field(default_factory=dict)
+    weights: Mapping[str, ErrorWeights] = field(default_factory=dict)
     device: torch.device | str = "cpu"
 
     @property
@@ -72,12 +72,12 @@ class Whole:
         return self.weights[name].of(T) if name in self.weights else T
 
 
-def in_memory(of: str, begin: Parts, make: Make) -> Parts:
+def without_saving(of: str, begin: Parts, make: Make) -> Parts:
     """Return the blocks that `make` refines from `begin`; an interrupted command leaves nothing of them."""
     return dict(with_bar(make(begin), len(begin), 0, REFINED))
 
 
-def cut(whole: Whole, variant: Variant, collect: Collect = in_memory) -> Parts:
+def cut(whole: Whole, variant: Variant, collect: Collect = without_saving) -> Parts:
     """Return L + S cut to the variant's budget; all of L + S without a budget, or if it fits the budget.
 
     Args:
@@ -91,7 +91,7 @@ def cut(whole: Whole, variant: Variant, collect: Collect = in_memory) -> Parts:
 
 
 def all_sizes(
-    whole: Whole, variant: Variant, first: Parts | None = None, collect: Collect = in_memory
+    whole: Whole, variant: Variant, first: Parts | None = None, collect: Collect = without_saving
 ) -> tuple[Parts, UnitQueue]:
     """Return all units, and their order by value per parameter, of which every size keeps the first ones.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
-from salaad.compression.cut import Collect, Whole, all_sizes, cut, in_memory, sizes
+from salaad.compression.cut import Collect, Whole, all_sizes, cut, sizes, without_saving
 from salaad.compression.deployment import (
     Deployment,
     FittedOnText,
@@ -25,7 +25,7 @@ from salaad.compression.deployment import (
     own_text,
     take_over,
 )
-from salaad.compression.sensitivity import Weights, weights_from
+from salaad.compression.sensitivity import ErrorWeights, weights_from
 from salaad.compression.split import (
     Parts,
     PostHoc,
@@ -80,7 +80,7 @@ class CheckpointDeployment(Deployment):
     def __init__(self, source: ModelOnDisk, post_hoc: PostHoc | None = None, command: str | None = None) -> None:
         self.source, self.post_hoc = source, post_hoc
         self.unfinished = Unfinished(source.cache / "unfinished", command or "")
-        self._collect: Collect = in_memory if command is None else self.unfinished.collect
+        self._collect: Collect = without_saving if command is None else self.unfinished.collect
         self.tuning: Tuning | None = None
         model = source.folder.outline
         self.dense = count_parameters(model)
@@ -206,13 +206,13 @@ class CheckpointDeployment(Deployment):
             yield from post_hoc_parts(self.post_hoc, X, best_device())
 
     @cached_property
-    def trained_weights(self) -> dict[str, Weights]:
+    def trained_weights(self) -> dict[str, ErrorWeights]:
         """Block → weights of its errors, from the mean squared gradients of the training; empty if it left none."""
         path = self.source.second_moments
         return {} if path is None else weights_from(read_second_moments(path, self.shapes), self.parts)
 
     @cached_property
-    def calibrated_weights(self) -> dict[str, Weights]:
+    def calibrated_weights(self) -> dict[str, ErrorWeights]:
         """Block → weights of its errors, from the mean squared gradients on the calibration text, which are kept."""
         key = sha256(f"{self.calibration.digest} {self._names}".encode()).hexdigest()[:16]
         path = self.source.cache / f"calibration-{key}.safetensors"
@@ -294,16 +294,15 @@ class CheckpointDeployment(Deployment):
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """Return the variant cut from L + S, and fitted on text if `tune` was called, as a model to store."""
+        load = self.source.folder.load
+        if self.in_parts:  # a folder of one size, which has passed `check` as X alone
+            model = load(dtype) if factored else as_dense(load(torch.float32), dtype)
+            return SizedModel(model, self.parameters({}), len(self.in_parts), None, whole=False)
         parts, vectors = self.cut(variant), {}
         if self.tuning is not None:
             fitted = self.tuning.matched(self.tuning.untouched(parts), self._name_of(variant))
             parts, vectors = self.tuning.distilled(fitted, self._name_of(variant))
-        if self.in_parts and not factored:
-            model = as_dense(self.source.folder.load(torch.float32), dtype)
-            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
-        model = self.source.folder.load(dtype)
-        if self.in_parts:
-            return SizedModel(model, self.parameters(parts), len(self.in_parts), None, whole=False)
+        model = load(dtype)
         take_over(model, vectors)
         if factored:
             factor(model, parts)
@@ -313,7 +312,7 @@ class CheckpointDeployment(Deployment):
         whole = variant.budget is not None and variant.budget >= self.whole.parameters
         return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
 
-    def weights(self, variant: Variant) -> dict[str, Weights]:
+    def weights(self, variant: Variant) -> dict[str, ErrorWeights]:
         """Return the weights of errors for a cut: from text if calibrated, else from training; none for plain HPA."""
         if variant.calibrated:
             return self.calibrated_weights
@@ -324,7 +323,7 @@ class CheckpointDeployment(Deployment):
         calibration = self.calibration.digest if variant.calibrated else ""
         return f"{self.kind} {variant} {calibration}"
 
-    def _whole(self, weights: dict[str, Weights]) -> Whole:
+    def _whole(self, weights: dict[str, ErrorWeights]) -> Whole:
         return Whole(self.parts, self.fixed, self._target, weights, best_device())
 
     def _target(self, name: str) -> Tensor:

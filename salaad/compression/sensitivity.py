@@ -27,7 +27,7 @@ BETWEEN, OF_HEAD, WITHIN = 1 / 3, 1.0, 1 / 2  # exponents: of a block's sensitiv
 _FLOOR = 0.05  # least value of r and c: a row without recent gradients, as of a rare token, still has some worth
 
 
-class Weights(NamedTuple):
+class ErrorWeights(NamedTuple):
     """The weights w of the errors in a block: w_ij = rows_i · columns_j.
 
     Args:
@@ -51,7 +51,7 @@ class Weights(NamedTuple):
         return slr.scaled(1 / self.rows).scaled(1 / self.columns)
 
 
-def weights_from(moments: Moments, parts: Mapping[str, Slr]) -> dict[str, Weights]:
+def weights_from(moments: Moments, parts: Mapping[str, Slr]) -> dict[str, ErrorWeights]:
     """Return block → w; empty if no gradient is known.
 
     Args:
@@ -71,5 +71,5 @@ def weights_from(moments: Moments, parts: Mapping[str, Slr]) -> dict[str, Weight
         block = (felt.get(name, usual) / usual) ** between / (sizes[name] or 1.0)
         sides = moments[name] if name in felt else map(torch.ones, slr.shape)
         r, c = ((_FLOOR + (1 - _FLOOR) * side / side.mean()) ** (WITHIN / 2) for side in sides)
-        found[name] = Weights(block**0.5 * r[:, None], c[None])
+        found[name] = ErrorWeights(block**0.5 * r[:, None], c[None])
     return found

@@ -67,7 +67,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_an_embedding_of_which_nothing_is_kept_is_left_out_of_matching(tmp_path):
     tuned = tuned_model()
-    tuned = TunedModel(tuned.model, tuned.parts() | {WTE: tuned.parts()[WTE].cut(0, 0)})
+    tuned = TunedModel(tuned.model, tuned.parts() | {WTE: tuned.parts()[WTE].cut(0, 0)}, {})
     matched(tuned, tmp_path / "state.pt")
     assert tuned.parts()[WTE].parameters == 0
     assert tuned.parts()[Q].dense().isfinite().all()
@@ -77,7 +77,7 @@ def test_matching_reads_no_padding(tmp_path):
     """Token ids after the end of a sequence do not change what is fitted."""
     tuned, found = tuned_model(), []
     for filler in (0, 7):
-        copy = TunedModel(tuned.model, tuned.parts())
+        copy = TunedModel(tuned.model, tuned.parts(), {})
         labels = ids().clone()
         labels[:, 6:] = IGNORED
         text = {"input_ids": ids().masked_fill(labels == IGNORED, filler), "labels": labels}

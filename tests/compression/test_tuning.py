@@ -151,7 +151,7 @@ def test_an_expert_is_a_slice_of_its_parameter():
     model = MixtralForCausalLM(config).eval()
     name = "model.layers.0.mlp.experts.down_proj"
     parts = {f"{name}.{i}": drawn(16, 24, 3, 5) for i in (0, 2)}
-    W = TunedModel(model, parts).weights()[name]
+    W = TunedModel(model, parts, {}).weights()[name]
     assert W.shape == (3, 16, 24)
     torch.testing.assert_close(W[0], parts[f"{name}.0"].dense(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(W[1], model.get_parameter(name)[1])

@@ -5,7 +5,6 @@ call the dense model computes as before. So teacher and student share one set of
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class TunedModel(nn.Module):
         others: further parameters of the model that are trained: name → initial values.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, others: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+    def __init__(self, model: nn.Module, parts: Parts, others: Mapping[str, Tensor]) -> None:
         super().__init__()
         model.requires_grad_(False)
         self._lent = (model,)  # in a tuple, so that torch does not register its parameters here
