@@ -8,7 +8,6 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +20,11 @@ from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
-from salaad.methods.salaad.decoupled import DecoupledPull
+from salaad.methods.salaad.pull import CoupledPull, DecoupledPull
 from salaad.methods.salaad.schedule import Updates, blocks_due
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
 from salaad.methods.salaad.watch import Watch
-from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
@@ -86,20 +84,12 @@ class Salaad:
                     self._surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
         self._updates = Updates(self._surrogates, self.weights, self.config.overlap, most_records)
         self.steps = 0
-        self._pending: set[str] = set()
-        self._scale: float | None = None
-        self._pull: DecoupledPull | None = None
         if self.config.pull == "decoupled":
             rho = {name: self._rho(name) for name in self.blocks}
-            mean = sum(rho.values()) / len(rho) or 1.0
-            rates = {name: self.config.pull_rate * value / mean for name, value in rho.items()}
-            self._pull = DecoupledPull(self.weights, self.surrogates, self.owners, rates)
+            self._pull = DecoupledPull(self.weights, self._surrogates, self.owners, rho, self.config.pull_rate)
+        else:
+            self._pull = CoupledPull(self.weights, self._surrogates, lambda: self.surrogates, scaler)
         self.skip()
-        join = weakly(self._join_gradient)
-        self._hooks = [
-            self.weights.places[name].parameter.register_post_accumulate_grad_hook(partial(join, name))
-            for name in self.surrogates
-        ]
         self.closed = False
         self._moments_found: Moments = {}
 
@@ -125,10 +115,7 @@ class Salaad:
         try:
             self._updates.end()
         finally:
-            for hook in self._hooks:
-                hook.remove()
-            if self._pull is not None:
-                self._pull.end()
+            self._pull.end()
             if not self.closed:
                 self._watch.end()
             self.closed = True
@@ -139,30 +126,8 @@ class Salaad:
             return self.config.rho
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
-    def _join_gradient(self, name: str, *_: Tensor) -> None:
-        # Only the first backward after a step: with gradient accumulation ℓ_ρ still counts once. Only this rank adds
-        # the penalty of this block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
-        if name not in self._pending:
-            return
-        place, surrogate = self.weights.places[name], self.surrogates[name]
-        if place.gradient is None:
-            raise UserError(
-                f"block {name} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
-                "hook of the gradient; make the Salaad before such hooks, or let the optimizer step after the backward"
-            )
-        if place.gradient.device != surrogate.T.device:
-            raise UserError(
-                f"block {name} is on {place.gradient.device} now, but its L and S are on {surrogate.T.device}; make "
-                "the Salaad after the model is on its device"
-            )
-        if self._scale is None:
-            self._scale = distributed.world_size() * (1.0 if self.scaler is None else self.scaler.get_scale())
-        self._pending.discard(name)
-        seed = self.steps * len(self.blocks) + self.blocks.index(name)
-        surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
-
     def _has_joined_nothing(self) -> bool:
-        return 0 < len(self._surrogates) == len(self._pending)
+        return 0 < len(self._surrogates) == len(self._pull.pending)
 
     def join_gradients(self) -> None:
         """Add the penalty's gradient to gradients that no backward accumulated, as those of `torch.autograd.grad`.
@@ -170,9 +135,9 @@ class Salaad:
         Call this before the optimizer's step; blocks that a backward has reached since the last step are skipped. With
         several ranks call it before the gradients are averaged: the owner adds the penalty times the number of ranks.
         """
-        for name in tuple(self._pending):
+        for name in tuple(self._pull.pending):
             if self.weights.places[name].gradient is not None:
-                self._join_gradient(name)
+                self._pull.join(name)
 
     def step(self, *, may_be_left_out: bool = False) -> None:
         """Count an optimizer step and update the blocks that the schedule names.
@@ -187,16 +152,15 @@ class Salaad:
         """
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
-        self._watch.check(self.scaler, joined=self._scale is not None and not may_be_left_out)
+        self._watch.check(self.scaler, joined=self._pull.has_joined and not may_be_left_out)
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
         due = list(blocks_due(self.owners, self._costs, distributed.world_size(), self.steps, self.config))
         self._updates.begin(due, self.steps)
-        if not (self.config.overlap and self._pending):  # else the penalty, when it joins a gradient, ends the round
+        if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()
-        if self._pull is not None:
-            self._pull.send(due)
+        self._pull.send(due)
 
     @property
     def is_released(self) -> bool:
@@ -205,20 +169,15 @@ class Salaad:
 
     def skip(self) -> None:
         """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away."""
-        joins = self._pull is None and not self.is_released
-        self._pending = set(self._surrogates) if joins else set()
-        self._scale = None
+        self._pull.renew(self.steps, active=not self.is_released)
         self._watch.moved.clear()
-        if self._pull is not None:
-            self._pull.steps, self._pull.active = self.steps, not self.is_released
 
     def finish(self) -> None:
         """Update, at the end of training, the blocks that the last step did not update."""
         self._updates.end()
         self._updates.begin([name for name, last in self._updates.last.items() if last != self.steps], self.steps)
         self._updates.end()
-        if self._pull is not None:
-            self._pull.send(self.blocks)
+        self._pull.send(self.blocks)
 
     @property
     def surrogates(self) -> Mapping[str, Surrogate]:
@@ -264,8 +223,7 @@ class Salaad:
         self.steps = counts["steps"]
         self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
-        if self._pull is not None:
-            self._pull.forget()
+        self._pull.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that `load_state_dict` needs to continue bit for bit: tensors and plain values; collective.

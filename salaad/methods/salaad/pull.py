@@ -1,0 +1,179 @@
+"""The pull of the weights towards T = L + S − dual, as a part of the gradient (eq. 6) or beside the optimizer.
+
+Coupled: ρ(X − T) joins the gradient of every block during backward, so that any optimizer sees that of ℓ + ℓ_ρ.
+
+Decoupled: X −= lr·λ(X − T) after the optimizer's step, as AdamW decouples weight decay from the moments. Where the
+penalty is a part of the gradient, Adam divides it by the size of the gradient: it is strong where gradients are small.
+Here every entry is pulled by the same share of its distance. Every rank moves its own copy of X, so it needs the T of
+every block, which the owner sends after each update.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from salaad.common import distributed
+from salaad.common.errors import UserError
+from salaad.methods.salaad.rounding import add_rounded
+from salaad.methods.salaad.surrogate import Surrogate
+from salaad.methods.salaad.weak_hooks import weakly
+from salaad.model.weights import Weights
+
+
+class CoupledPull:
+    """The gradient of the penalty, which joins the gradients of the blocks that this rank owns.
+
+    Only the first gradient after `renew` is joined: with gradient accumulation ℓ_ρ still counts once. Only the owner
+    adds the penalty of a block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
+
+    Args:
+        weights: the weights of the blocks of all ranks.
+        owned: names of the blocks that this rank owns.
+        surrogates: returns block → surrogate for these, once no round is in progress.
+        scaler: the `GradScaler` that scales the loss, if one does.
+
+    Attributes:
+        pending: blocks whose gradient is still to be joined.
+    """
+
+    def __init__(
+        self, weights: Weights, owned: Iterable[str], surrogates: Callable[[], Mapping[str, Surrogate]], scaler: Any
+    ) -> None:
+        self._weights, self._owned, self._surrogates, self._scaler = weights, tuple(owned), surrogates, scaler
+        self._number = {name: i for i, name in enumerate(weights)}
+        self.renew(0, active=True)
+        join = weakly(self.join)
+        self._hooks = [
+            weights.places[name].parameter.register_post_accumulate_grad_hook(partial(join, name))
+            for name in self._owned
+        ]
+
+    def end(self) -> None:
+        """Stop pulling."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def renew(self, steps: int, *, active: bool) -> None:
+        """Let the penalty join the gradients that follow `steps` optimizer steps, or none of them if not `active`."""
+        self._steps, self._scale = steps, None
+        self.pending: set[str] = set(self._owned) if active else set()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the penalty has joined a gradient since `renew`."""
+        return self._scale is not None
+
+    def join(self, name: str, *_: Tensor) -> None:
+        """Add the penalty's gradient to that of a block, if it is pending.
+
+        Raises:
+            UserError: the block has no gradient, or is not on the device of its L and S.
+        """
+        if name not in self.pending:
+            return
+        place, surrogate = self._weights.places[name], self._surrogates()[name]
+        if place.gradient is None:
+            raise UserError(
+                f"block {name} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
+                "hook of the gradient; make the Salaad before such hooks, or let the optimizer step after the backward"
+            )
+        if place.gradient.device != surrogate.T.device:
+            raise UserError(
+                f"block {name} is on {place.gradient.device} now, but its L and S are on {surrogate.T.device}; make "
+                "the Salaad after the model is on its device"
+            )
+        if self._scale is None:
+            self._scale = distributed.world_size() * (1.0 if self._scaler is None else self._scaler.get_scale())
+        self.pending.discard(name)
+        seed = self._steps * len(self._number) + self._number[name]
+        surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
+
+    def send(self, names: Iterable[str]) -> None:
+        """Do nothing: no other rank needs T."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing was sent."""
+
+
+class DecoupledPull:
+    """The pull of the weights of all blocks after every step of any optimizer that trains them.
+
+    Args:
+        weights: the weights of the blocks.
+        surrogates: block → surrogate, for the blocks that this rank owns.
+        owners: block → rank that owns it.
+        rho: block → ρ, to which λ is proportional.
+        rate: mean λ of the blocks.
+    """
+
+    pending: Collection[str] = ()  # no gradient is joined
+    has_joined = False
+
+    def __init__(
+        self,
+        weights: Weights,
+        surrogates: Mapping[str, Surrogate],
+        owners: Mapping[str, int],
+        rho: Mapping[str, float],
+        rate: float,
+    ) -> None:
+        self._weights, self._surrogates, self._owners = weights, surrogates, owners
+        mean = sum(rho.values()) / len(rho) or 1.0
+        self._rates = {name: rate * value / mean for name, value in rho.items()}
+        self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
+        self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
+        self.renew(0, active=True)
+        self._hook = register_optimizer_step_post_hook(weakly(self._pull))
+
+    def end(self) -> None:
+        """Stop pulling."""
+        self._hook.remove()
+
+    def renew(self, steps: int, *, active: bool) -> None:
+        """Pull after the optimizer's step that follows `steps` others, or not if not `active`."""
+        self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
+
+    def forget(self) -> None:
+        """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""
+        self._is_stale = True
+
+    def send(self, names: Iterable[str]) -> None:
+        """Send the current T of these blocks to every rank; collective."""
+        if distributed.world_size() == 1:
+            return
+        for name in names:
+            T = self._T(name)
+            if T is None:
+                T = self._others[name] = torch.empty_like(self._weights[name], dtype=torch.float32)
+            distributed.broadcast(T, self._owners[name])
+
+    def _T(self, name: str) -> Tensor | None:
+        return self._surrogates[name].T if name in self._surrogates else self._others.get(name)
+
+    @torch.no_grad()
+    def _pull(self, optimizer: Optimizer, *_: Any) -> None:
+        rates = {id(X): group["lr"] for group in optimizer.param_groups for X in group["params"]}
+        trained = {name: rates.get(id(X)) for name, X in self._weights.parameters.items()}
+        if not self._active or all(rate is None for rate in trained.values()):
+            return
+        if self._is_stale:
+            self.send(self._weights)
+            self._is_stale = False
+        # 1 if a fused optimizer has skipped a step whose gradient was not finite.
+        left_out: Any = getattr(optimizer, "found_inf", None)
+        for i, (name, rate) in enumerate(trained.items()):
+            if rate is None:
+                continue
+            X, T = self._weights[name], self._T(name)
+            share = rate * self._rates[name]
+            share = share if left_out is None else share * (1 - left_out)
+            change = (T - X.float()).mul_(share)
+            if X.dtype == torch.bfloat16:
+                add_rounded(X, change, self._steps * len(self._rates) + i)
+            else:
+                X.add_(change)
