@@ -160,7 +160,6 @@ class CheckpointDeployment(Deployment):
         vocab_size = self.source.folder.config.vocab_size
         self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
         self.calibration.check()
-        self.__dict__.pop("calibrated_weights", None)
 
     def tune(self, data: DataConfig, how: FittedOnText) -> None:  # noqa: D102
         self.tuning = Tuning(self.source, own_text(self.source, data), how, self.unfinished)

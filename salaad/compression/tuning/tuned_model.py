@@ -88,13 +88,16 @@ class TunedModel(nn.Module):
         """
         chosen = [name for name in self.names if _is_inside(name, prefix)]
         found: dict[str, Tensor] = {}
+        stacks: dict[str, list[Tensor]] = {}  # 3-D parameter → its matrices
         for name, place in weights_of(self.model, chosen).places.items():
             W = self.blocks[_flat(name)].dense(*(kept[name] if kept else ()))
             key = self._keys[id(place.parameter)]
-            if place.index is not None:  # one matrix of a 3-D parameter
-                whole = found.get(key, place.parameter.float())
-                W = torch.cat([whole[: place.index], W[None], whole[place.index + 1 :]])
-            found[key] = W
+            if place.index is None:
+                found[key] = W
+            else:
+                stacks[key] = stacks.get(key) or [*place.parameter.float()]
+                stacks[key][place.index] = W
+        found |= {key: torch.stack(matrices) for key, matrices in stacks.items()}
         found |= {name: self.others[_flat(name)] for name in self.other_names if _is_inside(name, prefix)}
         dtype = next(self.model.parameters()).dtype
         return {name[len(prefix) + 1 if prefix else 0 :]: W.to(dtype) for name, W in found.items()}

@@ -30,7 +30,7 @@ class Watch:
 
     Args:
         weights: the weights of the blocks.
-        pending: tells whether the penalty has joined none of the gradients of this rank's blocks since the last step.
+        joined_nothing: tells whether the penalty has joined no gradient of this rank's blocks since the last step.
 
     Attributes:
         moved: the optimizers that moved the weights since this was cleared, which is done from outside.
@@ -41,7 +41,7 @@ class Watch:
         NotFiniteError: a weight holds NaN or infinity.
     """
 
-    def __init__(self, weights: Weights, pending: Callable[[], bool]) -> None:
+    def __init__(self, weights: Weights, joined_nothing: Callable[[], bool]) -> None:
         # Of several blocks in one parameter, such as the experts of a layer, the first stands for all.
         first: dict[int, tuple[str, nn.Parameter]] = {}
         for name, X in weights.parameters.items():
@@ -52,7 +52,7 @@ class Watch:
         for name, X in self._weights.items():
             _check(name, X)
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
-        self._pending, self._missed = pending, False
+        self._joined_nothing, self._missed = joined_nothing, False
         self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
@@ -89,7 +89,7 @@ class Watch:
                 "penalty join the next gradient; call it after each step of the optimizer, or close() to train on alone"
             )
         self.moved.add(optimizer)
-        self._missed |= self._pending()
+        self._missed |= self._joined_nothing()
         self._optimizer = weakref.ref(optimizer)
         if self._scalers is None:
             self._scalers = _scalers_of(optimizer)
