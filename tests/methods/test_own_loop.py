@@ -132,6 +132,10 @@ def test_a_state_of_fewer_blocks_or_of_another_model_is_refused_and_nothing_is_t
     del other["thresholds"]
     with pytest.raises(UserError, match=f"the state of block {name} lacks its thresholds"):
         salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: other}})
+    without_sigma = {key: state["surrogates"][name][key] for key in ("residual", "thresholds")}
+    without_sigma["ranks"] = torch.tensor([3.0, 4.0])  # as from a solver that finds no singular values
+    with pytest.raises(UserError, match=f"the state of block {name} lacks its target"):
+        salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: without_sigma}})
     assert all(torch.equal(s.T, before[name]) for name, s in salaad.surrogates.items())
 
 

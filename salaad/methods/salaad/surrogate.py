@@ -195,8 +195,8 @@ class Surrogate:
     def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
         """Raise a UserError about the block `name` unless `load_state_dict` can load `state`."""
         mine = self.state_dict()
-        missing = {"target", "residual", "thresholds", "sigma"} - set(state)
-        if missing - ({"sigma"} if "ranks" in state else set()):
+        missing = {"target", "residual", "thresholds", "ranks" if "ranks" in state else "sigma"} - set(state)
+        if missing:
             raise UserError(f"the state of block {name} lacks its {min(missing)}; give a whole one")
         for key in ("target", "residual", "thresholds"):
             found, wanted = tuple(state[key].shape), tuple(mine[key].shape)
