@@ -252,7 +252,7 @@ class CheckpointDeployment(Deployment):
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
             small = cut(whole, variant, self._collect)
-            first = self.tuning.matched(self.tuning.untouched(small), self._name_of(variant))
+            first = self.tuning.matched(small, self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts if first else None, self._collect)
         ends = [] if below is None else [below - 1]
         if first is not None:
@@ -299,8 +299,8 @@ class CheckpointDeployment(Deployment):
             return SizedModel(model, self.parameters({}), len(self.in_parts), None, whole=False)
         parts, vectors = self.cut(variant), {}
         if self.tuning is not None:
-            fitted = self.tuning.matched(self.tuning.untouched(parts), self._name_of(variant))
-            parts, vectors = self.tuning.distilled(fitted, self._name_of(variant))
+            of = self._name_of(variant)
+            parts, vectors = self.tuning.distilled(self.tuning.matched(parts, of), of)
         model = load(dtype)
         take_over(model, vectors)
         if factored:

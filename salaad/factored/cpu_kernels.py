@@ -33,9 +33,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    *(
-        ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    ),  # Python's functions are found when the library is loaded
+    # Python's functions are found when the library is loaded.
+    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
 )
 _COMPILE_SECONDS = 120
 # Multiplications by U and V up to which calls of torch's dense products cost more than they gain: for `linear`, and for

@@ -110,8 +110,13 @@ class Tuning:
         """The number of batches of distillation."""
         return ceil(self.how.tokens / (_ROWS * self.data.sequence_length))
 
-    def matched(self, cut: Fitted, name: str) -> Fitted:
-        """Return the cut named `name` after matching; unchanged if matching is left out."""
+    def matched(self, parts: Parts, name: str) -> Fitted:
+        """Return the cut named `name` after matching; as it is, with the model's norms and biases, if that is left out.
+
+        Matrices outside the blocks, such as the head, stay as they are: fitting them too was no better, and the sizes
+        of a folder share them.
+        """
+        cut = Fitted(parts, {key: p.detach().cpu() for key, p in self._model.named_parameters() if p.dim() == 1})
         if not self.how.match:
             return cut
         tuned, saved = TunedModel(self._model, *cut), SavedTuning(self.unfinished.path(f"match {name}"))
@@ -132,14 +137,6 @@ class Tuning:
             open_stream = partial(TrainingStream, self._text, self.data, batch=_ROWS, stop=request)
             Distillation(tuned, open_stream, self.steps, saved, request, self.how.text_share, kept_at).run()
         return Fitted(tuned.parts(), tuned.other_parameters())
-
-    def untouched(self, parts: Parts) -> Fitted:
-        """Return a cut before it is fitted, with the norms and biases that will be fitted too.
-
-        Matrices outside the blocks, such as the head, stay as they are: fitting them too was no better, and the sizes
-        of a folder share them.
-        """
-        return Fitted(parts, {name: p.detach().cpu() for name, p in self._model.named_parameters() if p.dim() == 1})
 
     @property
     def reads(self) -> str:
