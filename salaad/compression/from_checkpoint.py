@@ -251,8 +251,7 @@ class CheckpointDeployment(Deployment):
         """Return the sizes from the variant's up: less than `below` and, if fitted on text, at most the size of X."""
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
-            small = cut(whole, variant, self._collect)
-            first = self.tuning.matched(small, self._name_of(variant))
+            first = self.tuning.matched(cut(whole, variant, self._collect), self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts if first else None, self._collect)
         ends = [] if below is None else [below - 1]
         if first is not None:
@@ -262,9 +261,9 @@ class CheckpointDeployment(Deployment):
             parts = {name: parts[name].cut(*kept) for name, kept in queue.units().items()}
         if first is None:
             return SizeRange(parts, queue, below=below)
-        sizes = sizes_in_turn(min(variant.budget - self.fixed, queue.parameters), queue.parameters, queue.keep)
+        in_turn = sizes_in_turn(min(variant.budget - self.fixed, queue.parameters), queue.parameters, queue.keep)
         name = f"{self._name_of(variant)} elastic of {queue.parameters} below {below}"
-        fitted = self.tuning.distilled(Fitted(parts, first.vectors), name, sizes)
+        fitted = self.tuning.distilled(Fitted(parts, first.vectors), name, in_turn)
         return SizeRange(fitted.parts, queue, fitted.vectors, below)
 
     def kappa(self, parts: Parts) -> float | None:
