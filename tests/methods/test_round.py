@@ -326,7 +326,6 @@ def test_the_memory_of_an_update_is_what_the_plan_says(device, monkeypatch, shap
     for layer in layers:
         block = Surrogate(layer.weight, 1e-6, SalaadConfig(method=solver))
         block.load_state_dict(block.state_dict() | {"thresholds": torch.tensor([0.3, 0.01, 0.01])})
-        block.width = 64
         blocks.append((block, layer.weight))
     with LiveTensors() as tensors:
         admm_round.update_round(blocks)

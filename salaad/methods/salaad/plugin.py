@@ -156,7 +156,7 @@ class Salaad:
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
-        due = list(blocks_due(self.owners, self._costs, distributed.world_size(), self.steps, self.config))
+        due = list(blocks_due(self.owners, self._costs, self.steps, self.config))
         self._updates.begin(due, self.steps)
         if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()

@@ -19,7 +19,7 @@ from salaad.methods.salaad.update import SOLVERS, UpdateRecord
 
 
 def blocks_due(
-    owners: Mapping[str, int], costs: Mapping[str, float], world_size: int, steps: int, config: SalaadConfig
+    owners: Mapping[str, int], costs: Mapping[str, float], steps: int, config: SalaadConfig
 ) -> Iterator[str]:
     """Yield the blocks of all ranks that are updated after `steps` optimizer steps.
 
@@ -28,12 +28,11 @@ def blocks_due(
     Args:
         owners: block → rank that owns it.
         costs: block → cost of its update, by which an owner's blocks are ordered, the most expensive first.
-        world_size: number of ranks.
         steps: optimizer steps so far, this one included.
         config: K (`every`) and the schedule.
     """
     order = dearest_first(costs)
-    for rank in range(world_size):
+    for rank in sorted(set(owners.values())):
         blocks = [name for name in order if owners[name] == rank]
         for i, name in enumerate(blocks):
             offset = i * config.every // len(blocks) if config.schedule == "staggered" else 0
