@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 128
+NAMES = tuple(
+    f"{x}_{kind}" for kind in ("int8", "scales") for x in "UVS"
+)  # of the tensors that hold U, V and S's values
 _LARGEST = 127
 
 
@@ -46,16 +49,14 @@ def decode_entries(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
-    """Name → uninitialized tensor, for all tensors by which a file holds U, V and the values of S (n×m) as int8."""
-    numbers = {"U": (rank, n), "V": (rank, m), "S": (nnz,)}
-    scales = {"U": rank, "V": rank, "S": groups(nnz)}
-    return {f"{x}_int8": torch.empty(shape, dtype=torch.int8) for x, shape in numbers.items()} | {
-        f"{x}_scales": torch.empty(count) for x, count in scales.items()
-    }
+    """Name → uninitialized tensor, for all of `NAMES`, of an n×m matrix U·V + S in a file."""
+    numbers = (torch.empty(shape, dtype=torch.int8) for shape in ((rank, n), (rank, m), (nnz,)))
+    scales = map(torch.empty, (rank, rank, groups(nnz)))
+    return dict(zip(NAMES, (*numbers, *scales), strict=True))
 
 
 def decode_parts(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name of a parameter → U (n×r), V (r×m) and S_values (nnz), those whose tensors of `outlines` are given."""
+    """Name of a parameter → U (n×r), V (r×m) and S_values (nnz), those whose tensors of `NAMES` are given."""
     found = {}
     if "U_int8" in stored:
         found["U"] = decode(stored["U_int8"], stored["U_scales"]).mT.contiguous()

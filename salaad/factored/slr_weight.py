@@ -69,7 +69,7 @@ class SlrWeight(nn.Module):
             ValueError: the packed positions are broken.
         """
         if "U_int8" in self._buffers:
-            stored = {name: self._buffers.pop(name) for name in int8.outlines(0, 0, 0, 0)}
+            stored = {name: self._buffers.pop(name) for name in int8.NAMES}
             self._set_numbers(*int8.decode_parts(stored).values())
         if "S_packed" in self._buffers:
             self._set_positions(self._decoded(self.S_packed))
@@ -150,8 +150,7 @@ class SlrWeight(nn.Module):
 
     def _unpack_stored(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Replace, in place, tensors of this layer in the form of a file by those that it has in memory."""
-        names = [name for name in int8.outlines(0, 0, 0, 0) if f"{prefix}{name}" in state_dict]
-        numbers = {name: state_dict.pop(f"{prefix}{name}") for name in names}
+        numbers = {name: state_dict.pop(key) for name in int8.NAMES if (key := f"{prefix}{name}") in state_dict}
         for x in "UVS":
             if (f"{x}_int8" in numbers) != (f"{x}_scales" in numbers):
                 raise UserError(
