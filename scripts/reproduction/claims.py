@@ -1,12 +1,12 @@
 """The claims of the paper, and two of ours: what each says, by what it is judged, the paper's numbers, and ours."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from salaad.common.files import read_json
 from scripts.reproduction import criteria, deployment_judges, judges
-from scripts.reproduction.evidence import NOT_SHOWN, Number, percent
+from scripts.reproduction.evidence import NOT_SHOWN, Number, Row, percent
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.freshness import MARK, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
@@ -55,6 +55,7 @@ class Claim:
         items: names of the items that the claim is judged from.
         judge: function from the results of these items to numbers.
         beside: names of experiments that explain the outcome; if measured, their numbers are listed after the others.
+        compared: function from the rows of compare_elastic.py at a scale to numbers, for where the items are missing.
     """
 
     name: str
@@ -65,12 +66,17 @@ class Claim:
     items: tuple[str, ...]
     judge: judges.Judge
     beside: tuple[str, ...] = ()
+    compared: Callable[[Sequence[Row]], list[Number]] | None = None
 
     def verdict(self, folder: Path, scale: Scale) -> Verdict:
-        """Return the verdict from the results in `folder`."""
+        """Return the verdict from the results in `folder`, or from those of compare_elastic.py beside its scale."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
-            return Verdict(missing=scale.command(*missing))
+            comparison = folder.parents[1] / "elastic" / f"{scale.name}.json"
+            rows = read_json(comparison)["rows"] if self.compared and comparison.exists() else []
+            numbers = self.compared(rows) if rows else []
+            fresh = is_fresh(commit for row in rows for commit in (row["commit"], *row.get("commits", {}).values()))
+            return Verdict(numbers, missing=scale.command(*missing), fresh=fresh)
         there = [name for name in self.beside if (folder / f"{name}.json").exists()]
         results = {name: read_json(folder / f"{name}.json") for name in self.items}
         try:
@@ -138,6 +144,7 @@ CLAIMS = (
         "no small dense model was trained",
         ("one_training",),
         deployment_judges.against_small_dense,
+        compared=deployment_judges.compared_with_small_dense,
     ),
     Claim(
         "κ* is stable and above 0.5",

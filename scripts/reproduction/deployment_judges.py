@@ -6,6 +6,7 @@ from statistics import fmean
 
 from salaad.common.formats import millions
 from salaad.evaluation.sweep import REMOVED, best, ways
+from scripts.compare_elastic import DENSE_SHARES
 from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     NOT_SHOWN,
@@ -96,13 +97,42 @@ def against_small_dense(results: Results) -> list[Number]:
     whole = the_row(salaad, variant="L+S")["parameters"]
     cuts = [row for row in salaad if row["budget"] and row["budget"] < whole]
     pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
+    return _beside_dense([(cut["budget"], cut["perplexity"], rival["perplexity"]) for cut, rival in pairs])
+
+
+def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
+    """Judge the same by rows of compare_elastic.py, with the cut that weights entries where it is measured.
+
+    Returns:
+        No numbers as long as a cut of the model that is trained as in the paper, or a dense model, is missing.
+    """
+    mine = {row["label"]: row for row in rows if row["seed"] == 0}
+    dense = [mine[label]["X"] for share in DENSE_SHARES if (label := f"dense, {share:g}") in mine]
+    paper = mine.get("SALAAD, as in the paper", {"ways": {}})
+    way = next((way for way in ("cut", "energy") if way in paper["ways"]), None)
+    if way is None or len(dense) < len(DENSE_SHARES):
+        return []
+    cuts = [
+        (min(paper["ways"][way], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in dense
+    ]
+    whole = paper["L+S"]["parameters"]
+    pairs = [(X["parameters"], cut["perplexity"], X["perplexity"]) for cut, X in cuts if X["parameters"] < whole]
+    entries = {"cut": "weighted by the optimizer's second moments", "energy": "of equal weights"}[way]
+    return [
+        *_beside_dense(pairs),
+        Number("entries of a block in the cut (trainings and cuts of elastic/README.md)", entries),
+    ]
+
+
+def _beside_dense(pairs: Sequence[tuple[int, float, float]]) -> list[Number]:
+    """Return a number per pair of models of one size, given as parameters, perplexity of the cut and of the dense."""
     numbers = [
         Number(
-            f"PPL of the cut over the dense model's at {millions(cut['budget'])}, below 0 %",
-            percent(cut["perplexity"] / rival["perplexity"] - 1),
-            is_below(cut["perplexity"], rival["perplexity"]),
+            f"PPL of the cut over the dense model's at {millions(parameters)}, below 0 %",
+            percent(cut / dense - 1),
+            is_below(cut, dense),
         )
-        for cut, rival in pairs
+        for parameters, cut, dense in pairs
     ]
     return numbers or [Number("budgets below L + S", "0", NOT_SHOWN)]
 

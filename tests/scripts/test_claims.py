@@ -344,3 +344,32 @@ def test_rows_of_another_kind_are_measured_again(rows, judged):
     assert found["frequency"].agrees is None and found["central"].agrees is True
     assert found["frequency"].missing.startswith("python scripts/reproduce.py --scale nano frequency --again")
     assert "KeyError('delta')" in found["frequency"].missing
+
+
+def compared(tmp_path, **ways) -> Verdict:
+    """Return the verdict on small dense models from rows of compare_elastic.py; every way has four perplexities."""
+    sizes = {0.75: 1.5e6, 0.5: 1.2e6, 0.35: 1.0e6, 0.2: 0.8e6}
+    of_all = {"seed": 0, "commit": "HEAD", "commits": {}}
+    rows = [
+        {**of_all, "label": f"dense, {share:g}", "X": {"parameters": size, "perplexity": 60.0}, "ways": {}}
+        for share, size in sizes.items()
+    ]
+    cut = {
+        way: [{"parameters": size - 2000, "perplexity": one} for size, one in zip(sizes.values(), all_, strict=True)]
+        for way, all_ in ways.items()
+    }
+    rows.append({**of_all, "label": "SALAAD, as in the paper", "L+S": {"parameters": 1.4e6}, "ways": cut})
+    (tmp_path / "elastic").mkdir(exist_ok=True)
+    (tmp_path / "elastic" / f"{NANO.name}.json").write_text(json.dumps({"rows": rows}))
+    folder = tmp_path / NANO.name / "reproduce"
+    return {claim.judge.__name__: found for claim, found in verdicts(NANO, folder)}["against_small_dense"]
+
+
+def test_small_dense_models_of_the_comparison_decide_where_the_item_is_missing(tmp_path):
+    """The size above L + S does not count; the cut that weights entries counts before the one that does not."""
+    won = compared(tmp_path, energy=[99, 50, 55, 61], cut=[99, 50, 55, 59])
+    assert won.agrees is True and list(ours(won).values())[:3] == ["−16.7 %", "−8.3 %", "−1.7 %"]
+    assert len(ours(won)) == 4 and "weighted" in list(ours(won).values())[3]
+    lost = compared(tmp_path, energy=[40, 50, 55, 61])
+    assert lost.agrees is False and ["at 0.80 M" in name for name in failed(lost)] == [True]
+    assert compared(tmp_path, hpa=[40, 50, 55, 59]).answer == "not measured"
