@@ -8,7 +8,6 @@ over the config. Finished points are kept, so the search can be interrupted and 
 
 import argparse
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def overrides(point: str) -> list[str]:
     return options
 
 
-def train(point: str, config: str, runs: Path, results: Path, extra: Sequence[str] = ()) -> None:
+def train(point: str, config: str, runs: Path, results: Path) -> None:
     """Train one point on one core and write its result; nothing to do if that is there already.
 
     Args:
@@ -42,24 +41,21 @@ def train(point: str, config: str, runs: Path, results: Path, extra: Sequence[st
         config: file in configs/.
         runs: folder of the runs.
         results: folder of their results.
-        extra: options of train.py for every point.
     """
     name = point.replace(" ", ",").replace("salaad.", "")
     result = results / f"{name}.json"
     if result.exists():
         return
-    folder = runs / name
-    own = [*extra, *overrides(point)]
-    words = ["--config", config, *own]
+    words = ["--config", config, *overrides(point)]
     try:
-        summary = trained([*words, "--train.save_every", "0"], folder, one_core=True).summary
+        summary = trained([*words, "--train.save_every", "0"], runs / name, one_core=True).summary
     except UserError as error:
         print(f"{point}: {error}", flush=True)
         return
     if summary is None:
         print(f"{point}: diverged", flush=True)
         return
-    save_result(folder, result, "python train.py " + " ".join(words))
+    save_result(runs / name, result, "python train.py " + " ".join(words))
     print(f"{point}\n{summary_table(summary)}\n", flush=True)
 
 
@@ -76,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     at_least(options, 1, "jobs")
     for point in options.points:
-        overrides(point)
+        overrides(point)  # a UserError if it is no point
     options.results.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda point: train(point, options.config, options.runs, options.results), options.points))
