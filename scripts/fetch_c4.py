@@ -7,6 +7,8 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
 from tqdm import tqdm
