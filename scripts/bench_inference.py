@@ -30,7 +30,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, check
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
@@ -132,7 +132,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--share", type=float, default=0.5, help="parameters of the factored model over the dense ones")
     parser.add_argument("--checkpoint", type=Path, help="a run trained with SALAAD; random weights without it")
     parser.add_argument("--kappa", type=float, default=0.5, help="with --checkpoint: the split of HPA")
-    parser.add_argument("--density", type=float, default=0.05, help="density of S in every block")
+    parser.add_argument("--density", type=float, default=0.05, help="density of S in every block of random weights")
     parser.add_argument("--batches", default="1,4,16", help="batch sizes, separated by commas")
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=16, help="tokens to write")
@@ -147,6 +147,10 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
         if not 0 <= getattr(options, name) <= 1:
             raise UserError(f"--{name} is {getattr(options, name)}, outside [0, 1]; give a fraction")
     require_device(options.device)
+    check(
+        not (options.checkpoint and rest),
+        f"{' '.join(rest)}: with --checkpoint there is no model to configure; leave it out",
+    )
     if not all(part.isdigit() and int(part) for part in options.batches.split(",")):
         raise UserError(f"--batches is {options.batches!r}, which are no numbers above 0; give some such as 1,4,16")
     return options, rest

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json_lines
 from salaad.common.formats import markdown_table, megabytes, millions
+from salaad.common.validation import check
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder of the two runs; runs/demo or runs/demo-quick")
     parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/demo")
     options = parser.parse_args()
+    check(not (options.quick and options.record), "--record keeps the results of the whole demo; leave out --quick")
     output = options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")
     steps = 250 if options.quick else 2000
     logging.set_verbosity_error()

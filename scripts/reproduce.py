@@ -28,7 +28,7 @@ from transformers import logging
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, check
 from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_tables
@@ -169,6 +169,7 @@ def main() -> None:
     """List, print, or train and measure."""
     options = parser().parse_args()
     at_least(options, 1, "jobs")
+    check(options.list or not options.json, "--json is a form of the list; give --list with it")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     scale = asked_scale(options)

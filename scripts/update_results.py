@@ -6,6 +6,7 @@ Between <!-- NAME:begin --> and <!-- NAME:end --> a page holds the generated sec
 results/README.md, the report, is made by scripts/reproduce.py.
 """
 
+import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ PAGES = (
 
 def main() -> None:
     """Draw the pictures, then write the generated sections of every page."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     nano.draw_pictures()
     elastic.draw_pictures()
     sections = all_sections()
