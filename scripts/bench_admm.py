@@ -17,9 +17,11 @@ thresholds, the dual step.
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +31,37 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, check
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import update
 from salaad.methods.salaad.round import MOST_ENTRIES, update_round
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.prox import effective_rank, soft_threshold
 from salaad.spectral import SvtResult, threshold
 from salaad.spectral.products import product_stack
 from salaad.spectral.stacks import gram_stack
-from scripts.devices import now, require_device
+from scripts.devices import in_turns, require_device
+from scripts.outlines import outline_of
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SPECTRA = ROOT / "results" / "admm" / "spectra.json"
 SOLVERS = ("exact", "gram", "auto")
 RHO = 1e-6
 TEMPORARIES, STATE = 16, 4  # numbers per matrix entry: of the stack being updated, and of every block's state
 ROOM = 0.8  # share of a GPU's free memory that a round may take
+
+
+def recorded(block: str) -> dict[str, dict[str, Any]]:
+    """Return phase → what `record_spectra.py` recorded of a block; raise a UserError if it recorded nothing of it."""
+    known = read_json(SPECTRA)["blocks"]
+    check(block in known, f"--block {block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
+    return known[block]
 
 
 def draw(n: int, m: int, like: dict[str, Any], generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
@@ -97,20 +106,6 @@ def authors_update(state: dict[str, Tensor], X: Tensor, rho: float, alpha: float
     state["Y"] = state["Y"] + rho * (X - state["L"] - state["S"])
     effective_rank(shrunk)
     (state["S"] != 0).float().mean().item()
-
-
-def seconds_of(works: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return name → shortest time over `rounds` rounds, after one round that is not counted.
-
-    The works take turns in each round, so that a machine whose speed drifts slows all of them.
-    """
-    best = dict.fromkeys(works, float("inf"))
-    for counted in [False] + [True] * rounds:
-        for name, work in works.items():
-            start = now(device)
-            work()
-            best[name] = min(best[name], now(device) - start) if counted else best[name]
-    return best
 
 
 def in_a_stack(solver: str, Z: Tensor, tau: float) -> tuple[Tensor, Tensor, str, float]:
@@ -220,7 +215,8 @@ def measure(
     def theirs() -> None:
         authors_update(dict(dense), Z, RHO, RHO * tau, RHO * tau / 20)
 
-    seconds = seconds_of(solvers | {"update": ours, "update of the authors": theirs}, rounds, device)
+    works = solvers | {"update": ours, "update of the authors": theirs}
+    seconds = {name: min(times) for name, times in in_turns(works, rounds, device).items()}
     seconds["update"] /= about["update"]["blocks"]
     common = {"shape": [n, m], "phase": phase, "rank_ratio": rank / n}
     return [{**common, "rung": name, "seconds": seconds[name], **about.get(name, {})} for name in seconds]
@@ -231,27 +227,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to compute")
+    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="recorded block to imitate")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     at_least(options, 1, "rounds", "threads")
     require_device(options.device)
-    known = read_json(SPECTRA)["blocks"]
-    if options.block not in known:
-        raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
+    like = recorded(options.block)
     torch.set_num_threads(options.threads)
     config, device = read_command_line(rest)[0], torch.device(options.device)
-    recorded = known[options.block]
-    model = outline(describe_model(config.model, config.data.sequence_length))
-    shapes: dict[tuple[int, int], int] = {}
-    for X in find_blocks(model, config.salaad).values():
-        shape = tuple(sorted(X.shape))
-        shapes[shape] = shapes.get(shape, 0) + 1
-    jobs = [(shape, phase) for shape in shapes for phase in recorded]
+    shapes = Counter(tuple(sorted(X.shape)) for X in find_blocks(outline_of(config), config.salaad).values())
     rows = []
-    for shape, phase in tqdm(jobs, disable=None):
-        rows += measure(shape, shapes[shape], phase, recorded[phase], options.rounds, device)
+    for shape, phase in tqdm(list(product(shapes, like)), disable=None):
+        rows += measure(shape, shapes[shape], phase, like[phase], options.rounds, device)
     print(table(rows))
     totals = {
         phase: {
@@ -262,12 +250,12 @@ def main() -> None:
             )
             for name in ("update", "update of the authors")
         }
-        for phase in recorded
+        for phase in like
     }
     for phase, both in totals.items():
         ours, theirs = both["update"], both["update of the authors"]
         print(
-            f"\n{phase}: all {sum(shapes.values())} blocks {ours:.2f} s, the authors' way {theirs:.2f} s: "
+            f"\n{phase}: all {shapes.total()} blocks {ours:.2f} s, the authors' way {theirs:.2f} s: "
             f"{theirs / ours:.1f}×"
         )
     if options.output:

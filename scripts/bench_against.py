@@ -12,9 +12,7 @@ same in both.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.validation import at_least
+from scripts.checkouts import python_in, require_checkout, require_success
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("bench_training", "bench_inference")
 Times = dict[str, float]  # what is timed → milliseconds
 
@@ -41,14 +40,10 @@ def measure(script: str, checkout: Path, words: Sequence[str]) -> tuple[Times, d
     Raises:
         UserError: the script failed.
     """
-    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        command = [sys.executable, f"scripts/{script}.py", *words, "--output", str(output)]
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        if done.returncode or not output.exists():
-            [*_, said] = ["nothing", *done.stderr.strip().splitlines()]
-            raise UserError(f"{script}.py of {checkout} ended with code {done.returncode} and said {said}; mend that")
+        done = python_in(checkout, [f"scripts/{script}.py", *words, "--output", str(output)])
+        require_success(done, f"{script}.py of {checkout}")
         found = read_json(output)
     return times_of(found), {name: found[name] for name in ("commit", "machine", "versions")}
 
@@ -98,8 +93,7 @@ def main() -> None:
     parser.add_argument("--output", type=json_file, default=output, help="JSON file to write")
     options, rest = parser.parse_known_args()
     at_least(options, 1, "rounds", "steps", "threads")
-    if missing := [script for script in SCRIPTS if not (options.other / "scripts" / f"{script}.py").is_file()]:
-        raise UserError(f"--other {options.other} has no scripts/{missing[0]}.py; give a checkout of this project")
+    require_checkout(options.other, *(f"scripts/{script}.py" for script in SCRIPTS))
     checkouts = {"other": options.other.absolute(), "here": ROOT}
     config = ["--threads", str(options.threads), "--config", str(ROOT / "configs" / "nano.yaml"), *rest]
     words = {"bench_training": ["--methods", "salaad", "--steps", str(options.steps), *config]}

@@ -28,9 +28,9 @@ from salaad.compression.refinement import refine
 from salaad.config.command_line import read_command_line
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.slr import Slr
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from scripts.devices import now, require_device
+from scripts.outlines import outline_of
 
 RANK_RATIO, DENSITY = 0.25, 0.1
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--share", type=float, default=0.5, help="part of the units' parameters to keep")
     parser.add_argument("--refine", type=int, default=20, help="alternations at the most")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to refine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
@@ -61,8 +61,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = read_command_line(rest)[0]
-    model = outline(describe_model(config.model, config.data.sequence_length))
-    shapes = {name: tuple(X.shape) for name, X in find_blocks(model, config.salaad).items()}
+    shapes = {name: tuple(X.shape) for name, X in find_blocks(outline_of(config), config.salaad).items()}
     parts = {
         name: random_parts(*shape) for name, shape in tqdm(shapes.items(), desc="making", leave=False, disable=None)
     }
@@ -74,8 +73,8 @@ def main() -> None:
     seconds["HPA"] = time.perf_counter() - start
 
     start = time.perf_counter()
-    line = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
-    kept = line.keep(round(options.share * line.parameters))
+    queue = UnitQueue.of({name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()})
+    kept = queue.keep(round(options.share * queue.parameters))
     seconds["energy"] = time.perf_counter() - start
 
     device = torch.device(options.device)
@@ -93,7 +92,7 @@ def main() -> None:
     if options.output:
         setting = {"share": options.share, "refine": options.refine, "rank_ratio": RANK_RATIO, "density": DENSITY}
         setting |= {"device": options.device}
-        result = {"blocks": len(parts), "parameters": line.parameters, **setting, "seconds": seconds}
+        result = {"blocks": len(parts), "parameters": queue.parameters, **setting, "seconds": seconds}
         write_json({**result, "error": [before, after], "config": config.to_dict(), **provenance()}, options.output)
 
 

@@ -43,7 +43,7 @@ from salaad.model.build import describe_model, load_model
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.devices import now, require_device
+from scripts.devices import in_turns, require_device
 
 
 def cut_checkpoint(run: Path, share: float, kappa: float, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
@@ -96,13 +96,7 @@ def decode(model: PreTrainedModel, batch: int, tokens: int) -> Callable[[], None
 def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amount: int, rounds: int) -> dict:
     """Time both models in alternating rounds; return the median tokens/s of each and their ratio."""
     jobs = {label: work(model, batch, amount) for label, model in models.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in jobs}
-    for counted in [False] + [True] * rounds:
-        for label, job in jobs.items():
-            start = now(models[label].device)
-            job()
-            if counted:
-                seconds[label].append(now(models[label].device) - start)
+    seconds = in_turns(jobs, rounds, models["dense"].device)
     speeds = {label: batch * amount / statistics.median(times) for label, times in seconds.items()}
     return {"work": work.__name__, "batch": batch, **speeds, "ratio": speeds["factored"] / speeds["dense"]}
 
@@ -111,6 +105,7 @@ def compare(models: dict[str, PreTrainedModel], work: Callable, batch: int, amou
 def peak_memory(arguments: tuple) -> int:
     """Return the peak bytes that this process, which must be fresh, needs to open a saved model and read a prompt."""
     threads, length, folder, device = arguments
+    logging.disable_progress_bar()
     torch.set_num_threads(threads)
     start = _kilobytes("VmRSS")
     prefill(AutoModelForCausalLM.from_pretrained(folder).to(device), 1, length)()
@@ -138,7 +133,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=int, default=16, help="tokens to write")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to compute")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()

@@ -8,24 +8,25 @@ medians are reported. `--other` measures the same cases in another checkout, in 
 """
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
-import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tqdm import tqdm
+import torch
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
+from scripts.checkouts import commit_of, python_in, require_checkout
+from scripts.devices import in_turns
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is measured: a name, and the words behind `python`.
 IMPORTS = {
     "import torch": ("-c", "import torch"),
@@ -44,14 +45,6 @@ COMMANDS = {
 WRONG_TASK = "evaluate.py lm-eval --tasks no_such_task (refused)"
 
 
-def seconds(words: tuple[str, ...], checkout: Path) -> float:
-    """Run Python with these words in a checkout and return the wall time in seconds."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
-    start = time.perf_counter()
-    subprocess.run([sys.executable, *words], cwd=checkout, env=environment, capture_output=True, check=False)
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -63,28 +56,19 @@ def main() -> None:
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options = parser.parse_args()
     at_least(options, 1, "rounds")
-    if options.other and not (options.other / "train.py").is_file():
-        raise UserError(f"--other {options.other} has no train.py; give a checkout of this project")
+    checkouts, commit = {"here": ROOT}, None
+    if options.other:
+        require_checkout(options.other, "train.py")
+        checkouts["other"], commit = options.other.absolute(), commit_of(options.other)
     wrong = ("evaluate.py", "lm-eval", "--checkpoint", str(options.checkpoint.absolute()), "--tasks", "no_such_task")
     cases = {**IMPORTS, **COMMANDS, WRONG_TASK: wrong}
-    checkouts = {"here": ROOT} | ({"other": options.other.absolute()} if options.other else {})
-    found: dict[str, dict[str, list[float]]] = {name: {label: [] for label in checkouts} for name in cases}
-    for counted in tqdm([False] + [True] * options.rounds, desc="rounds", disable=None):
-        for name, words in cases.items():
-            for label, checkout in checkouts.items():
-                spent = seconds(words, checkout)
-                if counted:
-                    found[name][label].append(spent)
-    rows = [
-        {"case": name, **{label: statistics.median(times) for label, times in mine.items()}}
-        for name, mine in found.items()
-    ]
+    works = {
+        (name, label): partial(python_in, checkouts[label], cases[name]) for name, label in product(cases, checkouts)
+    }
+    seconds = in_turns(works, options.rounds, torch.device("cpu"))
+    rows = [{"case": name, **{label: statistics.median(seconds[name, label]) for label in checkouts}} for name in cases]
     print(table(rows))
     if options.output:
-        commit = None
-        if options.other:
-            words = ["git", "-C", str(options.other), "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
         write_json({"rounds": options.rounds, "other": commit, "rows": rows, **provenance()}, options.output)
 
 

@@ -15,8 +15,6 @@ on every device.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torch import Tensor
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
@@ -37,9 +35,10 @@ from salaad.factored import operators
 from salaad.methods.salaad import round as admm_round
 from salaad.methods.salaad.update import SOLVERS
 from salaad.spectral.cost import RATES
+from scripts.checkouts import commit_of, python_in, require_checkout, require_success
 from scripts.counted_rows import MANY, SHAPES, Counts, Shapes, all_rows, counts, drawn, round_of
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 OF_350M = 32**2  # entries of a block of 350m over those of its small copy in `MANY`
 STACKED = {"gram": "stacked, by eigenvectors", "products": "stacked, by products alone"}
 KINDS = {
@@ -84,13 +83,8 @@ def counts_in(checkout: Path) -> dict[str, Counts]:
     Raises:
         UserError: the process failed.
     """
-    paths = os.pathsep.join([str(checkout.absolute()), str(ROOT)])
-    command = [sys.executable, "-c", "from scripts.counted_rows import print_rows; print_rows()"]
-    environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        [*_, said] = ["nothing", *done.stderr.strip().splitlines()]
-        raise UserError(f"counting in {checkout} ended with code {done.returncode} and said {said}; mend that")
+    done = python_in(checkout, ["-c", "from scripts.counted_rows import print_rows; print_rows()"], ROOT)
+    require_success(done, f"counting in {checkout}")
     return dict(json.loads(done.stdout))
 
 
@@ -122,20 +116,15 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="another checkout of this project, to count there as well")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options = parser.parse_args()
-    if options.other and not (options.other / "salaad").is_dir():
-        raise UserError(f"--other {options.other} has no folder salaad; give a checkout of this project")
-    before = counts_in(options.other) if options.other else {}
+    other, before = {}, {}
+    if options.other:
+        require_checkout(options.other, "salaad")
+        other = {"other": commit_of(options.other)}
+        before = counts_in(options.other)
     rows = as_one(dict(counts_here()), before)
     print(table(rows))
     if options.output:
-        other = {"other": commit_of(options.other)} if options.other else {}
         write_json({"rows": rows, **provenance(), **other}, options.output)
-
-
-def commit_of(checkout: Path) -> str:
-    """The commit of a checkout."""
-    command = ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

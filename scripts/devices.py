@@ -1,11 +1,16 @@
 """The device of a benchmark: a check that it exists, a clock that waits for it, and marks that time its work."""
 
 import time
+from collections.abc import Callable, Hashable, Mapping
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from salaad.common.errors import UserError
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def require_device(name: str) -> None:
@@ -21,6 +26,20 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def in_turns(works: Mapping[Name, Callable[[], Any]], rounds: int, device: torch.device) -> dict[Name, list[float]]:
+    """Return name → seconds in each of `rounds` rounds, after one round that is not counted.
+
+    The works take turns in each round, so that a machine whose speed drifts slows all of them.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    for _ in tqdm(range(1 + rounds), desc="rounds", leave=False, disable=None):
+        for name, work in works.items():
+            start = now(device)
+            work()
+            seconds[name].append(now(device) - start)
+    return {name: times[1:] for name, times in seconds.items()}
 
 
 class Marks:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.files import json_file, read_json, write_json
+from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least
 from salaad.spectral import threshold
-from scripts.bench_admm import SPECTRA, draw, seconds_of
+from scripts.bench_admm import draw, recorded
+from scripts.devices import in_turns, require_device
 
 SPARE = 8  # columns of a subspace beyond the kept rank
 STEPS = 14  # of a Newton–Schulz iteration
@@ -147,7 +148,7 @@ def measure(n: int, m: int, phase: str, like: dict, rounds: int, device: torch.d
         return float(torch.linalg.vector_norm(found.cpu().double() - L) / torch.linalg.vector_norm(L))
 
     works = {"ours": ours} | {name: partial(find, Z, tau, vectors, kept) for name, find in IDEAS.items()}
-    seconds = seconds_of(works, rounds, device)
+    seconds = {name: min(times) for name, times in in_turns(works, rounds, device).items()}
     common = {"shape": [n, m], "phase": phase}
     return [{**common, "idea": name, "seconds": seconds[name], "error": error(work())} for name, work in works.items()]
 
@@ -158,27 +159,24 @@ def main() -> None:
     parser.add_argument("--shapes", default="1024x1024,1024x2736", help="n x m, n ≤ m, separated by commas")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="whose spectra to draw like")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to compute")
+    parser.add_argument("--block", default="model.layers.2.mlp.gate_proj", help="recorded block to imitate")
     parser.add_argument("--output", type=json_file, help="JSON file to write; a table is written beside it")
     options = parser.parse_args()
     at_least(options, 1, "rounds", "threads")
-    known = read_json(SPECTRA)["blocks"]
-    if options.block not in known:
-        raise UserError(f"--block {options.block} is not in {SPECTRA.name}; give one of {', '.join(known)}")
+    require_device(options.device)
+    likes = recorded(options.block)
     if re.fullmatch(r"\d+x\d+(,\d+x\d+)*", options.shapes):
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     else:
         shapes = []
     if not shapes or any(not 0 < n <= m for n, m in shapes):
         raise UserError(f"--shapes is {options.shapes!r}; give some such as 512x512,512x1376, the short side first")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda, but torch finds no GPU here; give --device cpu")
     torch.set_num_threads(options.threads)
     rows = [
         row
         for n, m in shapes
-        for phase, like in known[options.block].items()
+        for phase, like in likes.items()
         for row in measure(n, m, phase, like, options.rounds, torch.device(options.device))
     ]
     text = table(rows)

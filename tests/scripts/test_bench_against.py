@@ -5,7 +5,7 @@ import json
 import pytest
 
 from salaad.common.errors import UserError
-from scripts import bench_against
+from scripts import bench_against, bench_startup, count_reads
 
 # Writes what a benchmark writes; the second process of a checkout takes twice the time of the first, and so on.
 STAND_IN = """
@@ -73,3 +73,14 @@ def test_what_is_no_checkout_is_refused(call, tmp_path):
     (tmp_path / "before" / "scripts" / "bench_training.py").unlink()
     with pytest.raises(UserError, match=r"has no scripts/bench_training.py; give a checkout of this project"):
         call("--rounds=1")
+
+
+@pytest.mark.parametrize("script", [bench_startup, count_reads])
+def test_a_checkout_without_a_commit_is_refused_before_anything_is_measured(script, tmp_path, monkeypatch):
+    (tmp_path / "salaad").mkdir()
+    (tmp_path / "train.py").write_text("")
+    words = [f"--other={tmp_path}", *(["--checkpoint=x"] if script is bench_startup else [])]
+    monkeypatch.setattr("sys.argv", [script.__file__, *words])
+    monkeypatch.setattr(script, "python_in", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UserError, match="has no commit"):
+        script.main()

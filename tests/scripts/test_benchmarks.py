@@ -228,3 +228,12 @@ def test_a_round_has_as_many_blocks_as_the_model_or_as_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
     held = (0.8 * free - 4 * 16 * 2**26) / (16 * 1024 * 2736)
     assert bench_admm.blocks_at_once(1024, 2736, 72, GPU) == int(held)
+
+
+def test_works_take_turns_and_their_first_round_is_not_counted(monkeypatch):
+    clock = iter([0, 9, 9, 18, 20, 21, 21, 23, 30, 33, 33, 37])  # begin and end of a, b, a, b, a, b
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))
+    done = []
+    works = {"a": lambda: done.append("a"), "b": lambda: done.append("b")}
+    assert devices.in_turns(works, 2, torch.device("cpu")) == {"a": [1, 3], "b": [2, 4]}
+    assert done == ["a", "b"] * 3
