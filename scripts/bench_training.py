@@ -44,13 +44,14 @@ from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, open_text
 from salaad.methods.registry import method_of
-from salaad.model.build import describe_model, model_source, outline, training_flops
+from salaad.model.build import model_source, training_flops
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
 from salaad.training.plan import memory_by_kind
 from scripts.devices import Marks, now
 from scripts.live_tensors import most_bytes
+from scripts.outlines import outline_of
 
 ROUND, PEAK_SIZE = 10, 8192
 ROOM = 0.93  # share of a GPU's free memory that tensors can use; the rest is lost to fragmentation
@@ -173,7 +174,7 @@ class Measured(NamedTuple):
 
 def needs(config: RunConfig) -> tuple[float, float]:
     """Return the bytes that a contender keeps on a GPU between two steps, and those that a step needs in addition."""
-    method, model = method_of(config), outline(describe_model(config.model, config.data.sequence_length))
+    method, model = method_of(config), outline_of(config)
     method.rebuild(model, config)
     whole = sum(memory_by_kind(config, model, 1).values())
     kept = sum(size for kind, size in method.memory(model, config, 1).items() if kind != "gradients")

@@ -36,7 +36,6 @@ from salaad.compression.variants import Variant
 from salaad.config.command_line import read_command_line
 from salaad.config.suggestion import settings_for
 from salaad.methods.registry import method_of
-from salaad.model.build import describe_model, outline
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from scripts.compare_methods import Rates, best_rates
@@ -53,6 +52,7 @@ from scripts.elastic_ways import (
     split_of_way,
     way_of_tuning,
 )
+from scripts.outlines import outline_of
 from scripts.trainings import ROOT, config_of, is_of, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
@@ -101,7 +101,7 @@ class Settings(NamedTuple):
 def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[Training]:
     """Return all trainings that are compared at the scale of `config`."""
     run, _ = read_command_line(["--config", config, *extra])
-    model = outline(describe_model(run.model, run.data.sequence_length))
+    model = outline_of(run)
     dense = count_parameters(model)
     compressible = sum(X.numel() for X in find_blocks(model, BLOCKS).values())
     sizes = {f"{share:g}": round(dense - (1 - share) * compressible) for share in DENSE_SHARES}
@@ -130,7 +130,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
 def _stored_by(method: str, config: str, extra: tuple[str, ...]) -> int:
     """Return the number of parameters stored by the model that a method trains at the scale of `config`."""
     run, _ = read_command_line(["--config", config, *extra, f"--method={method}"])
-    model = outline(describe_model(run.model, run.data.sequence_length))
+    model = outline_of(run)
     method_of(run).rebuild(model, run)
     return method_of(run).stored(model)["parameters"]
 
@@ -209,7 +209,8 @@ class Comparison:
     def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of the whole model (X), and of L + S where there is one."""
         measure, found = model.evaluation(model.source), {}
-        for name in {"X", "L+S"} & set(measure.deployment.default_variants.split(",")):
+        known = measure.deployment.default_variants.split(",")
+        for name in (name for name in ("X", "L+S") if name in known):
             row, of = model.row(measure, Variant(name)), summary["variants"][name]
             found[name] = {key: row[key] for key in (*OF_A_CUT, "tokens") if row.get(key) is not None}
             found[name] |= {key: of[key] for key in ("trained", "bytes") if key in of}

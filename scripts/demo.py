@@ -34,8 +34,8 @@ from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.runs.summary import save_result
 from scripts.run_figures import training_figure
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "demo"
 CONFIG = "demo.yaml"
 METHODS = ("full_rank", "salaad")

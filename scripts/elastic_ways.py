@@ -30,12 +30,12 @@ from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.methods.registry import method_of
-from salaad.model.build import describe_model
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from salaad.spectral.cost import RATES
 from salaad.training.prediction import flops_of_passes, rebuilt_outline
 from scripts.in_context import losses
+from scripts.outlines import description_of
 from scripts.shares import NAMED, shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
@@ -104,7 +104,7 @@ class Measured:
     def training_cost(self, positions: int) -> dict[str, float]:
         """Return tokens and operations of the training's forward and backward passes; periodic work is not counted."""
         config, _ = read_command_line(["--config", str(self.run / "config.yaml")])
-        model = rebuilt_outline(config, describe_model(config.model, config.data.sequence_length))
+        model = rebuilt_outline(config, description_of(config))
         work = method_of(config).work(model, config, 1, RATES["cpu"])
         return {"tokens": positions, "operations": flops_of_passes(model, work, config) * positions}
 

@@ -33,11 +33,11 @@ from salaad.common.files import read_json, write_json
 from salaad.common.gpus import gpu_called
 from salaad.common.provenance import provenance
 from salaad.config.command_line import read_command_line
-from salaad.model.build import describe_model
 from salaad.training.prediction import predict
 from scripts.devices import require_device
 from scripts.on_device.check import FAILED, Check
 from scripts.on_device.page import page
+from scripts.outlines import description_of
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.grid import SCALES, distinct
 from scripts.trainings import ROOT
@@ -114,8 +114,7 @@ def reproduction_minutes(gpu: str) -> float:
     seconds = 0.0
     for run in distinct(item.runs(scale), scale):
         config, _ = read_command_line(run.command(scale)[1:])
-        description = describe_model(config.model, config.data.sequence_length)
-        seconds += config.train.steps * sum(predict(config, description, gpu_called(gpu), 1).values())
+        seconds += config.train.steps * sum(predict(config, description_of(config), gpu_called(gpu), 1).values())
     return seconds / 60 + AROUND
 
 

@@ -21,8 +21,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
-
-ROOT = Path(__file__).resolve().parent.parent
+from scripts.trainings import ROOT
 
 
 def main() -> None:

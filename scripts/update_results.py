@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, ROOT, admm, bench, compared, demo, elastic, kernels, methods, nano, scaling
+from scripts.results_tables import RESULTS, admm, bench, compared, demo, elastic, kernels, methods, nano, scaling
+from scripts.trainings import ROOT
 
 PAGES = (
     ROOT / "README.md",

@@ -10,9 +10,10 @@ from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.ownership import update_operations
-from salaad.model.build import describe_model, outline, training_flops
+from salaad.model.build import training_flops
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
+from scripts.outlines import outline_of
 from scripts.reproduction.grid import PAPERS, Scale
 from scripts.reproduction.items import Measured
 
@@ -107,14 +108,14 @@ def _tables(rows: Sequence[Mapping[str, Any]], blocks: Sequence[Mapping[str, Any
 
 def bytes_per_parameter(config: RunConfig) -> float:
     """Return the ADMM's bytes per parameter of a block, as the plan of a run counts them."""
-    model = outline(describe_model(config.model, config.data.sequence_length))
+    model = outline_of(config)
     blocks = find_blocks(model, config.salaad)
     return SalaadMethod.memory(model, config, 1)["ADMM"] / sum(X.numel() for X in blocks.values())
 
 
 def costs(config: RunConfig) -> dict[str, Any]:
     """Return the bytes and the operations of a training step, and those of the ADMM."""
-    model = outline(describe_model(config.model, config.data.sequence_length))
+    model = outline_of(config)
     shapes = [tuple(X.shape) for X in find_blocks(model, config.salaad).values()]
     few, many = (SalaadMethod.memory(model, config, ranks) for ranks in (GPUS, len(shapes)))
     tokens, every = config.train.batch * config.data.sequence_length, config.salaad.every

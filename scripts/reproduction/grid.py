@@ -12,10 +12,11 @@ from pathlib import Path
 from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
-from salaad.model.build import describe_model, outline, training_flops
+from salaad.model.build import training_flops
 from salaad.runs.summary import save_result
+from scripts.outlines import outline_of
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "salaad.rho_constant": "rho",
     "salaad.rho": "absolute",
@@ -28,8 +29,6 @@ SHORT = {
     "model.like": "like",
     "model.parameters": "parameters",
 }
-
-
 # Placeholders for the user's own files in a command: a path of one machine would be of no use on another.
 PLACES = {"c4": "FOLDER", "tokenizer": "FILE", "other-text": "FILE", "task-data": "DIR"}
 PAPERS = ("60m", "130m", "350m", "1b")
@@ -115,9 +114,8 @@ def _config(options: tuple[str, ...]) -> RunConfig:
 @cache
 def _flops_per_run(options: tuple[str, ...]) -> float:
     config = _config(options)
-    model = outline(describe_model(config.model, config.data.sequence_length))
     positions = config.train.steps * config.train.batch * config.data.sequence_length
-    return training_flops(model, config.data.sequence_length) * positions
+    return training_flops(outline_of(config), config.data.sequence_length) * positions
 
 
 TEXT = ("--data.source=files", "--data.packing=true")

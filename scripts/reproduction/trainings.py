@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
+from scripts.outlines import outline_of
 from scripts.reproduction.grid import Run, Scale
 
 RHO, ALPHA, BETA, K = "salaad.rho_constant", "salaad.delta_alpha", "salaad.delta_beta", "salaad.every"
@@ -76,7 +76,7 @@ def embedding_why(scale: Scale) -> dict[str, Run]:
     The one ρ for all blocks is the ρ that eq. 7 gives to a square block of the model's width.
     """
     config = scale.config
-    blocks = len(find_blocks(outline(describe_model(config.model, config.data.sequence_length)), config.salaad))
+    blocks = len(find_blocks(outline_of(config), config.salaad))
     absolute = config.salaad.rho_constant / (blocks * config.model.hidden_size)
     return {
         "as in Table 1": WITH_EMBEDDING,

@@ -29,8 +29,8 @@ from salaad.common.provenance import provenance
 from salaad.common.validation import check
 from salaad.config.command_line import read_command_line
 from salaad.methods.salaad.updates import Updates
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
+from scripts.outlines import outline_of
 
 PHASES = {"early": 2, "middle": 11, "late": 200}  # phase → number of the first of its two updates
 GRID = 16
@@ -78,7 +78,7 @@ def main() -> None:
 
     with TemporaryDirectory() as folder:
         config, run = read_command_line([*rest, "--output", f"{folder}/run"])
-        blocks = find_blocks(outline(describe_model(config.model, config.data.sequence_length)), config.salaad)
+        blocks = find_blocks(outline_of(config), config.salaad)
         for block in found:
             name = block.removeprefix("model.")
             check(block in blocks, f"--blocks names {name}, which is no block of the run; name others")

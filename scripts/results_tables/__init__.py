@@ -4,7 +4,6 @@ Begin with `nano`. There is a module per folder, whose function `sections` retur
 Markdown. Tables that the page of a GPU has too are in `deployment`.
 """
 
-from pathlib import Path
+from scripts.trainings import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"

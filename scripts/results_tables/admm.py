@@ -13,12 +13,12 @@ from salaad.common.formats import markdown_table
 from salaad.common.gpus import GPUS
 from salaad.config.command_line import read_command_line
 from salaad.methods.salaad import ownership
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.spectral.cost import RATES, cheapest, seconds
 from salaad.spectral.products import operations
 from salaad.training.prediction import predict
 from scripts.count_reads import table as count_table
+from scripts.outlines import description_of, outline_of
 from scripts.results_tables import RESULTS
 
 ADMM = RESULTS / "admm"
@@ -124,8 +124,7 @@ def choice_table() -> str:
     rows = []
     for name, device in product(SCALES, ("h100", "a100", "4090")):
         config, _ = read_command_line(["--config", name])
-        description = describe_model(config.model, config.data.sequence_length)
-        shapes = Counter(tuple(sorted(X.shape)) for X in find_blocks(outline(description), config.salaad).values())
+        shapes = Counter(tuple(sorted(X.shape)) for X in find_blocks(outline_of(config), config.salaad).values())
         rates = RATES[device]
         chosen = {cheapest(n, m, rates) for n, m in shapes}
         total = {
@@ -135,7 +134,7 @@ def choice_table() -> str:
         shares = []
         for precision in ("fp32", "bf16-mixed"):
             trained = replace(config, train=replace(config.train, precision=precision))
-            parts = predict(trained, description, GPUS[device], 1)
+            parts = predict(trained, description_of(config), GPUS[device], 1)
             shares.append(f"{parts['periodic work'] / sum(parts.values()):.1%}")
         rows.append((name, device, ", ".join(sorted(chosen)), *(f"{t:.2f} s" for t in total.values()), *shares))
     header = ("model", "GPU", "chosen", "products", "eigenvectors", "share of a training, fp32", "bf16-mixed")
@@ -147,8 +146,8 @@ def balance_table() -> str:
     rows, counts = [], (1, 2, 4, 8, 16, 32, 64)
     for name, lm_head in product(SCALES, (False, True)):
         config, _ = read_command_line(["--config", f"{name}.yaml"])
-        model = outline(describe_model(config.model, config.data.sequence_length))
-        costs = ownership.costs_of(find_blocks(model, replace(config.salaad, embedding=True, lm_head=lm_head)))
+        salaad = replace(config.salaad, embedding=True, lm_head=lm_head)
+        costs = ownership.costs_of(find_blocks(outline_of(config), salaad))
         blocks = f"{len(costs)}, {'embedding and head' if lm_head else 'embedding'}"
         for how, deal in DEALINGS.items():
             ratios = [ownership.imbalance(costs, deal(costs, ranks), ranks) for ranks in counts]

@@ -14,7 +14,6 @@ from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.methods.salaad import ownership
-from salaad.model.build import describe_model, outline
 from salaad.model.roles import find_blocks
 from salaad.spectral.cost import COLUMN_KERNELS, REFILL
 from salaad.training.fitting import changes_that_fit
@@ -35,6 +34,7 @@ from salaad.training.prediction import (
 )
 from salaad.training.saving import RATE, STEPS_BEFORE, plan_saving, stop_seconds
 from salaad.training.sharding import owners_of
+from scripts.outlines import description_of, outline_of
 from scripts.reproduction.grid import PAPERS
 from scripts.results_tables import RESULTS
 
@@ -44,10 +44,9 @@ SHARES = (8, 32, 64)  # processes among which moments are shared in a table
 def sections() -> dict[str, str]:
     """Return every table of hours, memory and saving, the parts of a step of 350m, and the assumptions."""
     config, _ = read_command_line(["--config", "350m"])
-    description = describe_model(config.model, config.data.sequence_length)
     return {
         "scaling-hours": hours_table(),
-        "scaling-350m": prediction_table(config, description, "h100"),
+        "scaling-350m": prediction_table(config, description_of(config), "h100"),
         "scaling-memory": memory_table(),
         "scaling-sharding": sharding_table(),
         "scaling-bf16": bf16_cost(),
@@ -62,7 +61,7 @@ def hours_table() -> str:
     rows = []
     for size in PAPERS:
         own, _ = read_command_line(["--config", size])
-        description = describe_model(own.model, own.data.sequence_length)
+        description = description_of(own)
         for precision in ("fp32", "bf16-mixed"):
             config = replace(own, train=replace(own.train, precision=precision))
             for name in ("h100", "a100", "4090"):
@@ -86,8 +85,7 @@ def memory_table() -> str:
     rows = []
     for size, precision in (*((size, "fp32") for size in PAPERS), (PAPERS[-1], "bf16-mixed")):
         config, _ = read_command_line(["--config", size, f"--train.precision={precision}"])
-        description = describe_model(config.model, config.data.sequence_length)
-        found = [memory_of(config, description, count) for count in COUNTS]
+        found = [memory_of(config, description_of(config), count) for count in COUNTS]
         rows += [(size, precision, *row) for row in memory_rows(found)]
         rows.append((size, precision, "**together**", *(f"**{sum(kinds.values()) / 1e9:.2f}**" for kinds in found)))
     return markdown_table(("model", "precision", "GB of", *(f"{count}" for count in COUNTS)), rows)
@@ -98,7 +96,7 @@ def sharding_table() -> str:
     rows = []
     for size in PAPERS[2:]:
         config, _ = read_command_line(["--config", size])
-        model = outline(describe_model(config.model, config.data.sequence_length))
+        model = outline_of(config)
         parameters, blocks = list(model.parameters()), find_blocks(model, config.salaad)
         for how in get_args(ownership.Dealing):
             dealt = [_fullest(parameters, _like_the_admm(parameters, blocks, ranks, how), ranks) for ranks in SHARES]
@@ -145,7 +143,7 @@ def bf16_cost() -> str:
 def saving_table() -> str:
     """Return a table: bytes and seconds of a save of 1b by number of processes, if one or all write the state."""
     config, _ = read_command_line(["--config", "1b"])
-    model, rows = outline(describe_model(config.model, config.data.sequence_length)), []
+    model, rows = outline_of(config), []
     for ranks in COUNTS[:3]:
         for shard in ("none", "optimizer") if ranks > 1 else ("none",):
             saving = plan_saving(replace(config, train=replace(config.train, shard=shard)), model, ranks)
@@ -161,8 +159,7 @@ def saving_table() -> str:
 def stops_table() -> str:
     """Return a table: seconds until a run of 1b that is told to stop has ended, by device, precision and GPUs."""
     own, _ = read_command_line(["--config", "1b"])
-    description, rows = describe_model(own.model, own.data.sequence_length), []
-    model = outline(description)
+    description, model, rows = description_of(own), outline_of(own), []
     for precision in ("fp32", "bf16-mixed"):
         config = replace(own, train=replace(own.train, precision=precision))
         for name in ("h100", "a100"):
