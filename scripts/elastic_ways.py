@@ -36,7 +36,7 @@ from salaad.spectral.cost import RATES
 from salaad.training.prediction import flops_of_passes, rebuilt_outline
 from scripts.in_context import losses
 from scripts.outlines import description_of
-from scripts.shares import NAMED, shares
+from scripts.shares import NAMED, all_shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
 MATCH = 256  # sequences that layers are matched on
@@ -47,11 +47,6 @@ BEGINNING = "The village is"  # of the text that the smallest and the largest si
 BLOCKS = SalaadConfig(embedding=True)
 SPLITS = ("rpca", "godec")  # methods of splitting a model that was trained full-rank
 FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)}  # way → shares of each folder
-
-
-def all_shares() -> list[float]:
-    """Return the eight shares of the elastic score and those that tables name, the largest first."""
-    return sorted({*shares(), *NAMED}, reverse=True)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
-from scripts.results_tables import RESULTS, admm, bench, compared, demo, elastic, kernels, methods, nano, scaling
+from scripts.results_tables import (
+    RESULTS,
+    admm,
+    bench,
+    compared,
+    demo,
+    elastic,
+    elastic_picture,
+    kernels,
+    methods,
+    nano,
+    scaling,
+)
 from scripts.trainings import ROOT
 
+TABLES = (demo, nano, elastic, compared, methods, admm, bench, scaling, kernels)
+FOLDERS = ("demo", "nano", "micro", "elastic", "methods", "admm", "bench", "scaling", "kernels")
 PAGES = (
     ROOT / "README.md",
-    *(RESULTS / folder / "README.md" for folder in ("demo", "nano", "micro", "elastic", "methods", "admm", "bench")),
-    *(RESULTS / folder / "README.md" for folder in ("scaling", "kernels")),
+    *(RESULTS / folder / "README.md" for folder in FOLDERS),
     RESULTS / "reliability.md",
 )
 
@@ -30,7 +43,7 @@ def main() -> None:
     """Draw the pictures, then write the generated sections of every page."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     nano.draw_pictures()
-    elastic.draw_pictures()
+    elastic_picture.draw_pictures()
     sections = all_sections()
     for page in PAGES:
         page.write_text(filled(page, sections))
@@ -38,17 +51,7 @@ def main() -> None:
 
 def all_sections() -> dict[str, str]:
     """Every generated section by its name."""
-    return {
-        **demo.sections(),
-        **nano.sections(),
-        **elastic.sections(),
-        **compared.sections(),
-        **methods.sections(),
-        **admm.sections(),
-        **bench.sections(),
-        **scaling.sections(),
-        **kernels.sections(),
-    }
+    return {name: text for module in TABLES for name, text in module.sections().items()}
 
 
 def filled(page: Path, sections: Mapping[str, str]) -> str:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
-from scripts.results_tables.elastic import by_label, not_copied, perplexity, results, score
-from scripts.shares import NAMED, shares
+from scripts.results_tables.elastic import by_label, not_copied, perplexity, results, score, size_of
+from scripts.shares import all_shares
 
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 
@@ -53,12 +53,8 @@ class Trainings:
     def perplexities(self, model: Model) -> dict[int, float]:
         """Seed → perplexity, of the seeds that were measured."""
         mine = self._models.get(model.label, ())
-        if model.way is None:
-            sizes = [(row["seed"], row["X"]) for row in mine]
-        else:
-            curves = [(row["seed"], row["ways"].get(model.way, ())) for row in mine]
-            sizes = [(seed, size) for seed, curve in curves for size in curve if size["share"] == model.share]
-        return {seed: value for seed, size in sizes if (value := self._figure(size)) is not None}
+        sizes = {row["seed"]: row["X"] if model.way is None else size_of(row, *model[1:]) for row in mine}
+        return {seed: value for seed, size in sizes.items() if size and (value := self._figure(size)) is not None}
 
     def seeds(self, *models: Model) -> list[int]:
         """Return the seeds with which all of these models were measured."""
@@ -100,7 +96,7 @@ def at_worst(other: Callable[[Way, float], Model]) -> Measure:
     """Return the measure of SALAAD's model over another of its size, at the share where this is largest."""
 
     def measure(trainings: Trainings, way: Way) -> float | None:
-        found = [trainings.over(Model("SALAAD", way.salaad, share), other(way, share)) for share in {*shares(), *NAMED}]
+        found = [trainings.over(Model("SALAAD", way.salaad, share), other(way, share)) for share in all_shares()]
         return max((value for value in found if value is not None), default=None)
 
     return measure

@@ -8,7 +8,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import FULL_RANK, Model, Trainings, not_copied_over
-from scripts.results_tables.elastic import by_label, not_copied
+from scripts.results_tables.elastic import by_label, not_copied, size_of
 
 Row = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def summary_table() -> str:
     whole = first[FULL_RANK.label]["X"]
     lines = [("uncut", millions(whole["parameters"]), *_cells(rows, columns_at(None)))]
     for share in SHARES:
-        size = next(size for size in first["SALAAD"]["ways"][CUTS["SALAAD"]] if size["share"] == share)
+        size = size_of(first["SALAAD"], CUTS["SALAAD"], share)
         part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
         lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
     told = (

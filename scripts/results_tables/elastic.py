@@ -1,8 +1,8 @@
-"""The tables and pictures of results/elastic: one training at every size, small dense models and other methods."""
+"""The tables of results/elastic: one training at every size, small dense models and other methods."""
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import itemgetter
@@ -10,17 +10,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from matplotlib import pyplot as plt
-from matplotlib.ticker import PercentFormatter
-
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
-from salaad.evaluation.figures import dress, save
 from scripts import in_context
 from scripts.reproduction.freshness import MARK
-from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.results_tables import RESULTS
-from scripts.shares import NAMED, shares
+from scripts.shares import NAMED, all_shares, shares
 
 ELASTIC = RESULTS / "elastic"
 FAIR_WAYS = (
@@ -28,9 +23,8 @@ FAIR_WAYS = (
     *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
-MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
-_REFERENCE = "full-rank"
-_SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
+REFERENCE = "full-rank"
+SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
 
@@ -150,14 +144,14 @@ def _fair_lines(
     rows: Sequence[Row], costs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
-    references = _references(rows)
+    references = references_of(rows)
 
     def figures(there: Sequence[Row], of: Callable[[Row], Row]) -> tuple[str, ...]:
-        return _seeds(there), *_figures({row["seed"]: of(row) for row in there}, references)
+        return seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
 
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
-        if not label.startswith(_SMALL):  # a small dense model has other shapes than those timed
+        if not label.startswith(SMALL):  # a small dense model has other shapes than those timed
             cost = _cost(costs.get(label, costs[mine[0]["method"]]))
         if "X" in mine[0]:
             yield label, trained, (*figures(mine, itemgetter("X")), *cost)
@@ -165,11 +159,10 @@ def _fair_lines(
             yield f"{label}: L + S", trained, (*figures(mine, itemgetter("L+S")), "", "")
         for way in FAIR_WAYS:
             for share in _shown(mine, way):
-                there = [row for row in mine if has(row["ways"].get(way, ()), share)]
+                size = partial(size_of, way=way, share=share)
+                there = [row for row in mine if size(row)]
                 made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
-                size = partial(_size, way=way, share=share)
-                at_kappa = _kappas([size(row) for row in there])
-                yield f"{label}: {way}{at_kappa}", (*trained, *made), (*figures(there, size), "", "")
+                yield f"{label}: {way}{_kappas(map(size, there))}", (*trained, *made), (*figures(there, size), "", "")
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
@@ -178,24 +171,20 @@ def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
     return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
 
 
-def _seeds(rows: Sequence[Row]) -> str:
+def seeds_text(rows: Sequence[Row]) -> str:
+    """Return the seeds of rows as text."""
     return ", ".join(str(row["seed"]) for row in rows)
 
 
-def _size(row: Row, way: str, share: float) -> Row:
-    """Return the figures of a way at a share."""
-    return next(size for size in row["ways"][way] if size["share"] == share)
-
-
-def _kappas(sizes: Sequence[Row]) -> str:
+def _kappas(sizes: Iterable[Row]) -> str:
     """Return κ* of cuts by HPA as text, one per seed; an empty string for other cuts, and where κ was not recorded."""
     kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]
     return f", κ* {', '.join(kappas)}" if kappas else ""
 
 
-def _references(rows: Sequence[Row]) -> dict[int, float]:
+def references_of(rows: Sequence[Row]) -> dict[int, float]:
     """Return seed → perplexity of full-rank training."""
-    return {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == _REFERENCE}
+    return {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == REFERENCE}
 
 
 def _figures(of: Mapping[int, Row], references: Mapping[int, float]) -> tuple[str, ...]:
@@ -223,26 +212,20 @@ def _cost(cost: Mapping[str, Any]) -> tuple[str, str]:
     return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
 
 
-def draw_pictures() -> None:
-    """Draw one picture per scale."""
-    for scale, path in results().items():
-        picture(read_json(path)["rows"], ELASTIC / f"{scale}.png")
-
-
 def curves_table(rows: Sequence[Row]) -> str:
     """Perplexity of X and at every share of the compressible parameters, and the elastic score."""
-    lines, columns = [], sorted({*shares(), *NAMED}, reverse=True)
+    lines, columns = [], all_shares()
     for label, mine in by_label(rows).items():
         whole = _with_deviation([row["X"]["perplexity"] for row in mine])
-        lines.append((label, _seeds(mine), millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
-        for way in _ways(mine):
+        lines.append((label, seeds_text(mine), millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
+        for way in ways_of(mine):
             there = [row for row in mine if way in row["ways"]]
-            sizes = [
-                _with_deviation([at(row["ways"][way], share) for row in there if has(row["ways"][way], share)])
-                for share in columns
-            ]
+            measured = ([size for row in there if (size := size_of(row, way, share))] for share in columns)
+            sizes = [_with_deviation([size["perplexity"] for size in some]) for some in measured]
             scores = [found for row in there if (found := score(rows, row, way)) is not None]
-            lines.append((f"{label}: {way}", _seeds(there), "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–"))
+            lines.append(
+                (f"{label}: {way}", seeds_text(there), "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–")
+            )
     tokens = rows[0]["X"]["tokens"]
     commits = ", ".join(sorted({commit for row in rows for commit in _commits(row)}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
@@ -279,71 +262,9 @@ def cost_table(rows: Sequence[Row]) -> str:
     return markdown_table(("model", "step", "tokens", "operations", "minutes", "machine"), lines)
 
 
-def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw perplexity over parameters: curves of the ways, points of whole models, a line of dense ones.
-
-    Perplexities are relative to that of full-rank training with the same seed, and means over the seeds: two seeds
-    can differ by more than two ways do.
-    """
-    figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
-    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
-    references = _references(rows)
-    models = by_label([row for row in rows if row["seed"] in references])
-    for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if _ways(v)), strict=False):
-        for marker, way in zip(markers, _ways(mine), strict=False):
-            points = _points(mine, way, references)
-            # A few sizes that were made one by one get no line, since there are no sizes between them.
-            line = "none" if len(points) <= len(NAMED) else "solid"
-            panel.plot(
-                *zip(*points, strict=True),
-                linestyle=line,
-                color=color,
-                marker=marker,
-                markersize=5,
-                label=f"{label}: {way} ({_seeds([row for row in mine if way in row['ways']])})",
-            )
-    whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != _REFERENCE}
-    small = sorted(point for label, point in whole.items() if label.startswith(_SMALL))
-    others = {label: point for label, point in whole.items() if not label.startswith(_SMALL)}
-    for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
-        named = f"{label} ({_seeds(models[label])})"
-        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=named)
-    if small:
-        panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
-    panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=_REFERENCE)
-    heights = [y for line in panel.get_lines() for y in line.get_ydata()]
-    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training, same seed")
-    panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
-    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    dress(panel, which="both")
-    figure.legend(loc="outside right upper", frameon=False, title="way (its seeds)")
-    save(figure, path)
-
-
-def _ways(rows: Sequence[Row]) -> list[str]:
+def ways_of(rows: Sequence[Row]) -> list[str]:
     """The ways to smaller sizes that were measured with any seed."""
     return list(dict.fromkeys(way for row in rows for way in row["ways"]))
-
-
-def _points(rows: Sequence[Row], way: str, references: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Millions of parameters and relative perplexity at every share, means over the seeds."""
-    curves = [(row["ways"][way], references[row["seed"]]) for row in rows if way in row["ways"]]
-    found = []
-    for share in {size["share"] for sizes, _ in curves for size in sizes}:
-        there = [(size, reference) for sizes, reference in curves for size in sizes if size["share"] == share]
-        found.append(
-            (
-                fmean(size["parameters"] for size, _ in there) / 1e6,
-                fmean(size["perplexity"] / reference for size, reference in there) - 1,
-            )
-        )
-    return sorted(found)
-
-
-def _whole_point(rows: Sequence[Row], references: Mapping[int, float]) -> tuple[float, float]:
-    """Millions of parameters and relative perplexity of the whole model, means over the seeds."""
-    relative = (row["X"]["perplexity"] / references[row["seed"]] for row in rows)
-    return rows[0]["X"]["parameters"] / 1e6, fmean(relative) - 1
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -351,23 +272,18 @@ def by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {label: [row for row in rows if row["label"] == label] for label in dict.fromkeys(r["label"] for r in rows)}
 
 
-def has(sizes: Sequence[Row], share: float) -> bool:
-    """Whether a curve has this share."""
-    return any(size["share"] == share for size in sizes)
-
-
-def at(sizes: Sequence[Row], share: float) -> float:
-    """The perplexity of a curve at a share."""
-    return next(size["perplexity"] for size in sizes if size["share"] == share)
+def size_of(row: Row, way: str, share: float) -> Row | None:
+    """Return the figures of a way at a share; None if it was not measured there."""
+    return next((size for size in row["ways"].get(way, ()) if size["share"] == share), None)
 
 
 def score(rows: Sequence[Row], row: Row, way: str) -> float | None:
     """Return the mean over the eight sizes of log(perplexity / full-rank's with this seed); None if one is missing."""
-    reference = [r["X"]["perplexity"] for r in rows if r["label"] == _REFERENCE and r["seed"] == row["seed"]]
-    sizes = row["ways"].get(way, ())
-    if not reference or not all(has(sizes, share) for share in shares()):
+    reference = [r["X"]["perplexity"] for r in rows if r["label"] == REFERENCE and r["seed"] == row["seed"]]
+    sizes = [size_of(row, way, share) for share in shares()]
+    if not reference or None in sizes:
         return None
-    return fmean(math.log(at(sizes, share) / reference[0]) for share in shares())
+    return fmean(math.log(size["perplexity"] / reference[0]) for size in sizes)
 
 
 def _with_deviation(values: Sequence[float]) -> str:

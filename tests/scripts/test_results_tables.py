@@ -7,7 +7,7 @@ from math import exp, log
 
 import pytest
 
-from scripts.results_tables import demo, elastic
+from scripts.results_tables import demo, elastic, elastic_picture
 from scripts.results_tables.compared import goals_table
 
 SHARES = (0.75, 0.5, 0.2)
@@ -94,8 +94,8 @@ def test_a_picture_shows_ways_and_whole_models_relative_to_full_rank_training_wi
         [panel] = figure.axes
         drawn.update({line.get_label(): [*zip(*line.get_data(), strict=True)] for line in panel.get_lines()})
 
-    monkeypatch.setattr(elastic, "save", keep)
-    elastic.picture(rows, tmp_path / "picture.png")
+    monkeypatch.setattr(elastic_picture, "save", keep)
+    elastic_picture.picture(rows, tmp_path / "picture.png")
     close = partial(pytest.approx, rel=1e-9)
     assert drawn["full-rank: rpca (0, 1)"] == [close(point) for point in ((1.2, 0.7), (1.5, 0.12), (1.75, 0.02))]
     assert drawn["SALAAD (0, 1)"] == [close((2.0, 0.08))]

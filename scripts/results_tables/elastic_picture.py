@@ -1,0 +1,94 @@
+"""The pictures of results/elastic: perplexity over parameters, one picture per scale."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib import pyplot as plt
+from matplotlib.ticker import PercentFormatter
+
+from salaad.common.files import read_json
+from salaad.evaluation.figures import dress, save
+from scripts.reproduction.palette import COLORS, OTHERS
+from scripts.results_tables.elastic import (
+    ELASTIC,
+    REFERENCE,
+    SMALL,
+    Row,
+    by_label,
+    references_of,
+    results,
+    seeds_text,
+    ways_of,
+)
+from scripts.shares import NAMED
+
+MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
+
+
+def draw_pictures() -> None:
+    """Draw one picture per scale."""
+    for scale, path in results().items():
+        picture(read_json(path)["rows"], ELASTIC / f"{scale}.png")
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Draw perplexity over parameters: curves of the ways, points of whole models, a line of dense ones.
+
+    Perplexities are relative to that of full-rank training with the same seed, and means over the seeds: two seeds
+    can differ by more than two ways do.
+    """
+    figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
+    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
+    references = references_of(rows)
+    models = by_label([row for row in rows if row["seed"] in references])
+    for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if ways_of(v)), strict=False):
+        for marker, way in zip(markers, ways_of(mine), strict=False):
+            points = _points(mine, way, references)
+            # A few sizes that were made one by one get no line, since there are no sizes between them.
+            line = "none" if len(points) <= len(NAMED) else "solid"
+            panel.plot(
+                *zip(*points, strict=True),
+                linestyle=line,
+                color=color,
+                marker=marker,
+                markersize=5,
+                label=f"{label}: {way} ({seeds_text([row for row in mine if way in row['ways']])})",
+            )
+    whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != REFERENCE}
+    small = sorted(point for label, point in whole.items() if label.startswith(SMALL))
+    others = {label: point for label, point in whole.items() if not label.startswith(SMALL)}
+    for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
+        named = f"{label} ({seeds_text(models[label])})"
+        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=named)
+    if small:
+        panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
+    panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=REFERENCE)
+    heights = [y for line in panel.get_lines() for y in line.get_ydata()]
+    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training, same seed")
+    panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
+    panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    dress(panel, which="both")
+    figure.legend(loc="outside right upper", frameon=False, title="way (its seeds)")
+    save(figure, path)
+
+
+def _points(rows: Sequence[Row], way: str, references: Mapping[int, float]) -> list[tuple[float, float]]:
+    """Millions of parameters and relative perplexity at every share, means over the seeds."""
+    curves = [(row["ways"][way], references[row["seed"]]) for row in rows if way in row["ways"]]
+    found = []
+    for share in {size["share"] for sizes, _ in curves for size in sizes}:
+        there = [(size, reference) for sizes, reference in curves for size in sizes if size["share"] == share]
+        found.append(
+            (
+                fmean(size["parameters"] for size, _ in there) / 1e6,
+                fmean(size["perplexity"] / reference for size, reference in there) - 1,
+            )
+        )
+    return sorted(found)
+
+
+def _whole_point(rows: Sequence[Row], references: Mapping[int, float]) -> tuple[float, float]:
+    """Millions of parameters and relative perplexity of the whole model, means over the seeds."""
+    relative = (row["X"]["perplexity"] / references[row["seed"]] for row in rows)
+    return rows[0]["X"]["parameters"] / 1e6, fmean(relative) - 1
