@@ -48,14 +48,14 @@ def random_parts(n: int, m: int) -> Slr:
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", type=float, default=0.5, help="part of the units' parameters to keep")
-    parser.add_argument("--refine", type=int, default=20, help="alternations at the most")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the parameters of L + S to keep")
+    parser.add_argument("--refine", type=int, default=20, help="alternating projections at the most")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to refine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")
     options, rest = parser.parse_known_args()
     if not 0 < options.share < 1:
-        raise UserError(f"--share is {options.share}, outside (0, 1); give the part of the units to keep")
+        raise UserError(f"--share is {options.share}, outside (0, 1); give the share of the parameters to keep")
     at_least(options, 1, "refine", "threads")
     require_device(options.device)
     torch.set_num_threads(options.threads)

@@ -30,11 +30,10 @@ from salaad.compression.write import compress
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.evaluation.variant_perplexity import VariantEvaluation
-from salaad.factored import cpu_kernels
 from salaad.factored.smaller_form import resident_bytes
 from salaad.model.build import load_model
 from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.bench_inference import compare, decode, prefill
+from scripts.bench_inference import compare, decode, prefill, products
 
 STORED, OPENED = ("float32", "bfloat16", "int8"), ("float32", "bfloat16")
 LENGTH, TOKENS = 128, 16  # tokens of a prompt, and tokens to write
@@ -91,7 +90,7 @@ def main() -> None:
     print(table(rows))
     if options.output:
         about = {"budget": options.budget, "threads": options.threads, "length": LENGTH, "tokens": TOKENS}
-        about |= {"dense_bytes": resident_bytes(dense), "products": "compiled" if cpu_kernels.library() else "torch's"}
+        about |= {"dense_bytes": resident_bytes(dense), "products": products(torch.device("cpu"), torch.float32)}
         write_json({**about, "rows": rows, **provenance()}, options.output)
 
 

@@ -25,7 +25,6 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,97 +43,18 @@ from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream
 from salaad.data.text import Text, open_text
 from salaad.methods.registry import method_of
-from salaad.model.build import model_source, training_flops
-from salaad.model.loss import IGNORED, SummedLoss
+from salaad.model.build import training_flops
 from salaad.model.parameters import trained_parameters
 from salaad.training.launch import start_accelerator
 from salaad.training.plan import memory_by_kind
-from scripts.devices import Marks, now
-from scripts.live_tensors import most_bytes
+from scripts.contender import ROUND, Contender
+from scripts.devices import now
 from scripts.outlines import outline_of
 
-ROUND, PEAK_SIZE = 10, 8192
+PEAK_SIZE = 8192
 ROOM = 0.93  # share of a GPU's free memory that tensors can use; the rest is lost to fragmentation
 # Indices in a round of the two steps that can contain periodic work: the last step of a period, and the next one.
 PERIODIC = (ROUND // 2 - 1, ROUND // 2)
-
-
-class Contender:
-    """One method with its own copy of the model and its own optimizer.
-
-    Args:
-        config: configuration of its run, whose periodic work comes every `ROUND` steps here instead of every `period`.
-        device: where it trains.
-    """
-
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self.period = getattr(config.settings, "every", None)
-        if self.period is not None:
-            often = {"every": ROUND, **({"rewarmup": 1} if hasattr(config.settings, "rewarmup") else {})}
-            config = replace(config, sections={config.method: replace(config.settings, **often)})
-        self.config, self.device = config, device
-        method, source = method_of(config), model_source(config.model, config.data.sequence_length)
-        self.model = source.build(config.seed, 0, 1)
-        method.rebuild(self.model, config)
-        self.model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).train()
-        self.method = method(self.model, config)
-        self.optimizer, _ = self.method.build_optimizer()
-        self.steps, self.taken = 0, torch.zeros((), device=device)
-        if config.train.compile:
-            self.model.base_model.compile()
-        self.loss = SummedLoss(self.model)
-        self._marks = Marks(device)
-        self.seconds: list[float] = []
-        self.updates: list[float] = []  # the part of each step's seconds that can contain periodic work
-
-    def step(self, batch: dict[str, torch.Tensor]) -> None:
-        """One training step, as train.py takes it."""
-        self._marks.set()
-        rows, labels = batch["input_ids"].to(self.device), batch["labels"].to(self.device)
-        tokens = (labels[:, 1:] != IGNORED).sum()
-        size = self.config.train.micro_batch
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16-mixed"):
-            for micro, targets in zip(rows.split(size), labels.split(size), strict=True):
-                for context in self.method.passes():
-                    with context:
-                        (self.loss(micro, targets) / tokens).backward()
-        self.method.after_backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or float("inf"))
-        self._marks.set()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        self.method.after_step(self.optimizer, self.steps, self.taken)
-        self._marks.set()
-
-    def count_times(self) -> None:
-        """Add the times of all steps since the last call; waits for a GPU."""
-        between = self._marks.take()  # from a step's start to its clipped gradient, to its end, to the next one's start
-        seconds = [before + after for before, after in zip(between[::3], between[1::3], strict=True)]
-        self.seconds += seconds
-        # On a CPU periodic work is in the second part; on a GPU it may overlap the next step and delay any part of it.
-        self.updates += seconds if self.device.type == "cuda" else between[1::3]
-
-    def forget_times(self) -> None:
-        """Discard all times so far."""
-        self._marks.take()
-        self.seconds, self.updates = [], []
-
-    def memory(self, batch: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Return the tensor bytes of weights, optimizer and the method's own state, and the peak in one more step."""
-        held = {
-            "weights": sum(p.nbytes for p in (*self.model.parameters(), *self.model.buffers())),
-            "optimizer": sum(
-                value.nbytes
-                for state in self.optimizer.state.values()
-                for value in state.values()
-                if torch.is_tensor(value)
-            ),
-            "method": self.method.state_bytes(),
-        }
-        peak = sum(held.values()) + most_bytes(lambda: self.step(batch), self.device)
-        self.forget_times()
-        return {**held, "peak": peak}
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:
@@ -325,7 +245,12 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas; full_rank always")
-    parser.add_argument("--also", action="append", default=[], help="NAME: options, of one more way to train")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        help="one more way to train, as 'NAME: options of train.py'; may be repeated",
+    )
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")

@@ -252,7 +252,9 @@ def main() -> None:
     runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
     comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
     searched = read_json(options.search)["methods"] if options.search else {}
-    rates = {name: best_rates(entry) for name, entry in searched.items() if name not in ("full_rank", "salaad")}
+    rates = {
+        name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
+    }
     settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]
@@ -290,7 +292,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
-    parser.add_argument("--rows", help="labels, separated by semicolons; all unless given")
+    parser.add_argument("--rows", help="labels of models (see --list), separated by semicolons; all unless given")
     parser.add_argument(
         "--ways",
         default=";".join(WAYS),
@@ -298,8 +300,10 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     )
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
-    parser.add_argument("--search", type=Path, help="JSON of compare_methods.py, of which the other methods are taken")
-    parser.add_argument("--other-text", help="a second validation file: whole models, halves and fifths")
+    parser.add_argument(
+        "--search", type=Path, help="JSON of compare_methods.py, for the learning rates of other methods"
+    )
+    parser.add_argument("--other-text", help="a second validation file, for whole models and for half and a fifth")
     parser.add_argument("--salaad", default="", help="options of SALAAD, in place of the recommended ones")
     parser.add_argument(
         "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"

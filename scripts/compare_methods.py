@@ -150,10 +150,10 @@ class Contest:
                     break
                 tried(Rates(best / 2 if best == min(found) else best * 2, share))
             centre = min(found, key=found.get)
-        plain = best_rates({"search": [row for row in search if not Rates.of(row).settings]})
+        plain = best_rates([row for row in search if not Rates.of(row).settings])
         tried(*(plain._replace(settings=settings) for settings in alternatives(config) if self.own))
-        if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(entry)):
-            entry["full"] = self.result(method, best_rates(entry), None)
+        if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(search)):
+            entry["full"] = self.result(method, best_rates(search), None)
             save()
 
 
@@ -163,9 +163,9 @@ def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
     return {row["lr"]: _perplexity(row) for row in plain if Rates.of(row).projections == share}
 
 
-def best_rates(entry: dict[str, Any]) -> Rates:
+def best_rates(search: list[dict[str, Any]]) -> Rates:
     """Return the rates with the lowest perplexity in the search of a method, among those that can be taken in full."""
-    found = [row for row in entry["search"] if not set(SHOWN_ONLY) & set(Rates.of(row).settings)]
+    found = [row for row in search if not set(SHOWN_ONLY) & set(Rates.of(row).settings)]
     return Rates.of(min(found, key=_perplexity))
 
 

@@ -149,9 +149,8 @@ def train_side_by_side(output: Path, steps: int) -> None:
     }
     said = 0
     try:
-        while all(not process.poll() for process in processes.values()):
-            if all(process.poll() == 0 for process in processes.values()):
-                break
+        # Until both have ended, or one of them with an error.
+        while None in (codes := [process.poll() for process in processes.values()]) and not any(codes):
             time.sleep(1)
             rows = {method: read_json_lines(output / method / "metrics.jsonl")[-1:] for method in METHODS}
             for method, last in rows.items():

@@ -223,8 +223,10 @@ def main() -> None:
         UserError: there is no such device, or a stage failed.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hours", type=float, default=2.0, help="that it may take; longer stages are left out")
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--hours", type=float, default=2.0, help="that all may take; stages that need longer are left out"
+    )
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"), help="what is checked")
     parser.add_argument("--tiny", action="store_true", help="the smallest shapes, to check the path itself")
     parser.add_argument("--output", type=Path, help="folder to leave; results/gpu/NAME unless given")
     options = parser.parse_args()

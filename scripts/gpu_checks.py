@@ -113,7 +113,7 @@ def main() -> None:
         UserError: there is no such device or kind, or a check does not pass.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"), help="what is checked")
     parser.add_argument("--tiny", action="store_true", help="the smallest shapes, to check the checks")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which, separated by commas; all unless given")
     parser.add_argument("--output", type=json_file, help="JSON file to write")

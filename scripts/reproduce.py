@@ -154,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--scale", choices=SCALES, required=True, help="the size at which everything is done")
     found.add_argument("--list", action="store_true", help="show the items (all, or those named) and do nothing")
     found.add_argument("--json", action="store_true", help="with --list: as JSON")
-    found.add_argument("--again", action="store_true", help="make them anew though their results are kept")
+    found.add_argument("--again", action="store_true", help="measure them anew though their results are kept")
     found.add_argument("--jobs", type=int, default=1, help="trainings side by side on this machine")
     found.add_argument("--compile", action="store_true", help="compile the trainings, which on a CPU needs a compiler")
     found.add_argument("--launcher", default="python", help="python, print, or a launcher's words before train.py")

@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few tries of each drill")
     parser.add_argument("--drills", default=",".join(DRILLS), help=f"some of {', '.join(DRILLS)}")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments at which something happens")
+    parser.add_argument("--seed", type=int, default=0, help="determines the moments at which a run is broken")
     parser.add_argument("--output", type=Path, help="JSON file to write; rows of other drills in it are kept")
     options = parser.parse_args()
     chosen = list(dict.fromkeys(name.strip() for name in options.drills.split(",")))

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
+from salaad.common.validation import at_least
 from salaad.data.documents import expand, read_documents
 from salaad.data.tokenizer import train_tokenizer
 
@@ -23,10 +24,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write, ending in .model")
     parser.add_argument("--characters", type=int, default=12_000_000, help="of text, evenly from all files")
     options = parser.parse_args()
-    for name in ("vocab_size", "characters"):
-        if getattr(options, name) < 1:
-            told = f"--{name.replace('_', '-')} is {getattr(options, name)}, but the least is 1"
-            raise UserError(f"{told}; give 1 or more")
+    at_least(options, 1, "vocab_size", "characters")
     if options.output.suffix != ".model":
         raise UserError(f"--output is {options.output}, but a tokenizer is opened by its ending; end it in .model")
     if options.output.exists():

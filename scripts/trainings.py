@@ -24,8 +24,8 @@ class Trained(NamedTuple):
     """A training that ended.
 
     Args:
-        about: its options, and --train.compile where the run differs from them in it; its steps; and the versions,
-            commit and machine it began with.
+        about: its options, followed by --train.compile where the run was compiled otherwise; its steps; and the
+            versions, commit and machine it began with.
         summary: summary.json; None where the numbers diverged.
     """
 

@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh with the files of pins to install: makes .venv, once per version of the pins.
+# Sourced by demo.sh, gpu.sh and test.sh with the files of pins to install: makes .venv, once per version of the pins.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pins=("$@")
 stamp=.venv/installed-$(cat "${pins[@]}" pyproject.toml | cksum | tr -d ' ')

@@ -17,7 +17,7 @@ from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.config.run import RunConfig
-from scripts.bench_training import Contender
+from scripts.contender import Contender
 from scripts.on_device.check import Check, not_made
 from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments, write_text, write_tokenizer
 

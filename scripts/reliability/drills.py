@@ -66,8 +66,9 @@ class Drills:
         return toy_arguments(self.text, self.tokenizer, **usual | more)
 
     def whole(self, name: str, arguments: list[str], processes: int = 1) -> Path:
-        """Train a run that is not broken, to compare others with; return its folder."""
-        Training(arguments, self.work / name, processes).finish()
+        """Return the folder of a run that is not broken, to compare others with; trained unless it is there."""
+        if not (self.work / name).exists():
+            Training(arguments, self.work / name, processes).finish()
         return self.work / name
 
     def kill(self) -> Iterator[Row]:
@@ -76,7 +77,7 @@ class Drills:
             tries = (3 if processes == 1 else 2) if self.quick else 25
             arguments = self.options(steps=400 if self.quick else 2500)
             whole = self.whole(f"whole-{processes}", arguments, processes)
-            row, run = Row(f"SIGKILL, {processes} process{'es' if processes > 1 else ''}"), self.work / f"k{processes}"
+            row, run = Row(f"SIGKILL, {_counted(processes)}"), self.work / f"k{processes}"
             saves = 0
             for number in range(tries):
                 training = Training(arguments, run, processes)
@@ -113,10 +114,8 @@ class Drills:
         """Send SIGTERM: the trainer has to save and end within the grace time, and say how to resume."""
         for processes in (1, 2):
             arguments = self.options(steps=400 if self.quick else 2500)
-            whole = self.work / f"whole-{processes}"
-            if not whole.exists():
-                self.whole(whole.name, arguments, processes)
-            row, run = Row(f"SIGTERM, {processes} process{'es' if processes > 1 else ''}"), self.work / f"t{processes}"
+            whole = self.whole(f"whole-{processes}", arguments, processes)
+            row, run = Row(f"SIGTERM, {_counted(processes)}"), self.work / f"t{processes}"
             longest = 0.0
             for number in range(1 if self.quick else 5):
                 training = Training(arguments, run, processes)
@@ -273,14 +272,8 @@ class Drills:
     def hostile(self) -> Iterator[Row]:
         """Run scripts/reliability/fuzz.py, which opens configurations and folders that it has tampered with."""
         verdict = self.work / "fuzz.json"
-        command = [
-            sys.executable,
-            "scripts/reliability/fuzz.py",
-            "--cases",
-            "300" if self.quick else "10000",
-            "--output",
-            verdict,
-        ]
+        cases = "300" if self.quick else "10000"
+        command = [sys.executable, "scripts/reliability/fuzz.py", "--cases", cases, "--output", verdict]
         subprocess.run(command, cwd=ROOT, capture_output=True, timeout=3600)
         found = read_json(verdict)
         row = Row("hostile configurations and model folders", tries=found["cases"])
@@ -333,6 +326,10 @@ class Drills:
             row.lost.append("lines of metrics.jsonl")
         row.note = f"memory {growth:+.1%} after the warm-up, file handles {more:+.0f}, every line there"
         yield row
+
+
+def _counted(processes: int) -> str:
+    return f"{processes} process{'es' if processes > 1 else ''}"
 
 
 def train_poisoned() -> None:

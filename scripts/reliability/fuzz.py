@@ -276,7 +276,7 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000, help="how many, half of each kind (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="determines the cases (default: %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=30, help="the most that a case may take (default: %(default)s)"
     )

@@ -21,10 +21,8 @@ RIVALS = {"ours": "SALAAD", "theirs": "full-rank"}  # field of a sentence → wh
 # seed, differs by about as much from one seed to another.
 LEVEL = 0.01
 SCALES = ("nano-20", "nano")  # in order of preference: the longer training, if it is measured
-NOT_OF_FULL_SIZE = (
-    "dense, ",
-    "full-rank, one rate",
-)  # beginnings of labels: of smaller models, and of the training with one learning rate for all weights
+# Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
+NO_CHOICE = ("dense, ", "full-rank, one rate")
 
 
 def nano_20(results: Path) -> Trainings:
@@ -51,7 +49,7 @@ def full_size(results: Path) -> str | None:
     costs = {
         label: cost
         for label in trainings.labels
-        if not label.startswith(NOT_OF_FULL_SIZE) and (cost := trainings.over(Model(label))) is not None
+        if not label.startswith(NO_CHOICE) and (cost := trainings.over(Model(label))) is not None
     }
     if "SALAAD" not in costs or bench is None:
         return None

@@ -120,12 +120,6 @@ def percent_span(changes: Sequence[float]) -> str:
     return f"{percent(min(changes))} to {percent(max(changes))}"
 
 
-def spread_text(spread: Row) -> str:
-    """Mean ± deviation; of a single seed the mean alone."""
-    deviation = f" ± {spread['deviation']:.2f}" if len(spread["values"]) > 1 else ""
-    return f"{spread['mean']:.2f}{deviation}"
-
-
 def changes_text(values: Sequence[float]) -> str:
     """Mean ± deviation in percent; of a single seed, and where one overflowed, the mean alone."""
     spread = len(values) > 1 and all(map(math.isfinite, values))

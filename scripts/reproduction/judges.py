@@ -31,10 +31,10 @@ from scripts.reproduction.evidence import (
     ratios,
     shares,
     span,
-    spread_text,
     structure_text,
     the_row,
 )
+from scripts.reproduction.records import shown
 
 Results = Mapping[str, Mapping[str, Any]]  # item → its result JSON
 Judge = Callable[[Results], list[Number]]
@@ -52,8 +52,8 @@ def central(results: Results) -> list[Number]:
     reached = [any(a <= b and c <= d for b, d in criteria.WHOLE_OVER_X) for a, c in pairs]
     cost = changes(X["perplexity"], the_row(rows, method="full_rank")["perplexity"])
     return [
-        Number("PPL of X", spread_text(X["perplexity"])),
-        Number("PPL of L + S", spread_text(whole["perplexity"])),
+        Number("PPL of X", shown(X["perplexity"])),
+        Number("PPL of L + S", shown(whole["perplexity"])),
         Number(
             "PPL of L + S over X and parameters of L + S over X's, both at most those of one of the paper's models in "
             "every seed",
@@ -71,7 +71,7 @@ def against_full_rank(results: Results) -> list[Number]:
     X, whole = (the_row(rows, method="salaad", variant=name)["perplexity"] for name in ("X", "L+S"))
     better = changes(whole, vanilla)
     return [
-        Number("PPL of full-rank training", spread_text(vanilla)),
+        Number("PPL of full-rank training", shown(vanilla)),
         Number(
             f"PPL of L + S over full-rank training, at most {percent(criteria.WHOLE_OVER_FULL_RANK)} in every seed",
             percents(better),
@@ -103,13 +103,13 @@ def embedding(results: Results) -> list[Number]:
         Number(
             f"rank ratio and density of the embedding, at most {structure_text(criteria.EMBEDDING_STRUCTURE)} in every "
             "seed",
-            ", ".join(map(spread_text, own.values())),
+            ", ".join(map(shown, own.values())),
             all(largest[key] <= most for key, most in criteria.EMBEDDING_STRUCTURE.items()),
         ),
         *(
             Number(
                 f"PPL of the cut by HPA to {millions(row['parameters']['mean'])}, {blocks}",
-                spread_text(row["perplexity"]),
+                shown(row["perplexity"]),
             )
             for row, blocks in zip(cut, BLOCKS, strict=True)
         ),
@@ -219,9 +219,9 @@ def frequency(results: Results) -> list[Number]:
         ),
     }
     numbers = [Number("K/J", ", ".join(map(str, Ks)))]
-    for key, (what, shown, holds) in limits.items():
+    for key, (what, written, holds) in limits.items():
         kept = all(holds([row[key] for row in mine]) for mine in seeds)
-        numbers.append(Number(f"{what} in every seed", ", ".join(shown(row[key]) for row in means), kept))
+        numbers.append(Number(f"{what} in every seed", ", ".join(written(row[key]) for row in means), kept))
     return numbers
 
 
@@ -285,7 +285,7 @@ def bf16(results: Results) -> list[Number]:
         half, full = (the_row(rows, method=method, variant=name, precision=precision) for precision in ("bf16", "fp32"))
         worse = changes(half["perplexity"], full["perplexity"])
         label = name.replace("+", " + ") if method == "salaad" else "full-rank training"
-        both = ", ".join(spread_text(row["perplexity"]) for row in (half, full))
+        both = ", ".join(shown(row["perplexity"]) for row in (half, full))
         numbers.append(Number(f"PPL of {label}, bfloat16 and float32", both))
         what = f"PPL of {label}, bfloat16 over float32"
         if method == "salaad":

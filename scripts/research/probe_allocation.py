@@ -116,7 +116,7 @@ def main() -> None:
     """Probe every checkpoint and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", nargs="+", type=Path, required=True, help="runs of train.py")
-    parser.add_argument("--split", choices=("rpca", "godec"), help="for runs trained full-rank")
+    parser.add_argument("--split", choices=("rpca", "godec"), help="how runs that were trained full-rank are split")
     parser.add_argument("--sequences", type=int, default=64, help="sequences of training text for a probe")
     parser.add_argument("--tokens", type=int, default=100_000, help="validation tokens")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")

@@ -1,7 +1,8 @@
 """The generated tables of the project's README and of the README in each folder of results/.
 
 Begin with `nano`. There is a module per folder, whose function `sections` returns every marked section by name, as
-Markdown. Tables that the page of a GPU has too are in `deployment`.
+Markdown; `compared` adds the goals to those of `elastic`, and `elastic_picture` draws them. Tables that the page of a
+GPU has too are in `deployment`.
 """
 
 from scripts.trainings import ROOT

@@ -70,7 +70,7 @@ def search_table(result: dict[str, Any]) -> str:
     rows = []
     for method, entry in result["methods"].items():
         found = {_rates(row): row["variants"].get("X", {}).get("perplexity", math.inf) for row in entry["search"]}
-        taken = best_rates(entry)
+        taken = best_rates(entry["search"])
         best = next(_rates(row) for row in entry["search"] if Rates.of(row) == taken)
         shown = {rates: "diverged" if value == math.inf else f"{value:.1f}" for rates, value in found.items()}
         tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
@@ -83,7 +83,7 @@ def search_table(result: dict[str, Any]) -> str:
 
 def _at_the_edge(search: list[dict[str, Any]]) -> str:
     """Return a remark if the best rate of a search is the least or the greatest tried, else an empty string."""
-    best = best_rates({"search": search})
+    best = best_rates(search)
     beside = [row["lr"] for row in search if Rates.of(row).projections == best.projections]
     return " (the best at the edge)" if best.lr in (min(beside), max(beside)) else ""
 

@@ -38,7 +38,7 @@ from scripts.outlines import description_of, outline_of
 from scripts.reproduction.grid import PAPERS
 from scripts.results_tables import RESULTS
 
-SHARES = (8, 32, 64)  # processes among which moments are shared in a table
+DEALT_AMONG = (8, 32, 64)  # numbers of processes among which the moments are dealt in a table
 
 
 def sections() -> dict[str, str]:
@@ -99,11 +99,13 @@ def sharding_table() -> str:
         model = outline_of(config)
         parameters, blocks = list(model.parameters()), find_blocks(model, config.salaad)
         for how in get_args(ownership.Dealing):
-            dealt = [_fullest(parameters, _like_the_admm(parameters, blocks, ranks, how), ranks) for ranks in SHARES]
+            dealt = [
+                _fullest(parameters, _like_the_admm(parameters, blocks, ranks, how), ranks) for ranks in DEALT_AMONG
+            ]
             rows.append((size, f"to the owners of the blocks, {how}", *(f"{ratio:.2f}" for ratio in dealt)))
-        dealt = [_fullest(parameters, owners_of(parameters, ranks), ranks) for ranks in SHARES]
+        dealt = [_fullest(parameters, owners_of(parameters, ranks), ranks) for ranks in DEALT_AMONG]
         rows.append((size, "by bytes (used)", *(f"{ratio:.2f}" for ratio in dealt)))
-    return markdown_table(("model", "moments dealt", *(f"{ranks} processes" for ranks in SHARES)), rows)
+    return markdown_table(("model", "moments dealt", *(f"{ranks} processes" for ranks in DEALT_AMONG)), rows)
 
 
 def _like_the_admm(

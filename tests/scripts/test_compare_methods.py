@@ -69,7 +69,7 @@ def test_a_search_goes_on_beyond_the_edge_that_is_best_and_then_trains_in_full(s
     assert search(0.012) == [(0.0015, 250), (0.003, 250), (0.006, 250), (0.012, 250), (0.024, 250), (0.012, None)]
     entry = json.loads(search.output.read_text())["methods"]["cola"]
     assert [row["lr"] for row in entry["search"]] == [0.0015, 0.003, 0.006, 0.012, 0.024]
-    assert (entry["own_lr"], best_rates(entry).lr, entry["full"]["lr"]) == (0.003, 0.012, 0.012)
+    assert (entry["own_lr"], best_rates(entry["search"]).lr, entry["full"]["lr"]) == (0.003, 0.012, 0.012)
     assert search(0.012) == []
 
 
@@ -92,7 +92,7 @@ def test_the_share_of_the_projections_is_tried_around_the_best_rate_before(searc
     assert search(0.003, *words) == first + second
     entry = json.loads(search.output.read_text())["methods"]["cola"]
     assert [Rates.of(row) for row in entry["search"]][2:4] == [Rates(0.006, 1), Rates(0.0015, 0.25)]
-    assert best_rates(entry) == Rates(0.012, 0.25)
+    assert best_rates(entry["search"]) == Rates(0.012, 0.25)
     shown = search_table(json.loads(search.output.read_text()))
     assert "0.003: 101.0, 0.006: 102.0" in shown and "0.012 × 0.25: **100.2**" in shown and "edge" not in shown
     assert search(0.003, *words) == []
@@ -108,7 +108,7 @@ def test_a_run_in_full_follows_the_best_rates(search):
 def test_the_comparison_at_every_size_takes_the_best_rates_over(search):
     search(0.003, "--projections=1,0.25", "--search-only")
     [entry] = json.loads(search.output.read_text())["methods"].values()
-    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry)})
+    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry["search"])})
     [cola] = [one for one in compare_elastic.trainings("nano", (), settings) if one.label == "cola"]
     assert cola.words == ("--method=cola", "--optimizer.lr=0.012", "--optimizer.projection_lr=0.25")
 
@@ -121,9 +121,9 @@ def test_settings_of_the_methods_are_searched_at_the_best_rates_and_taken_over(s
         (0.003, None, "--cola.keep_swiglu=false"),
     ]
     entry = json.loads(search.output.read_text())["methods"]["cola"]
-    assert best_rates(entry) == Rates(0.003, 1, ("--cola.keep_swiglu=false",))
+    assert best_rates(entry["search"]) == Rates(0.003, 1, ("--cola.keep_swiglu=false",))
     assert "0.003, keep_swiglu=false: **100.5**" in search_table(json.loads(search.output.read_text()))
-    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry)})
+    settings = compare_elastic.Settings((), (), {"cola": best_rates(entry["search"])})
     [cola] = [one for one in compare_elastic.trainings("nano", (), settings) if one.label == "cola"]
     assert cola.words[-1] == "--cola.keep_swiglu=false"
     assert search(0.003, "--own") == []
@@ -178,7 +178,7 @@ def test_settings_that_cost_more_are_shown_but_not_taken_in_full():
         return found | {"variants": {"X": {"perplexity": perplexity, "tokens": 1}}}
 
     entry = {"own_lr": 0.006, "search": [row(87.0), row(83.0, "--matformer.train=summed")]}
-    assert best_rates(entry) == Rates(0.006, 0.25)
+    assert best_rates(entry["search"]) == Rates(0.006, 0.25)
     shown = search_table({"methods": {"matformer": entry}})
     assert "0.006 × 0.25: **87.0**" in shown and "train=summed: 83.0" in shown
 
