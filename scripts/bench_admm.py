@@ -206,10 +206,8 @@ def measure(
             "density_error": abs(float((S != 0).double().mean()) - density),
         }
 
-    ours, dense = (
-        Updates(Z, before, tau, blocks_at_once(n, m, count, device)),
-        dict.fromkeys("LSY", torch.zeros_like(Z)),
-    )
+    ours = Updates(Z, before, tau, blocks_at_once(n, m, count, device))
+    dense = dict.fromkeys("LSY", torch.zeros_like(Z))
     about["update"] = ours.about(L, rank, density)
 
     def theirs() -> None:
@@ -254,17 +252,11 @@ def main() -> None:
     }
     for phase, both in totals.items():
         ours, theirs = both["update"], both["update of the authors"]
-        print(
-            f"\n{phase}: all {shapes.total()} blocks {ours:.2f} s, the authors' way {theirs:.2f} s: "
-            f"{theirs / ours:.1f}×"
-        )
+        told = f"{phase}: all {shapes.total()} blocks {ours:.2f} s, the authors' way {theirs:.2f} s"
+        print(f"\n{told}: {theirs / ours:.1f}×")
     if options.output:
-        about = {
-            "config": config.to_dict(),
-            "device": options.device,
-            "threads": options.threads,
-            "block": options.block,
-        }
+        about = {"config": config.to_dict()}
+        about |= {name: getattr(options, name) for name in ("device", "threads", "block")}
         write_json({**about, **provenance(), "rounds": totals, "rows": rows}, options.output)
 
 

@@ -48,9 +48,7 @@ WRONG_TASK = "evaluate.py lm-eval --tasks no_such_task (refused)"
 def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a run, of which lm-eval is asked for a wrong task"
-    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a run, for the case of a wrong task")
     parser.add_argument("--other", type=Path, help="another checkout to measure too")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     parser.add_argument("--output", type=json_file, help="JSON file to write")

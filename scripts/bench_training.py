@@ -245,12 +245,7 @@ def main() -> None:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default=",".join(SETTINGS), help="which, separated by commas; full_rank always")
-    parser.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        help="one more way to train, as 'NAME: options of train.py'; may be repeated",
-    )
+    parser.add_argument("--also", action="append", default=[], help="one more way to train, NAME: OPTIONS of train.py")
     parser.add_argument("--steps", type=int, default=100, help="counted steps of each method")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads on the CPU")
     parser.add_argument("--output", type=json_file, help="JSON file to write")

@@ -293,11 +293,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--config", default="nano", help="configuration of all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas; the first is trained for every row")
     parser.add_argument("--rows", help="labels of models (see --list), separated by semicolons; all unless given")
-    parser.add_argument(
-        "--ways",
-        default=";".join(WAYS),
-        help="ways to smaller models, separated by semicolons; all unless given",
-    )
+    parser.add_argument("--ways", default=";".join(WAYS), help="ways to smaller models, separated by semicolons")
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
     parser.add_argument(
@@ -305,9 +301,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     )
     parser.add_argument("--other-text", help="a second validation file, for whole models and for half and a fifth")
     parser.add_argument("--salaad", default="", help="options of SALAAD, in place of the recommended ones")
-    parser.add_argument(
-        "--tokens", type=int, default=600_000, help="validation tokens; figures are of their second half"
-    )
+    parser.add_argument("--tokens", type=int, default=600_000, help="validation tokens; the second half is measured")
     parser.add_argument("--runs", type=Path, help="where the runs go; runs/elastic-CONFIG unless given")
     parser.add_argument("--output", type=json_file, required=True, help="JSON file, to which rows are added")
     parser.add_argument("--list", action="store_true", help="show what is left and do nothing")
@@ -319,11 +313,9 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     options.ways = separated(options.ways)
     for way in options.ways:
         check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
-    check(
-        all(seed.isdigit() for seed in split_list(options.seeds)),
-        f"--seeds is {options.seeds}; give whole numbers such as 0,1,2",
-    )
-    options.seeds = [int(seed) for seed in split_list(options.seeds)]
+    seeds = split_list(options.seeds)
+    check(all(map(str.isdigit, seeds)), f"--seeds is {options.seeds}; give whole numbers such as 0,1,2")
+    options.seeds = [int(seed) for seed in seeds]
     return options, tuple(extra)
 
 

@@ -141,12 +141,6 @@ def _assembled(ptx: str, architecture: int) -> str:
     with TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
-        command = [
-            assembler.path,
-            "--verbose",
-            f"--gpu-name={target}",
-            str(file),
-            "-o",
-            str(file.with_suffix(".cubin")),
-        ]
+        output = ["-o", str(file.with_suffix(".cubin"))]
+        command = [assembler.path, "--verbose", f"--gpu-name={target}", str(file), *output]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
