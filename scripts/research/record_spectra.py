@@ -28,7 +28,7 @@ from salaad.common.files import json_file, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import check
 from salaad.config.command_line import read_command_line
-from salaad.methods.salaad.updates import Updates
+from salaad.methods.salaad.schedule import Updates
 from salaad.model.roles import find_blocks
 from scripts.outlines import outline_of
 
