@@ -20,13 +20,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError, NotSavedError, Stopped
+from salaad.common.errors import NotFiniteError, NotSavedError, Stopped, UserError
 from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions
 from salaad.config.run import RunConfig
 from salaad.data.batches import TrainingStream, count_targets, counts_in, merge_states
-from salaad.data.text import Text, open_text, validation_batches
+from salaad.data.text import Text, open_text, read_validation, validation_batches
 from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel, model_source
@@ -151,6 +151,7 @@ class Trainer:
         )
         self.stopwatch = Stopwatch(self.device, state.seconds)
         self.saved_step = self.step if checkpoint else -1
+        self.unread: UserError | None = None  # why this rank could not read the validation text
 
     def train(self) -> None:
         """Run Algorithm 1 over the remaining steps; evaluate and save after the last one, and print the summary."""
@@ -263,13 +264,24 @@ class Trainer:
         self.totals.clear()
 
     def evaluate(self) -> None:
-        """Measure the perplexity of the method's variants on validation text; still due if a stop interrupts."""
+        """Measure the perplexity of the method's variants on validation text.
+
+        It is still due if a stop interrupts, or if a rank cannot read the text.
+        """
         self.recorder.blocks(self.method.drain_records())
-        train, rank, size = self.config.train, distributed.rank(), distributed.world_size()
+        train = self.config.train
+        which = {"rank": distributed.rank(), "world_size": distributed.world_size(), "max_tokens": train.eval_tokens}
+        with self.stopwatch.phase("evaluate"):
+            try:
+                with suppress(Stopped), self.request.ends_waiting():
+                    read_validation(self.text, self.config.data, **which)
+            except UserError as error:
+                self.unread = error
+            if any(distributed.gather(self.request.asked or self.unread is not None)):
+                return
         found = []
         for variant, context, figures in self.method.variants():
-            which = {"rank": rank, "world_size": size, "rows": train.micro_batch, "max_tokens": train.eval_tokens}
-            batches = validation_batches(self.text, self.config.data, **which)
+            batches = validation_batches(self.text, self.config.data, rows=train.micro_batch, **which)
             with self.stopwatch.phase("evaluate"), context, self.accelerator.autocast():
                 result = evaluate(SummedLoss(self.model), batches, self.device, lambda: self.request.asked)
             if result is None:
@@ -280,11 +292,11 @@ class Trainer:
         self.due = False
 
     def stop(self) -> None:
-        """Save, print how to resume, and raise the error of the training data if there is one; collective."""
+        """Save, print how to resume, and raise the error of the text if there is one on any rank; collective."""
         self.save(last=True)
         self.recorder.say(f"stopped after step {self.step}; go on with the same command: {run.resume_command()}")
         self.recorder.close()
-        distributed.raise_first(self.stream.error)
+        distributed.raise_first(self.unread or self.stream.error)
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint after this step; collective. If writing fails, go on, or raise a UserError if `last`."""

@@ -106,17 +106,13 @@ def validation_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the validation rows of a rank, in micro-batches of up to `rows`.
 
-    The rows are read in order until they hold `max_tokens` non-padding tokens or more; row i belongs to rank i mod W.
-    Every rank reads all rows, so no communication is needed, and caches its own rows. With `half` only that half of a
-    rank's rows is given, so that a setting chosen on one half can be reported on the other.
+    The rows are those of `read_validation`. With `half` only that half of a rank's rows is given, so that a setting
+    chosen on one half can be reported on the other.
 
     Raises:
         UserError: the text cannot be read, or has too few rows for halves.
     """
-    key = (config.sequence_length, config.packing, max_tokens, rank, world_size)
-    if key not in text.validation_rows:
-        text.validation_rows[key] = _validation_rows(text, config, max_tokens)[rank::world_size]
-    mine = text.validation_rows[key]
+    mine = read_validation(text, config, rank=rank, world_size=world_size, max_tokens=max_tokens)
     if half is not None:
         if len(mine) < 2:
             raise UserError(f"the validation text has {len(mine)} rows, which make no two halves; give a longer one")
@@ -124,6 +120,21 @@ def validation_batches(
         mine = mine[:middle] if half == "first" else mine[middle:]
     for start in range(0, len(mine), rows):
         yield to_batch(mine[start : start + rows], config.sequence_length, text.pad_id, text.vocab_size)
+
+
+def read_validation(text: Text, config: DataConfig, *, rank: int, world_size: int, max_tokens: int) -> list[np.ndarray]:
+    """Return the validation rows of a rank as ids; they are read at the first call and cached in `text`.
+
+    The rows are read in order until they hold `max_tokens` non-padding tokens or more; row i belongs to rank i mod W.
+    Every rank reads all rows, so no communication is needed.
+
+    Raises:
+        UserError: the text cannot be read.
+    """
+    key = (config.sequence_length, config.packing, max_tokens, rank, world_size)
+    if key not in text.validation_rows:
+        text.validation_rows[key] = _validation_rows(text, config, max_tokens)[rank::world_size]
+    return text.validation_rows[key]
 
 
 def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np.ndarray]:
