@@ -145,6 +145,7 @@ class Trainer:
             accelerator.is_main_process,
             self.method.progress,
             counts_in(state.data),
+            state.due,
         )
         self.nonfinite = NonFinite(
             self.gradients, config.train, folder, self.recorder, state.discarded, self.method.remedy

@@ -35,6 +35,7 @@ class Recorder:
         active: whether this rank writes.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
         skipped: how much text could not be used before `start`, as `skipped` takes it.
+        due: whether the evaluation at `start` is still to come; lines of an earlier one are then dropped, too.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Recorder:
         active: bool,
         progress: Mapping[str, str] = MappingProxyType({}),
         skipped: Mapping[str, int] = MappingProxyType({}),
+        due: bool = False,
     ) -> None:
         self.active = active
         self.tokens = tokens
@@ -57,7 +59,7 @@ class Recorder:
             return
         self._files = {}
         for name in RECORDS:
-            _drop_lines_after(folder / name, start)
+            _drop_lines_after(folder / name, start - 1 if due and name == "evaluations.jsonl" else start)
             self._files[name] = _Lines(folder / name)
         self._bar = tqdm(
             total=config.train.steps, initial=start, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
@@ -218,8 +220,9 @@ def _start_wandb(folder: Path, settings: WandbConfig, config: dict[str, Any]) ->
     import wandb  # imported here, as it takes a second
 
     identity = folder / "wandb_id"
-    if not identity.exists():
-        identity.write_text(secrets.token_hex(4))
+    if not identity.exists() or not identity.stat().st_size:  # empty after a power cut
+        with replacing(identity, to_disk=True) as temporary:
+            temporary.write_text(secrets.token_hex(4))
     try:
         return wandb.init(
             project=settings.project,

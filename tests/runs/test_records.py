@@ -1,0 +1,44 @@
+"""The records of a run that is killed at an unlucky moment: none is written twice, and none keeps it from going on."""
+
+import os
+import signal
+
+import pytest
+
+import train
+from salaad.methods.salaad.method import SalaadMethod
+from tests.helpers.training import assert_same_records, lines, run_training
+
+
+def test_an_evaluation_that_was_due_is_recorded_once_though_the_run_is_killed_after_it(toy, tmp_path, monkeypatch):
+    options = toy(train__eval_every=4)
+    run_training(options, tmp_path / "whole")
+    original = train.evaluate
+
+    def interrupted(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given)
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    run_training(options, tmp_path / "parts")  # saves after step 4 with the evaluation still due
+    monkeypatch.setattr(train, "evaluate", original)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SalaadMethod, "after_step", killed)
+        run_training(options, tmp_path / "parts")
+    assert {row["step"] for row in lines(tmp_path / "parts", "evaluations.jsonl")} == {4}
+    run_training(options, tmp_path / "parts")
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_an_empty_file_in_place_of_the_identity_at_weights_and_biases_is_filled(toy, tmp_path):
+    """A power cut can leave it so, and Weights & Biases takes no empty identity."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "wandb_id").touch()
+    run_training(toy(train__steps=1, wandb__mode="offline"), run)
+    [folder] = (run / "wandb").glob("offline-run-*")
+    assert folder.name.endswith(f"-{(run / 'wandb_id').read_text()}")
