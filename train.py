@@ -74,13 +74,14 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     if remark := short_patience(config, source.config, distributed.world_size()):
         accelerator.print(remark)
     trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
-    try:
-        trainer.train()
-    except NotFiniteError as error:
-        raise trainer.nonfinite.diverged(trainer.step, error.block) from None
-    finally:
-        trainer.stream.close()
-    leave_together(accelerator)
+    with trainer.request:
+        try:
+            trainer.train()
+        except NotFiniteError as error:
+            raise trainer.nonfinite.diverged(trainer.step, error.block) from None
+        finally:
+            trainer.stream.close()
+        leave_together(accelerator)
 
 
 class Trainer:

@@ -302,6 +302,13 @@ def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(t
     assert (tmp_path / "parts" / "summary.json").exists()
 
 
+def test_signals_do_after_a_run_what_they_did_before_it(toy, tmp_path):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    run_training(toy(train__steps=1), tmp_path / "run")
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):
     run_training(toy(train__steps=10, train__save_every=3, train__keep_last=2), tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
