@@ -34,7 +34,9 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         # Set explicitly, because several processes on a machine without a GPU would otherwise each run alone.
         cpu=not torch.cuda.is_available(),
+        # These two explicitly as well, or the launcher's settings would overrule the run's.
         mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
+        dynamo_backend="no",  # `train.compile` compiles the Transformer alone
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(timeout=patience(config.data)),

@@ -26,6 +26,7 @@ from salaad.model.build import describe_model, outline
 from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
 from tests.helpers.launches import resolved, torch_launch
 from tests.helpers.ranks import run_ranks
+from tests.helpers.training import assert_same_records, run_training
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
 NUMBERS = {"two": 2, "four": 4, "eight": 8}
@@ -121,6 +122,20 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
     )
     assert done.returncode != 0 and "2 processes were launched, 2 of them on this machine" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER"), ("ACCELERATE_MIXED_PRECISION", "bf16")]
+)
+def test_settings_of_the_launcher_do_not_overrule_those_of_the_run(toy, tmp_path, monkeypatch, setting, value):
+    """Accelerate's own default configuration, which a user may have made for other programs, holds such settings."""
+    run_training(toy(train__steps=2), tmp_path / "usual")
+    monkeypatch.setenv(setting, value)
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr("salaad.training.launch.follow_launcher", lambda: None)
+    run_training(toy(train__steps=2), tmp_path / "told")
+    assert not torch._dynamo.utils.counters["stats"]
+    assert_same_records(tmp_path / "usual", tmp_path / "told")
 
 
 # ---- how long ranks wait for each other
