@@ -95,15 +95,6 @@ class SalaadConfig(MethodConfig):
         check(0 <= self.release <= 1, f"salaad.release is {self.release}, outside [0, 1]; give a part of the run")
         if self.rho is not None:
             at_least(self, 0, "rho")
-        for name, known in (
-            ("energy", ("nuclear", "squared")),
-            ("pull", ("coupled", "decoupled")),
-            ("schedule", ("synchronous", "staggered")),
-            ("owners", ("round_robin", "balanced")),
-            ("method", ("auto", "exact", "gram", "subspace", "products")),
-        ):
-            value = getattr(self, name)
-            check(value in known, f"salaad.{name} is {value!r}; give one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)

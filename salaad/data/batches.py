@@ -19,10 +19,12 @@ from salaad.common.errors import Stopped, UserError
 from salaad.common.signals import StopRequest
 from salaad.config.run import DataConfig
 from salaad.data.rows import Cursor, Plan, RowStream
-from salaad.data.text import COUNTS, Text, fingerprint, reading_plan, to_batch
+from salaad.data.text import Text, fingerprint, reading_plan, to_batch
 from salaad.data.tokenizer import Encoder
 from salaad.data.workers import Workers
 from salaad.model.loss import IGNORED
+
+_COUNTS = ("bad", "empty", "long", "lost")  # of `Cursor`
 
 
 class TrainingStream:
@@ -181,7 +183,7 @@ def counts_in(state: dict | None) -> dict[str, int]:
         state: from `merge_states` or of one rank; None is the beginning of a run.
     """
     cursors = state["cursors"].values() if state else ()
-    return {name: sum(cursor[name] for cursor in cursors) for name in COUNTS}
+    return {name: sum(cursor[name] for cursor in cursors) for name in _COUNTS}
 
 
 def count_targets(labels: torch.Tensor) -> int:

@@ -20,7 +20,6 @@ from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenize
 from salaad.model.loss import IGNORED
 
 DEFAULT_TOKENIZER = "t5-base"
-COUNTS = ("bad", "empty", "long", "lost")
 
 
 @dataclass
@@ -35,7 +34,6 @@ class Text:
         vocab_size: upper limit of the ids.
         sizes: bytes of the local files when they were found; a changed file is an error.
         validation_rows: cache of tokenised rows, by the settings they were made with.
-        validation_counts: bad, empty, long and lost documents in the validation rows.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -45,7 +43,6 @@ class Text:
     vocab_size: int
     sizes: dict[str, int] = field(default_factory=dict, repr=False)
     validation_rows: dict[tuple, list[np.ndarray]] = field(default_factory=dict, repr=False)
-    validation_counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def pad_id(self) -> int:
@@ -144,7 +141,6 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
     while tokens < max_tokens and (row := stream.next_row()) is not None:
         rows.append(row)
         tokens += len(row)
-    text.validation_counts = {name: getattr(stream.cursor, name) for name in COUNTS}
     return rows
 
 

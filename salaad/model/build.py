@@ -200,9 +200,9 @@ def outline(description: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(description)
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """A causal LM from its folder, for inference: `ModelFolder(folder).load(dtype, device)`."""
-    return ModelFolder(folder).load(dtype, device)
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM from its folder, on the CPU for inference: `ModelFolder(folder).load(dtype)`."""
+    return ModelFolder(folder).load(dtype)
 
 
 def training_flops(model: PreTrainedModel, sequence_length: int) -> float:

@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
-from salaad.model.build import outline
-from salaad.training.plan import memory_by_kind, rows_at_once
+from salaad.training.plan import memory_by_kind, rebuilt_outline, rows_at_once
 
 
 def changes_that_fit(
@@ -19,8 +18,7 @@ def changes_that_fit(
 
     The options are "" if the run fits as it is, and None if it fits with none of them.
     """
-    model = outline(description)
-    method_of(config).rebuild(model, config)
+    model = rebuilt_outline(config, description)
     for words, changed in _ways(config, ranks):
         if sum(memory_by_kind(changed, model, ranks).values()) < memory:
             return words, changed

@@ -19,8 +19,7 @@ KEPT_VALUES = 34  # values that a layer keeps per token for its backward pass, i
 
 def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_gpu: bool = False) -> str:
     """Parameters, tokens, steps, memory per rank by kind, operations and the method's own rows: a Markdown table."""
-    method, model = method_of(config), outline(description)
-    method.rebuild(model, config)
+    method, model = method_of(config), rebuilt_outline(config, description)
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
     memory = memory_by_kind(config, model, ranks, on_gpu)
@@ -38,6 +37,13 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
         *method.plan(model, config, ranks),
     ]
     return markdown_table(("plan", "value"), rows)
+
+
+def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
+    """Return the model as the method trains it, on the meta device."""
+    model = outline(description)
+    method_of(config).rebuild(model, config)
+    return model
 
 
 def text_table(config: DataConfig, vocab_size: int) -> str:

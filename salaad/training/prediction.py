@@ -31,10 +31,10 @@ from salaad.common.gpus import GPUS, Gpu, gpu_called
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
 from salaad.methods.work import Work
-from salaad.model.build import outline, training_flops
+from salaad.model.build import training_flops
 from salaad.model.parameters import count_parameters
 from salaad.training.fitting import changes_that_fit
-from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rows_at_once
+from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rebuilt_outline, rows_at_once
 from salaad.training.saving import PATIENCE, RATE, STEPS_BEFORE, plan_saving, stop_seconds
 
 REACHED = 0.4  # fraction of the peak that the products of a well-tuned trainer reach
@@ -94,13 +94,6 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
         "evaluation": evaluated / (_reached(config, device) * ranks) / (train.eval_every or train.steps),
         "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }
-
-
-def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
-    """Return the model as the method trains it, on the meta device."""
-    model = outline(description)
-    method_of(config).rebuild(model, config)
-    return model
 
 
 def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int) -> str | None:
@@ -164,7 +157,7 @@ def prediction_table(config: RunConfig, description: PretrainedConfig, name: str
     stops = (stop_seconds(step, plan_saving(config, model, count)) for step, count in zip(steps, counts, strict=True))
     rows.append(("a stop, s", *(f"{stop:.0f}" for stop in stops)))
     rows.append(("hours of the run", *(_hours(train.steps * step / 3600) for step in steps)))
-    memory = [memory_of(config, description, count) for count in counts]
+    memory = [memory_by_kind(config, model, count) for count in counts]
     rows += [(f"{kind}, GB", *sizes) for kind, *sizes in memory_rows(memory)]
     needs = [sum(kinds.values()) for kinds in memory]
     shown = (f"{need / 1e9:.1f}" + ("" if need < device.memory else ", too much") for need in needs)
