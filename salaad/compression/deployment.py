@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.factored.elastic_file import SizeRange
+from salaad.model.build import require_positions
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -140,12 +140,7 @@ def own_text(source: ModelOnDisk, data: DataConfig) -> DataConfig:
     Raises:
         UserError: the model has fewer positions than rows have tokens.
     """
-    positions = getattr(source.folder.config, "max_position_embeddings", None)
-    if positions is not None and data.sequence_length > positions:
-        raise UserError(
-            f"data.sequence_length is {data.sequence_length}, but {source.name} has {positions} positions; give "
-            f"--data.sequence_length {positions} or less"
-        )
+    require_positions(source.folder.config, data.sequence_length, source.name)
     return replace(data, tokenizer=data.tokenizer or str(source.folder.path))
 
 

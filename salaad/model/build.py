@@ -184,6 +184,19 @@ def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | Model
     return ModelFolder(folder)
 
 
+def require_positions(description: PretrainedConfig, length: int, name: str) -> None:
+    """Raise a UserError if the model called `name` has fewer positions than a row of `length` tokens.
+
+    A table of positions would be read beyond its end, for which a GPU aborts the process without a reason.
+    """
+    positions = getattr(description, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise UserError(
+            f"data.sequence_length is {length}, but {name} has {positions} positions; give --data.sequence_length "
+            f"{positions} or less"
+        )
+
+
 def describe_model(config: ModelConfig, sequence_length: int) -> PretrainedConfig:
     """Return only the architecture, as a configuration of transformers; raises the errors of `model_source`."""
     return model_source(config, sequence_length).config

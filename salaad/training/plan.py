@@ -8,7 +8,7 @@ from salaad.config.run import DataConfig, RunConfig
 from salaad.data.text import open_text
 from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
-from salaad.model.build import outline, training_flops
+from salaad.model.build import outline, require_positions, training_flops
 from salaad.model.loss import SummedLoss, loss_bytes
 from salaad.model.parameters import count_parameters
 from salaad.training.saving import plan_saving, saving_rows
@@ -62,9 +62,11 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     """Check a configuration for errors that no section can find by itself, before anything is built.
 
     Raises:
-        UserError: the loss cannot compute the model's logits; the method cannot train this configuration, for example
-            as torch has no such optimizer; or the optimizer is to be sharded, but the method reads all of its state.
+        UserError: the model has fewer positions than a row; the loss cannot compute its logits; the method cannot train
+            this configuration, for example as torch has no such optimizer; or the optimizer is to be sharded, but the
+            method reads all of its state.
     """
+    require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
     model, method = outline(description), method_of(config)
     SummedLoss(model)
     method.check(model, config)
