@@ -83,13 +83,18 @@ def write_json(value: Any, path: Path) -> None:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of JSON lines; none if it is missing. Lines cut off by a kill are left out."""
+    if path.is_file():
+        with path.open(errors="replace") as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    yield json.loads(line)
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none if it is missing. Lines cut off by a kill are left out."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    """Return all rows of `json_lines`."""
+    return list(json_lines(path))
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:

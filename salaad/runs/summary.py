@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from salaad.common.files import read_json, read_json_lines, write_json
+from salaad.common.files import json_lines, read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
 from salaad.runs.records import PHASES
 from salaad.runs.run import BEGUN_FROM
@@ -30,7 +30,7 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
         "positions": last["positions"],
         "final_loss": _mean_loss(metrics[-max(1, len(metrics) // 20) :]),
         "variants": {row["variant"]: row for row in evaluations},
-        "blocks": {row.pop("block"): row for row in read_json_lines(folder / "blocks.jsonl")},
+        "blocks": {row.pop("block"): row for row in json_lines(folder / "blocks.jsonl")},
         "tokens_per_second": sum(r["tokens_per_second"] * t for r, t in zip(metrics, active, strict=True))
         / sum(active),
         "seconds": seconds,

@@ -1,6 +1,10 @@
 """The table at the end of a run."""
 
-from salaad.runs.summary import origin_of, summary_table
+import json
+import tracemalloc
+
+from salaad.runs.records import PHASES
+from salaad.runs.summary import origin_of, summary_of, summary_table
 
 
 def summary(L_plus_S: int) -> dict:
@@ -25,3 +29,22 @@ def test_where_a_run_went_on_from_is_told_without_a_path_of_the_machine(tmp_path
     again = "# commit: def\n# begun from: /home/me/runs/one/checkpoints/step-0000300\n"
     (tmp_path / "config.yaml").write_text(f"{start}{again}seed: 1\n")
     assert origin_of(tmp_path) == {"commit": "def", "begun from": "one/checkpoints/step-0000300"}
+
+
+def test_the_summary_of_a_long_run_keeps_only_the_last_update_of_a_block(tmp_path):
+    """350m with its 65,000 steps writes a million of these lines, which take gigabytes as Python objects."""
+    seconds = dict.fromkeys(PHASES, 1.0)
+    metrics = {"step": 20_000, "tokens": 9, "positions": 9, "loss": 1.0, "tokens_per_second": 1.0, "seconds": seconds}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    with (tmp_path / "blocks.jsonl").open("w") as file:
+        for step in range(1, 20_001):
+            file.write(json.dumps({"step": step, "block": f"b{step % 2}", "density": 0.5}) + "\n")
+    size = (tmp_path / "blocks.jsonl").stat().st_size
+    tracemalloc.start()
+    try:
+        found = summary_of(tmp_path, seconds)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert {name: row["step"] for name, row in found["blocks"].items()} == {"b0": 20_000, "b1": 19_999}
+    assert peak < size / 2
