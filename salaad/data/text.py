@@ -177,10 +177,8 @@ def rows_before_repeating(text: Text, config: DataConfig, batch: int, most: int)
     Raises:
         UserError: the text cannot be read.
     """
-    plan, encoder = (
-        reading_plan(text, config, text.train_files, gcd(config.streams, batch), seed=0),
-        Encoder(text.tokenizer),
-    )
+    plan = reading_plan(text, config, text.train_files, gcd(config.streams, batch), seed=0)
+    encoder = Encoder(text.tokenizer)
     streams = [RowStream(plan, number, Cursor(), encoder) for number in range(plan.streams)]
     for rows in range(0, most, len(streams)):
         for stream in streams:

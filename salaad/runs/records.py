@@ -73,23 +73,22 @@ class Recorder:
         self.tokens += new_tokens
         if values["loss"] is None:
             self.say(f"no step was taken up to step {values['step']} since the last line")
-        speed = {"tokens_per_second": new_tokens / (sum(seconds.values()) - seconds["evaluate"])}
-        row = {"step": values.pop("step"), "tokens": self.tokens, **values, **speed}
+        speed = new_tokens / (sum(seconds.values()) - seconds["evaluate"])
+        row = {"step": values.pop("step"), "tokens": self.tokens, **values, "tokens_per_second": speed}
         self._files["metrics.jsonl"].add(row | {"seconds": seconds})
         self._write_out("metrics.jsonl")
         if self._wandb:
             self._wandb.log(row | {f"seconds/{phase}": value for phase, value in seconds.items()}, step=row["step"])
         self._bar.update(row["step"] - self._bar.n)
         loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
-        speed = f"{row['tokens_per_second']:.0f}"
         means = {}
         for column, label in self._progress.items():
-            values = [columns[column] for columns in self._latest.values() if column in columns]
-            if values:
-                means[label] = f"{fmean(values):.3f}"
+            latest = [columns[column] for columns in self._latest.values() if column in columns]
+            if latest:
+                means[label] = f"{fmean(latest):.3f}"
         if self._bar.disable:
-            self._say_progress(row["step"], {"loss": loss, "tokens/s": speed, **means})
-        self._bar.set_postfix({"loss": loss, "tok/s": speed, **means})
+            self._say_progress(row["step"], {"loss": loss, "tokens/s": f"{speed:.0f}", **means})
+        self._bar.set_postfix({"loss": loss, "tok/s": f"{speed:.0f}", **means})
 
     def _say_progress(self, step: int, shown: Mapping[str, str]) -> None:
         """Print a line of progress in place of the bar, which needs a terminal."""
@@ -117,8 +116,11 @@ class Recorder:
         """Write a line of evaluations.jsonl: a variant's perplexity at a step, its parameters and other figures."""
         if not self.active:
             return
-        row = {"step": step, "variant": variant, "loss": result.loss, "perplexity": result.perplexity}
-        row |= {
+        row = {
+            "step": step,
+            "variant": variant,
+            "loss": result.loss,
+            "perplexity": result.perplexity,
             "legacy_perplexity": result.legacy_perplexity,
             "tokens": result.tokens,
             "precision": precision,
