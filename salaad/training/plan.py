@@ -62,11 +62,12 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     """Check a configuration for errors that no section can find by itself, before anything is built.
 
     Raises:
-        UserError: the model has fewer positions than a row; the loss cannot compute its logits; the method cannot train
-            this configuration, for example as torch has no such optimizer; or the optimizer is to be sharded, but the
-            method reads all of its state.
+        UserError: the model of model.path has fewer positions than a row; the loss cannot compute the model's logits;
+            the method cannot train this configuration, for example as torch has no such optimizer; or the optimizer is
+            to be sharded, but the method reads all of its state.
     """
-    require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
+    if config.model.path is not None:  # a new model has as many as a row
+        require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
     model, method = outline(description), method_of(config)
     SummedLoss(model)
     method.check(model, config)
