@@ -53,7 +53,10 @@ class NewModel:
 
     def without_weights(self, pad_id: int | None, eos_id: int | None) -> PreTrainedModel:
         """Return the model of `build` with unseeded random weights, for a caller that loads weights into it."""
-        self.config.pad_token_id, self.config.eos_token_id, self.config.bos_token_id = pad_id, eos_id, None
+        # The row of the padding id in the embedding is zero and gets no gradient. A tokenizer without a padding token
+        # pads with its end token, which is text where documents are packed into rows, and has to be learned.
+        self.config.pad_token_id = None if pad_id == eos_id else pad_id
+        self.config.eos_token_id, self.config.bos_token_id = eos_id, None
         return without_weights(self.config)
 
 

@@ -70,6 +70,17 @@ def test_a_seed_fixes_the_weights_and_another_gives_others():
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("pad_id", [0, 1])
+def test_the_end_token_in_a_packed_row_is_learned_also_where_it_pads(pad_id):
+    """A tokenizer without a padding token, such as GPT-2's, pads with its end token, here 1."""
+    model = model_source(ModelConfig(16, 24, 1, 2, vocab_size=40), 8).build(seed=0, pad_id=pad_id, eos_id=1)
+    before = model.get_input_embeddings().weight
+    row = torch.tensor([[5, 6, 1, 7, 8, 1, 9, 5]])
+    SummedLoss(model)(row, row).backward()
+    assert before[1].norm() > 0
+    assert before.grad[1].norm() > 0
+
+
 def test_a_path_without_a_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.path .* holds no config\.json; give the folder"):
         describe_model(ModelConfig(path=str(tmp_path)), 256)
