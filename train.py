@@ -31,7 +31,7 @@ from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel, model_source
 from salaad.model.loss import SummedLoss
-from salaad.model.parameters import put_on
+from salaad.model.parameters import cast
 from salaad.model.perplexity import evaluate
 from salaad.runs import run
 from salaad.runs.checkpoints import Checkpoints, RunState
@@ -105,8 +105,7 @@ class Trainer:
 
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         self.model = model_to_train(source, config, checkpoint, text.pad_id, text.tokenizer.eos_token_id)
-        put_on(self.model, self.device, dtype)
-        self.model.train()
+        cast(self.model, dtype).to(self.device).train()
         torch.manual_seed(
             config.seed + self.step * distributed.world_size() + distributed.rank()
         )  # for dropout, if any

@@ -20,6 +20,7 @@ from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.factored.elastic_file import SizeRange
 from salaad.model.build import require_positions
+from salaad.model.parameters import cast
 from salaad.runs.model_on_disk import ModelOnDisk
 
 
@@ -174,4 +175,4 @@ def take_over(model: PreTrainedModel, others: Mapping[str, Tensor]) -> None:
 
 def as_dense(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return an opened model with every weight dense, in `dtype`."""
-    return model.dequantize(dtype) if getattr(model, "hf_quantizer", None) else model.to(dtype)
+    return model.dequantize(dtype) if getattr(model, "hf_quantizer", None) else cast(model, dtype)

@@ -28,7 +28,7 @@ from salaad.factored.slr import Slr
 from salaad.factored.slr_weight import SlrWeight
 from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
-from salaad.model.parameters import count_parameters
+from salaad.model.parameters import cast, count_parameters
 from salaad.model.weight_headers import (
     check_block,
     check_entry,
@@ -202,7 +202,7 @@ class SlrQuantizer(CheckedQuantizer):
         for name in slr_modules(model):
             put_dense(model, name, known[name], dtype)
         close_stacks(model)
-        return model.to(dtype)
+        return cast(model, dtype)
 
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:

@@ -20,15 +20,15 @@ def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def put_on(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model to `device` and turn its parameters, but not its buffers, into `dtype`, as `from_pretrained` does.
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Turn the parameters of a model, but not its buffers, into `dtype` in place, as `from_pretrained` does.
 
     The frequencies of rotary positions are a buffer: rounded to bfloat16, they turn position 4,095 by 1 to 5
     radians too much or too little.
     """
-    model.to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def count_parameters(model: nn.Module) -> int:

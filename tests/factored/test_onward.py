@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from salaad.common.errors import UserError
@@ -79,7 +79,19 @@ def test_a_dequantized_model_is_the_dense_one_and_an_ordinary_folder(pair, tmp_p
 
 
 def test_a_dequantized_model_has_the_dtype_asked_for(folder):
-    assert {p.dtype for p in open_folder(folder).dequantize(torch.bfloat16).parameters()} == {torch.bfloat16}
+    dense = open_folder(folder).dequantize(torch.bfloat16)
+    assert {p.dtype for p in dense.parameters()} == {torch.bfloat16}
+
+
+def test_a_dequantized_model_turns_positions_as_the_opened_dense_folder_does(folder, tmp_path):
+    """Frequencies in bfloat16 would be off by up to 0.2 %, two radians at position 1,000."""
+    dense = open_folder(folder).dequantize(torch.bfloat16)
+    dense.save_pretrained(tmp_path / "dense")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
+    found, exact = dict(dense.named_buffers()), dict(opened.named_buffers())
+    assert exact and found.keys() == exact.keys()
+    for name, buffer in exact.items():
+        assert found[name].dtype == buffer.dtype and torch.equal(found[name], buffer), name
 
 
 def test_a_model_that_was_saved_or_took_another_dtype_is_dequantized_in_the_dtype_that_it_has(folder, tmp_path):
