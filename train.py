@@ -74,8 +74,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
     if remark := short_patience(config, source.config, distributed.world_size()):
         accelerator.print(remark)
-    trainer = Trainer(config, accelerator, source, text, folder, checkpoint)
-    with trainer.request:
+    with StopRequest() as request:
+        trainer = Trainer(config, accelerator, source, text, folder, checkpoint, request)
         try:
             trainer.train()
         except NotFiniteError as error:
@@ -96,8 +96,9 @@ class Trainer:
         text: Text,
         folder: Path,
         checkpoint: Path | None,
+        request: StopRequest,
     ) -> None:
-        self.config, self.accelerator, self.text, self.folder = config, accelerator, text, folder
+        self.config, self.accelerator, self.text, self.folder, self.request = config, accelerator, text, folder, request
         self.device = accelerator.device
         state = RunState.read(checkpoint) if checkpoint else RunState()
         self.step, self.due = state.step, state.due
@@ -122,7 +123,6 @@ class Trainer:
         apart = self.method.float32_gradients()
         self.loss = distribute(accelerator, SummedLoss(self.model), apart, config)
         self.method.discard()
-        self.request = StopRequest()
         self.stream = TrainingStream(
             text,
             config.data,

@@ -8,6 +8,7 @@ from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
 from salaad.model.build import model_source
 from salaad.model.loss import IGNORED, SummedLoss
+from salaad.model.parameters import cast
 from scripts.devices import Marks
 from scripts.live_tensors import most_bytes
 
@@ -31,7 +32,7 @@ class Contender:
         method, source = method_of(config), model_source(config.model, config.data.sequence_length)
         self.model = source.build(config.seed, 0, 1)
         method.rebuild(self.model, config)
-        self.model.to(device, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).train()
+        cast(self.model, torch.bfloat16 if config.train.precision == "bf16" else torch.float32).to(device).train()
         self.method = method(self.model, config)
         self.optimizer, _ = self.method.build_optimizer()
         self.steps, self.taken = 0, torch.zeros((), device=device)

@@ -187,6 +187,17 @@ def model_source(config: ModelConfig, sequence_length: int) -> "NewModel | Model
     return ModelFolder(folder)
 
 
+def is_rotary(description: PretrainedConfig) -> bool:
+    """Return whether a model's positions are rotations, which rows of any length have, and not rows of a table."""
+    return getattr(description, "rope_parameters", None) is not None
+
+
+def extend_positions(description: PretrainedConfig, length: int) -> None:
+    """Let a model that trains on rows of `length` tokens say so, where no weight and no frequency depends on it."""
+    if is_rotary(description) and description.rope_parameters.get("rope_type") == "default":
+        description.max_position_embeddings = max(length, description.max_position_embeddings)
+
+
 def require_positions(description: PretrainedConfig, length: int, name: str) -> None:
     """Raise a UserError if the model called `name` has fewer positions than a row of `length` tokens.
 

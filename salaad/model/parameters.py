@@ -21,13 +21,19 @@ def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Turn the parameters of a model, but not its buffers, into `dtype` in place, as `from_pretrained` does.
+    """Turn a model into `dtype` in place, except for the frequencies of rotary positions, as `from_pretrained` does.
 
-    The frequencies of rotary positions are a buffer: rounded to bfloat16, they turn position 4,095 by 1 to 5
-    radians too much or too little.
+    Rounded to bfloat16, they would turn position 4,095 by 1 to 5 radians too much or too little.
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    exact = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
+    model.to(dtype)
+    for module, name, buffer in exact:
+        module._buffers[name] = buffer
     return model
 
 

@@ -8,7 +8,7 @@ from salaad.config.run import DataConfig, RunConfig
 from salaad.data.text import open_text
 from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
-from salaad.model.build import outline, require_positions, training_flops
+from salaad.model.build import is_rotary, outline, require_positions, training_flops
 from salaad.model.loss import SummedLoss, loss_bytes
 from salaad.model.parameters import count_parameters
 from salaad.training.saving import plan_saving, saving_rows
@@ -66,7 +66,7 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
             the method cannot train this configuration, for example as torch has no such optimizer; or the optimizer is
             to be sharded, but the method reads all of its state.
     """
-    if config.model.path is not None:  # a new model has as many as a row
+    if config.model.path is not None and not is_rotary(description):  # a new model has as many positions as a row
         require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
     model, method = outline(description), method_of(config)
     SummedLoss(model)

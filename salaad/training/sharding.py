@@ -62,6 +62,6 @@ def shard(optimizer: Optimizer) -> None:
             distributed.broadcast_all(part, rank)
 
     # These run after the hooks registered earlier, which may look at all gradients. The decoupled pull on the weights
-    # after a step (`methods.salaad.decoupled`) is a hook of all optimizers, which torch calls last.
+    # after a step (`methods.salaad.pull`) is a hook of all optimizers, which torch calls last.
     optimizer.register_step_pre_hook(drop)
     optimizer.register_step_post_hook(send)

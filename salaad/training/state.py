@@ -20,7 +20,7 @@ from salaad.methods.base import Method
 from salaad.methods.low_rank_layers import projections
 from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
-from salaad.model.build import ModelFolder, NewModel
+from salaad.model.build import ModelFolder, NewModel, extend_positions
 from salaad.model.folders import carry_over
 from salaad.model.hashed_saves import hashed_saves
 from salaad.model.second_moments import Moments, save_second_moments, second_moments
@@ -56,6 +56,7 @@ def model_to_train(
         with suppress(UserError):  # a model of no known family has none
             for layer in projections(model).values():  # their replacements are loaded, so nothing need be computed
                 layer.to("meta")
+    extend_positions(model.config, config.data.sequence_length)
     method.rebuild(model, config)
     if exported:  # model/ is another form of the model; the weights as they are trained lie beside it
         for module in model.modules():

@@ -283,11 +283,14 @@ def test_the_second_moments_are_those_of_the_newest_optimizer():
 # ---- scaled losses
 
 
-def test_the_penalty_shares_the_scale_of_a_grad_scaler():
+@pytest.mark.parametrize("later", [False, True])
+def test_the_penalty_shares_the_scale_of_a_grad_scaler(later):
     scaled, plain = [], []
     for gradients, scaler in ((scaled, torch.amp.GradScaler("cpu", init_scale=2.0**12)), (plain, None)):
         model = toy()
-        salaad, optimizer = Salaad(model, CONFIG, scaler=scaler), torch.optim.SGD(model.parameters(), lr=0.1)
+        salaad = Salaad(model, CONFIG, scaler=None if later else scaler)
+        salaad.scaler = scaler
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for seed in range(5):
             loss = loss_of(model, seed)
             (loss if scaler is None else scaler.scale(loss)).backward()

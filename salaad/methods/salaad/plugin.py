@@ -88,7 +88,7 @@ class Salaad:
             rho = {name: self._rho(name) for name in self.blocks}
             self._pull = DecoupledPull(self.weights, self._surrogates, self.owners, rho, self.config.pull_rate)
         else:
-            self._pull = CoupledPull(self.weights, self._surrogates, lambda: self.surrogates, scaler)
+            self._pull = CoupledPull(self.weights, self._surrogates, lambda: self.surrogates, lambda: self.scaler)
         self.skip()
         self.closed = False
         self._moments_found: Moments = {}

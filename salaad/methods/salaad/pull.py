@@ -35,14 +35,18 @@ class CoupledPull:
         weights: the weights of the blocks of all ranks.
         owned: names of the blocks that this rank owns.
         surrogates: returns block → surrogate for these, once no round is in progress.
-        scaler: the `GradScaler` that scales the loss, if one does.
+        scaler: returns the `GradScaler` that scales the loss, or None.
 
     Attributes:
         pending: blocks whose gradient is still to be joined.
     """
 
     def __init__(
-        self, weights: Weights, owned: Iterable[str], surrogates: Callable[[], Mapping[str, Surrogate]], scaler: Any
+        self,
+        weights: Weights,
+        owned: Iterable[str],
+        surrogates: Callable[[], Mapping[str, Surrogate]],
+        scaler: Callable[[], Any],
     ) -> None:
         self._weights, self._owned, self._surrogates, self._scaler = weights, tuple(owned), surrogates, scaler
         self._number = {name: i for i, name in enumerate(weights)}
@@ -88,7 +92,8 @@ class CoupledPull:
                 "the Salaad after the model is on its device"
             )
         if self._scale is None:
-            self._scale = distributed.world_size() * (1.0 if self._scaler is None else self._scaler.get_scale())
+            scaler = self._scaler()
+            self._scale = distributed.world_size() * (1.0 if scaler is None else scaler.get_scale())
         self.pending.discard(name)
         seed = self._steps * len(self._number) + self._number[name]
         surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
