@@ -1,6 +1,6 @@
 """What energy leaves on the table: budgets dealt to blocks by measured losses instead, an upper bound.
 
-    python scripts/research/probe_allocation.py --checkpoints runs/nano-20 --output results/elastic/probes/nano-20.json
+    python scripts/research/probe_allocation.py --checkpoints runs/nano-20 --head --output nano-20.json
 
 Each block alone is cut to several fractions of its parameters, as compress.py would cut it, and the loss of the model
 with this cut is measured on training text (a probe). Losses of several blocks are taken to add up, so the best split of
@@ -9,8 +9,10 @@ split by energy.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -28,20 +30,18 @@ from salaad.common.validation import at_least
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.cut import Whole, cut
 from salaad.compression.deployment import own_text
-from salaad.compression.from_checkpoint import CheckpointDeployment, deployed
-from salaad.compression.split import Parts, PostHoc
+from salaad.compression.from_checkpoint import deployed
+from salaad.compression.split import Parts
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
-from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
-from salaad.data.text import open_text, validation_batches
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
-from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.shares import shares
+from scripts.elastic_ways import Measured, budgets_of, split_for
 
-PARTS = (0.05, 0.1, 0.15, 0.22, 0.3, 0.4, 0.55, 0.75)  # fractions of a block's n·m that a probe keeps
-_STEPS = 400  # number of units that a budget is divided into
+# Fractions of a block's n·m that a probe keeps; with 1 the whole L + S is kept.
+PARTS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8, 1.0)
+_STEPS = 4000  # number of units that a budget is divided into
 
 
 def cut_alone(whole: Whole, name: str, parameters: int) -> Parts:
@@ -75,38 +75,44 @@ def dealt(costs: Mapping[str, list[tuple[int, float]]], budget: int) -> dict[str
     return found
 
 
-def rows_of(path: Path, split: str | None, sequences: int, tokens: int) -> list[dict]:
-    """Return a row per size with the perplexity of one checkpoint cut by energy and cut by its probes."""
-    source = ModelOnDisk.open(path)
-    deployment = CheckpointDeployment(source, PostHoc(SalaadConfig(embedding=True), split) if split else None)
+def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: int) -> list[dict]:
+    """Return a row per size with the perplexity of one run cut by energy and cut by its probes.
+
+    Args:
+        run: folder of the run.
+        split: method of splitting a run that was trained full-rank.
+        head: split LM head and embedding too.
+        sequences: sequences of training text for a probe.
+        tokens: validation tokens; every figure is measured on their second half.
+    """
+    measured = Measured(run, tokens, text_tokens=0)
+    source = measured.source
+    evaluation = measured.evaluation(source, split_for(split, head))
+    deployment = evaluation.deployment
     data = own_text(source, DataConfig(**source.run["data"]))
-    vocabulary = source.folder.config.vocab_size
-    training = list(CalibrationText(data, vocabulary, sequences, option="--sequences").batches())
-    held_out = open_text(data, vocab_size=vocabulary, training=False)
-    validation = list(validation_batches(held_out, data, rows=16, max_tokens=tokens))
+    training = list(CalibrationText(data, source.folder.config.vocab_size, sequences, option="--sequences").batches())
     model = source.folder.load(torch.float32)
 
-    def measured(parts: Parts, batches: list[dict[str, Tensor]]) -> float:
+    def loss(parts: Parts, batches: list[dict[str, Tensor]]) -> float:
         with deployed(model, parts):
             return evaluate(SummedLoss(model), batches, model.device).loss
 
-    whole = Whole(deployment.parts, deployment.fixed, deployment._target, deployment.trained_weights)
-    dense, probes, cuts = measured({}, training), {}, {}
-    for name, (n, m) in tqdm(deployment.shapes.items(), desc=path.name, unit="block", disable=None):
+    whole = replace(deployment.whole, weights=deployment.trained_weights)
+    dense, probes, cuts = loss({}, training), {}, {}
+    for name, (n, m) in tqdm(deployment.shapes.items(), desc=run.name, unit="block", disable=None):
         for part in PARTS:
             cuts[name, part] = cut_alone(whole, name, round(part * n * m))[name]
-            loss = measured({name: cuts[name, part]}, training) - dense
-            probes.setdefault(name, []).append((cuts[name, part].parameters, loss))
+            found = loss({name: cuts[name, part]}, training) - dense
+            probes.setdefault(name, []).append((cuts[name, part].parameters, found))
+    label = ", ".join([run.name, *([split] if split else []), *["head"] * head])
     rows = []
-    for share in shares():
-        compressible = round(share * (deployment.dense - deployment.fixed))
-        chosen = dealt(probes, compressible)
-        by_probes = {name: cuts[name, PARTS[i]] for name, i in chosen.items()}
-        by_energy = deployment.cut(Variant("energy", deployment.fixed + compressible, None, ALTERNATIONS))
-        row = {"model": f"{path.name}{f', {split}' if split else ''}", "share": share}
-        for label, parts in (("energy", by_energy), ("probes", by_probes)):
-            row[label] = float(torch.tensor(measured(parts, validation)).exp())
-            row[f"{label}_parameters"] = deployment.parameters(parts)
+    for share, budget in budgets_of(measured):
+        by_probes = {name: cuts[name, PARTS[i]] for name, i in dealt(probes, budget - deployment.fixed).items()}
+        by_energy = deployment.cut(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+        row = {"model": label, "share": share}
+        for way, parts in (("energy", by_energy), ("probes", by_probes)):
+            row[way] = math.exp(loss(parts, evaluation.batches()))
+            row[f"{way}_parameters"] = deployment.parameters(parts)
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -117,8 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", nargs="+", type=Path, required=True, help="runs of train.py")
     parser.add_argument("--split", choices=("rpca", "godec"), help="how runs that were trained full-rank are split")
+    parser.add_argument("--head", action="store_true", help="split LM head and embedding too")
     parser.add_argument("--sequences", type=int, default=64, help="sequences of training text for a probe")
-    parser.add_argument("--tokens", type=int, default=100_000, help="validation tokens")
+    parser.add_argument(
+        "--tokens", type=int, default=200_000, help="validation tokens; figures are of their second half"
+    )
     parser.add_argument("--output", type=json_file, required=True, help="JSON file to write")
     options = parser.parse_args()
     at_least(options, 1, "sequences", "tokens")
@@ -126,7 +135,7 @@ def main() -> None:
     logging.disable_progress_bar()
     rows = []
     for path in options.checkpoints:
-        rows += rows_of(path, options.split, options.sequences, options.tokens)
+        rows += rows_of(path, options.split, options.head, options.sequences, options.tokens)
         write_json({**provenance(), "rows": rows}, options.output)
     lines = [(r["model"], f"{r['share']:.2f}", f"{r['energy']:.2f}", f"{r['probes']:.2f}") for r in rows]
     print(markdown_table(("model", "compressible part kept", "energy", "probes"), lines))
