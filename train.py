@@ -309,7 +309,7 @@ class Trainer:
         with self.stopwatch.phase("save"):
             self.recorder.blocks(self.method.drain_records())
             data = merge_states(distributed.gather(self.stream.state_dict()))
-            self.recorder.skipped(counts_in(data))
+            self.recorder.text_read(self.step, counts_in(data))
             state = RunState(
                 step=self.step,
                 tokens=self.recorder.tokens,

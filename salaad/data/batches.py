@@ -179,11 +179,14 @@ def merge_states(states: Iterable[dict]) -> dict:
 def counts_in(state: dict | None) -> dict[str, int]:
     """Bad, empty and cut documents and lost parts of files up to a state; a stream that several ranks read counts once.
 
+    `passes` are the completed passes over its text of the stream that is furthest.
+
     Args:
         state: from `merge_states` or of one rank; None is the beginning of a run.
     """
     cursors = state["cursors"].values() if state else ()
-    return {name: sum(cursor[name] for cursor in cursors) for name in _COUNTS}
+    counts = {name: sum(cursor[name] for cursor in cursors) for name in _COUNTS}
+    return counts | {"passes": max((cursor["epoch"] for cursor in cursors), default=0)}
 
 
 def count_targets(labels: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ class Recorder:
         tokens: non-padding tokens up to the last logged line before `start`.
         active: whether this rank writes.
         progress: column of blocks.jsonl → what the progress bar calls its mean over the blocks.
-        skipped: how much text could not be used before `start`, as `skipped` takes it.
+        read: what was read of the training text before `start`, as `text_read` takes it.
         due: whether the evaluation at `start` is still to come; lines of an earlier one are then dropped, too.
     """
 
@@ -46,14 +46,14 @@ class Recorder:
         tokens: int,
         active: bool,
         progress: Mapping[str, str] = MappingProxyType({}),
-        skipped: Mapping[str, int] = MappingProxyType({}),
+        read: Mapping[str, int] = MappingProxyType({}),
         due: bool = False,
     ) -> None:
         self.active = active
         self.tokens = tokens
         self._progress = progress
         self._latest: dict[str, Mapping[str, Any]] = {}
-        self._skipped = _skipped_in(skipped)
+        self._read = read
         self._start, self._steps, self._began = start, config.train.steps, time.monotonic()
         if not active:
             return
@@ -133,11 +133,22 @@ class Recorder:
             self._wandb.log({f"validation/{variant}/{key}": value for key, value in values.items()}, step=step)
         self.say(f"step {step}: perplexity of {variant} {result.perplexity:.2f}")
 
-    def skipped(self, counts: Mapping[str, int]) -> None:
-        """Print how much text could not be used since the run began, if it is more than at the last call."""
-        if sum(_skipped_in(counts)) > sum(self._skipped):
-            bad, empty, lost = self._skipped = _skipped_in(counts)
-            self.say(f"documents skipped so far: {bad} broken, {empty} without text, {lost} parts of files lost")
+    def text_read(self, step: int, counts: Mapping[str, int]) -> None:
+        """Print what the last call did not know of: text that could not be used, and text that is read again.
+
+        Args:
+            step: step up to which the text was read.
+            counts: from `counts_in`.
+        """
+        skipped, known = (sum(of.get(name, 0) for name in ("bad", "empty", "lost")) for of in (counts, self._read))
+        if skipped > known:
+            self.say(
+                f"documents skipped so far: {counts['bad']} broken, {counts['empty']} without text, "
+                f"{counts['lost']} parts of files lost"
+            )
+        if counts["passes"] > self._read.get("passes", 0):
+            self.say(f"step {step:,}: pass {counts['passes'] + 1} over the training text has begun, which repeats it")
+        self._read = counts
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar; it is lost if the output cannot be written, as on a full disk."""
@@ -169,10 +180,6 @@ class Recorder:
             self._files[name].write_out()
         except OSError as error:
             self.say(f"{name} cannot be written now ({error.strerror}); its lines are kept for the next time")
-
-
-def _skipped_in(counts: Mapping[str, int]) -> tuple[int, int, int]:
-    return counts.get("bad", 0), counts.get("empty", 0), counts.get("lost", 0)
 
 
 class _Lines:

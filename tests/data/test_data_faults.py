@@ -282,12 +282,12 @@ def test_a_part_that_is_lost_in_every_pass_is_allowed_in_every_pass(config):
 
 
 def test_lost_parts_are_told_with_the_skipped_documents(tmp_path, capsys):
-    counts = {"bad": 0, "empty": 0, "long": 9, "lost": 0}
+    counts = {"bad": 0, "empty": 0, "long": 9, "lost": 0, "passes": 0}
     before, after = counts | {"lost": 2}, counts | {"lost": 2, "empty": 1}
     for start in ([counts, before, before], [before, before, after]):
-        recorder = Recorder(tmp_path, RunConfig(), 0, 0, True, skipped=start[0])
+        recorder = Recorder(tmp_path, RunConfig(), 0, 0, True, read=start[0])
         for told in start[1:]:
-            recorder.skipped(told)
+            recorder.text_read(3, told)
         recorder.close()
     assert capsys.readouterr().out.splitlines() == [
         "documents skipped so far: 0 broken, 0 without text, 2 parts of files lost",

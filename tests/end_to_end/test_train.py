@@ -353,8 +353,10 @@ def test_broken_lines_are_skipped_and_told_once_though_the_run_is_interrupted(
     for _ in range(3):
         run_training(toy(data__files=json.dumps([str(broken)]), train__steps=60), tmp_path / "run")
     # 240 rows of 150 documents: every line is met once, some twice
-    said = re.findall(r"documents skipped so far: [12] broken, [12] without text", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    said = re.findall(r"documents skipped so far: [12] broken, [12] without text", out)
     assert said and len(said) == len(set(said))
+    assert re.findall(r"pass (\d) over the training text has begun", out) == ["2"]
 
 
 def test_the_reported_perplexity_is_that_of_the_saved_model(toy, tmp_path, text_files):
