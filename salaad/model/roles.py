@@ -41,6 +41,11 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
     weights = matrices(model)
     roles = list(config.roles) or _own_roles(weights)
     roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
+    if not config.roles and hasattr(model, "peft_config"):
+        raise UserError(
+            "the model is wrapped by PEFT, which trains adapters instead of its weights; give the model itself, as "
+            "merge_and_unload() returns it"
+        )
     if not roles:
         raise UserError(
             "no roles are given and this model is of no known family; name its weights by the role re:PATTERN, a "

@@ -1,5 +1,6 @@
 """Which weights of which model become blocks."""
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -158,6 +159,14 @@ def test_what_selects_nothing_is_refused_by_name(model, roles, pieces):
     with pytest.raises(UserError) as error:
         names(model(), *roles)
     assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+@pytest.mark.parametrize("wrapped", [["q_proj"], ["down_proj"]])
+def test_a_model_wrapped_by_peft_is_refused_with_the_reason_and_one_taken_out_of_it_is_not(wrapped):
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=wrapped))
+    with pytest.raises(UserError, match=r"wrapped by PEFT.*merge_and_unload"):
+        names(adapted)
+    assert names(adapted.merge_and_unload()) == llama_names()
 
 
 @pytest.mark.parametrize("switch", ["embedding", "lm_head"])
