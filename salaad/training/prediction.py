@@ -45,7 +45,7 @@ PER_MACHINE, COUNTS = 8, (1, 8, 32, 128)
 _WORTH_SAYING = 0.1  # hours of a run below which no other precision is proposed
 
 
-Parts = dict[str, float]  # part of a step → its seconds
+Seconds = dict[str, float]  # part of a step → its seconds
 
 
 class Passes(NamedTuple):
@@ -74,7 +74,7 @@ class Passes(NamedTuple):
         return (self.products + self.activations) / self.count - self.forward
 
 
-def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Parts:
+def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks: int) -> Seconds:
     """Return the seconds of an average step by part; `exchange` is what the backward pass does not hide."""
     model, train = rebuilt_outline(config, description), config.train
     work, memory = method_of(config).work(model, config, ranks, device.rates), memory_by_kind(config, model, ranks)
