@@ -160,12 +160,14 @@ def markdown(
         parts += ["## What to conclude", "\n".join(f"- {sentence}" for sentence in said)]
     parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "Other pages:"]
     parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in PAGES.items()))
+    anywhere = set().union(*found.values())  # where an item that trains nothing is measured, it holds for all scales
     for scale, measured in found.items():
         parts += [f"## {scale.name}", outdated_note(measured)]
         parts += [f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
         for result in measured.values():
             parts += markdown_item(result, scale)
-        if missing := [item for item in items if item.name not in measured]:
+        missing = [item for item in items if item.name not in (measured if item.runs(scale) else anywhere)]
+        if missing:
             commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
             parts += [f"### {scale.name}: not measured yet", "\n".join(commands)]
     return "\n\n".join(parts) + "\n"

@@ -150,6 +150,8 @@ def test_two_scales_stand_one_after_the_other_under_one_table(results, rows):
     assert f"| {CLAIMS[0].name} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
     assert f"| {CLAIMS[2].name} | yes | not measured | not measured | not measured |" in text
     assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in text
+    micro = text[text.index("### micro: not measured yet") :]
+    assert "--scale micro kappa`" in micro and "--scale micro cost`" not in micro  # `cost` trains nothing
 
 
 def test_every_line_of_the_claims_tables_has_as_many_cells(results):
