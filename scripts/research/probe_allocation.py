@@ -78,9 +78,6 @@ def dealt(costs: Mapping[str, list[tuple[int, float]]], budget: int) -> dict[str
 def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: int) -> list[dict]:
     """Return a row per size with the perplexity of one run cut by energy and cut by its probes.
 
-    `…_kept` are the parameters of every block, and `probes_found` of the first row the probes: block → pairs of its
-    parameters and the added loss.
-
     Args:
         run: folder of the run.
         split: method of splitting a run that was trained full-rank.
@@ -116,10 +113,8 @@ def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: in
         for way, parts in (("energy", by_energy), ("probes", by_probes)):
             row[way] = math.exp(loss(parts, evaluation.batches()))
             row[f"{way}_parameters"] = deployment.parameters(parts)
-            row[f"{way}_kept"] = {name: slr.parameters for name, slr in parts.items()}
         rows.append(row)
-        print({key: value for key, value in row.items() if not isinstance(value, dict)}, flush=True)
-    rows[0]["probes_found"] = probes
+        print(row, flush=True)
     return rows
 
 
