@@ -11,9 +11,10 @@ split by energy.
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -118,6 +119,18 @@ def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: in
     return rows
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table with a line per model and rule, and a column per share of the compressible parameters."""
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    found = {(row["model"], row["share"]): row for row in rows}
+    lines = [
+        (model, rule, *(f"{found[model, share][rule]:.2f}" for share in shares))
+        for model in dict.fromkeys(row["model"] for row in rows)
+        for rule in ("energy", "probes")
+    ]
+    return markdown_table(("model", "split of the budget by", *(f"{share:.2f}" for share in shares)), lines)
+
+
 def main() -> None:
     """Probe every checkpoint and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -137,8 +150,7 @@ def main() -> None:
     for path in options.checkpoints:
         rows += rows_of(path, options.split, options.head, options.sequences, options.tokens)
         write_json({**provenance(), "rows": rows}, options.output)
-    lines = [(r["model"], f"{r['share']:.2f}", f"{r['energy']:.2f}", f"{r['probes']:.2f}") for r in rows]
-    print(markdown_table(("model", "compressible part kept", "energy", "probes"), lines))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts import in_context
 from scripts.reproduction.freshness import MARK
+from scripts.research import probe_allocation
 from scripts.results_tables import RESULTS
 from scripts.shares import NAMED, all_shares, shares
 
@@ -64,7 +65,16 @@ def sections() -> dict[str, str]:
         found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
     for path in sorted((ELASTIC / "in-context").glob("*.json")):
         found[f"in-context-{path.stem}"] = in_context_table(read_json(path))
-    return found
+    probed = {path.stem: read_json(path) for path in sorted((ELASTIC / "probes").glob("*.json"))}
+    return found | {"probes": probes_table(probed)}
+
+
+def probes_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of scripts/research/probe_allocation.py from scale → its results."""
+    rows = [row | {"model": f"{scale}: {row['model']}"} for scale, result in results.items() for row in result["rows"]]
+    commits, machines = (", ".join(sorted({of[key] for of in results.values()})) for key in ("commit", "machine"))
+    told = f"Perplexity by share of the compressible parameters. Commits of the measurements: {commits}; {machines}."
+    return f"{probe_allocation.table(rows)}\n\n{told}"
 
 
 def in_context_table(result: Mapping[str, Any]) -> str:
