@@ -147,7 +147,7 @@ class Recorder:
                 f"{counts['lost']} parts of files lost"
             )
         if counts["passes"] > self._read.get("passes", 0):
-            self.say(f"step {step:,}: pass {counts['passes'] + 1} over the training text has begun, which repeats it")
+            self.say(f"step {step:,}: the training text repeats; pass {counts['passes'] + 1} over it has begun")
         self._read = counts
 
     def say(self, text: str) -> None:

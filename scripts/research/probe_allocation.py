@@ -1,6 +1,6 @@
 """What energy leaves on the table: budgets dealt to blocks by measured losses instead, an upper bound.
 
-    python scripts/research/probe_allocation.py --checkpoints runs/nano-20 --head --output nano-20.json
+    python scripts/research/probe_allocation.py --checkpoints RUN --head --output results/elastic/probes/nano-20.json
 
 Each block alone is cut to several fractions of its parameters, as compress.py would cut it, and the loss of the model
 with this cut is measured on training text (a probe). Losses of several blocks are taken to add up, so the best split of

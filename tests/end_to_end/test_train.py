@@ -356,7 +356,7 @@ def test_broken_lines_are_skipped_and_told_once_though_the_run_is_interrupted(
     out = capsys.readouterr().out
     said = re.findall(r"documents skipped so far: [12] broken, [12] without text", out)
     assert said and len(said) == len(set(said))
-    assert re.findall(r"pass (\d) over the training text has begun", out) == ["2"]
+    assert re.findall(r"the training text repeats; pass (\d) over it has begun", out) == ["2"]
 
 
 def test_the_reported_perplexity_is_that_of_the_saved_model(toy, tmp_path, text_files):
