@@ -7,7 +7,7 @@ from torch import Tensor
 
 from salaad.factored import operators
 from salaad.factored.autocast import without_autocast
-from salaad.factored.parts import positions
+from salaad.factored.slr_tensors import positions
 
 
 class CompiledLinear(torch.autograd.Function):

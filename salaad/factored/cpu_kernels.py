@@ -26,7 +26,7 @@ from salaad.common import native
 from salaad.common.cache_folder import cache_folder, made_once
 from salaad.common.errors import UserError
 from salaad.factored.autocast import without_autocast
-from salaad.factored.parts import Parts, positions
+from salaad.factored.slr_tensors import SlrTensors, positions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Sums may be reordered, since no loop could be vectorised otherwise; NaN and infinity keep their meaning.
@@ -77,7 +77,7 @@ class Products:
         """Whether x, of a dtype that this module supports, is on the CPU, where the weights are."""
         return x.is_cpu
 
-    def linear(self, x: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, tensors: SlrTensors) -> Tensor:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m).
 
         Raises:
@@ -89,7 +89,7 @@ class Products:
         x, rows, weight, add = x.contiguous(), x.numel() // width, self._whole, True
         if rows * self._work > _FEW and rows > 1:
             weight = self._S_alone
-            U, V, *_ = parts
+            U, V, *_ = tensors
             with without_autocast(x.device):
                 y = F.linear(F.linear(x, V), U)
             y = y if bias is None else y.add_(bias)
@@ -101,15 +101,15 @@ class Products:
             self._linear(weight, rows, x.data_ptr(), y.data_ptr(), add, torch.get_num_threads())
         return y
 
-    def dense(self, parts: Parts) -> Tensor:
+    def dense(self, tensors: SlrTensors) -> Tensor:
         """U·V + S (n×m); no second matrix of its size is made."""
-        U, V, starts, columns, values = parts
+        U, V, starts, columns, values = tensors
         with without_autocast(U.device):
             W = U @ V
         W.view(-1).index_add_(0, positions(starts, columns, self.m), values)
         return W
 
-    def rows(self, ids: Tensor, parts: Parts) -> Tensor:
+    def rows(self, ids: Tensor, tensors: SlrTensors) -> Tensor:
         """Rows (…×m) of U·V + S at `ids` (…, int64).
 
         Raises:
@@ -118,30 +118,30 @@ class Products:
         ids, count = ids.contiguous(), ids.numel()
         add = count * self.rank * self.m > _FEW_IN_ROWS
         if add:
-            U, V, *_ = parts
+            U, V, *_ = tensors
             with without_autocast(ids.device):
                 y = F.embedding(ids, U) @ V
         else:
-            y = parts[1].new_empty(*ids.shape, self.m)
+            y = tensors[1].new_empty(*ids.shape, self.m)
         weight = self._S_alone if add else self._whole
         if not self._rows(weight, count, ids.data_ptr(), y.data_ptr(), add, torch.get_num_threads()):
             raise IndexError(f"an index is outside the {self.n} rows of the embedding")
         return y
 
 
-def products(shape: tuple[int, int], parts: Parts) -> Products | None:
+def products(shape: tuple[int, int], tensors: SlrTensors) -> Products | None:
     """The compiled products with U·V + S (n×m).
 
     None where they cannot be used: tensors that are not on the CPU, not contiguous, not float32 with int32 indices, or
     of a subclass such as fake tensors; no compiler.
     """
-    if any(type(part) not in PLAIN for part in parts):
+    if any(type(tensor) not in PLAIN for tensor in tensors):
         return None
-    U, V, starts, columns, values = parts
+    U, V, starts, columns, values = tensors
     numbers = U.dtype == V.dtype == values.dtype == torch.float32 and starts.dtype == columns.dtype == torch.int32
-    if not (numbers and all(part.is_cpu and part.is_contiguous() for part in parts) and library()):
+    if not (numbers and all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors) and library()):
         return None
-    return _products_at(shape, len(V), *(part.data_ptr() for part in parts))
+    return _products_at(shape, len(V), *(tensor.data_ptr() for tensor in tensors))
 
 
 # Cached, since a compiled model asks for the products in every call of a layer.

@@ -20,7 +20,7 @@ from torch import Tensor
 from salaad.common import native
 from salaad.common.gpus import Gpu, gpu_of
 from salaad.factored.autocast import without_autocast
-from salaad.factored.parts import Parts
+from salaad.factored.slr_tensors import SlrTensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 8  # rows of x that a program multiplies at once
@@ -85,31 +85,31 @@ class Products:
         """Whether x is on the device of the weights and, unless it holds row numbers, has their dtype."""
         return x.device == self.device and (x.dtype == self.kinds[0] or not x.is_floating_point())
 
-    def linear(self, x: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, tensors: SlrTensors) -> Tensor:
         """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m), in the dtype of x.
 
         Raises:
             RuntimeError: the last dimension of x is not m.
         """
         if self.has_few(x):
-            [y] = linear_of_several([self], [parts], x, [bias])
+            [y] = linear_of_several([self], [tensors], x, [bias])
             return y
         with without_autocast(self.device):
-            return F.linear(x, self.dense(parts), bias if bias is None else bias.to(x.dtype))
+            return F.linear(x, self.dense(tensors), bias if bias is None else bias.to(x.dtype))
 
     def has_few(self, x: Tensor) -> bool:
         """Whether x (…×m) has so few rows that U, V and S are used as stored, without a dense weight."""
         return x.numel() < self._fewest_for_dense * self.m
 
-    def dense(self, parts: Parts) -> Tensor:
+    def dense(self, tensors: SlrTensors) -> Tensor:
         """U·V + S (n×m); no second matrix of its size is made."""
-        U, V, *S = parts
+        U, V, *S = tensors
         with without_autocast(self.device):
             return self._with_rows_of_S(U @ V, None, S)
 
-    def rows(self, ids: Tensor, parts: Parts) -> Tensor:
+    def rows(self, ids: Tensor, tensors: SlrTensors) -> Tensor:
         """Rows (…×m) of U·V + S at `ids` (…, int64)."""
-        U, V, *S = parts
+        U, V, *S = tensors
         with without_autocast(self.device):
             return self._with_rows_of_S(F.embedding(ids, U) @ V, ids.contiguous(), S)
 
@@ -121,16 +121,16 @@ class Products:
         return y
 
 
-def products(shape: tuple[int, int], parts: Parts) -> Products | None:
+def products(shape: tuple[int, int], tensors: SlrTensors) -> Products | None:
     """The products with U·V + S (n×m) on a GPU; None where the kernels cannot be used or do not know the dtype."""
-    device = parts[0].device
+    device = tensors[0].device
     if not native.uses_triton(device):
         return None
-    unfit = _unfit(*parts)
+    unfit = _unfit(*tensors)
     if unfit:
         native.warn_of_torch(f"a layer of {shape[0]}×{shape[1]} has {unfit}", device)
         return None
-    U, V, _, columns, values = parts
+    U, V, _, columns, values = tensors
     return _products_like(shape, len(V), len(values), (U.dtype, columns.dtype), device)
 
 
@@ -151,7 +151,7 @@ def _unfit(U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor
 
 
 def linear_of_several(
-    layers: Sequence[Products], parts: Sequence[Parts], x: Tensor, biases: Sequence[Tensor | None]
+    layers: Sequence[Products], tensors: Sequence[SlrTensors], x: Tensor, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """y (…×n) of every layer for the same x (…×m), in two launches, since a row of U needs all of x·Vᵀ.
 
@@ -172,7 +172,7 @@ def linear_of_several(
     unit = kernels.SIZE_UNIT.value
     given = tuple(
         (V, U, *S, bias, y, unit * layer.rank, unit * layer.n)
-        for layer, (U, V, *S), bias, y in zip(layers, parts, biases, results, strict=True)
+        for layer, (U, V, *S), bias, y in zip(layers, tensors, biases, results, strict=True)
     )
     B = min(_MOST, kernels.triton.next_power_of_2(rows))
     tiles = -(-rows // B)

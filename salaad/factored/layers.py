@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensor
 from salaad.factored import operators
 from salaad.factored.autocast import without_autocast
 from salaad.factored.compiled_linear import CompiledLinear
-from salaad.factored.parts import Parts
 from salaad.factored.slr import Slr
+from salaad.factored.slr_tensors import SlrTensors
 from salaad.factored.slr_weight import SlrWeight
 
 
@@ -60,11 +60,11 @@ class SlrLinear(_SlrProjection, nn.Linear):
         # The compiled products take integers, as row numbers of an embedding; here torch refuses them.
         found = self._native(x) if self.nnz and x.is_floating_point() else None
         if found is not None:
-            products, parts = found
+            products, tensors = found
             if self._is_recorded(x):
-                return CompiledLinear.apply(x, *parts, self.bias, products)
+                return CompiledLinear.apply(x, *tensors, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
-            return products.linear(x, self.bias, parts) if y is None else y
+            return products.linear(x, self.bias, tensors) if y is None else y
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
@@ -110,7 +110,7 @@ class SlrActivated(_SlrProjection):
         return y + operators.linear_in_torch(x, U, V, self._S(), None)
 
     @property
-    def _tensors(self) -> Parts:
+    def _tensors(self) -> SlrTensors:
         """The tensors of S with empty U (n×0) and V (0×m), since an activation separates the layer's own U and V."""
         U, V, *S = super()._tensors
         return U.detach()[:, :0], V.detach()[:0], *S
@@ -157,8 +157,8 @@ class SlrEmbedding(SlrWeight):
             return operators.rows(ids, *self._tensors)
         found = None if compiling or self._is_recorded(ids) else self._native(ids)
         if found is not None and ids.dtype == torch.int64:
-            products, parts = found
-            return products.rows(ids, parts)
+            products, tensors = found
+            return products.rows(ids, tensors)
         # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU.
         rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
         with without_autocast(ids.device):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from salaad.common import native
 from salaad.factored import cpu_kernels, gpu_products
-from salaad.factored.parts import Parts, positions
+from salaad.factored.slr_tensors import SlrTensors, positions
 
 # Time of a multiplication in U·V and in S, and of transposing a number of x or y for S, in units of a multiplication in
 # a dense product (measured on a CPU, widths of 128 to 2736).
@@ -21,10 +21,10 @@ ON_CPU = (torch.float32, torch.int64, *(gpu_products.DTYPES if native.INTERPRETE
 Products = cpu_kernels.Products | gpu_products.Products
 
 
-def compiled_products(shape: tuple[int, int], parts: Parts) -> Products | None:
+def compiled_products(shape: tuple[int, int], tensors: SlrTensors) -> Products | None:
     """Return the compiled products with U·V + S (n×m) for its tensors' device; None if they cannot be used."""
-    kernels = cpu_kernels if parts[0].is_cpu and not native.INTERPRETED else gpu_products
-    return kernels.products(shape, parts)
+    kernels = cpu_kernels if tensors[0].is_cpu and not native.INTERPRETED else gpu_products
+    return kernels.products(shape, tensors)
 
 
 def sparse_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -70,8 +70,8 @@ def _in_parts(rows: Tensor, U: Tensor, V: Tensor, S: Tensor) -> Tensor:
 def _is_cheaper_whole(rows: int, shape: tuple[int, int], rank: int, nnz: int) -> bool:
     """Whether making U·V + S dense first is faster for so many `rows` of x, as it is where S is dense enough."""
     n, m = shape
-    parts = (_LOW_RANK_COST * rank + _TURNING_COST) * (n + m) + _SPARSE_COST * nnz
-    return rows * (parts - n * m) > _LOW_RANK_COST * rank * n * m
+    in_parts = (_LOW_RANK_COST * rank + _TURNING_COST) * (n + m) + _SPARSE_COST * nnz
+    return rows * (in_parts - n * m) > _LOW_RANK_COST * rank * n * m
 
 
 def rows_in_torch(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def linear(
     x: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor, bias: Tensor | None
 ) -> Tensor:
     """y (…×n) = x·Vᵀ·Uᵀ + x·Sᵀ + b of x (…×m), without gradients."""
-    parts = U, V, starts, columns, values
-    products = compiled_products((len(U), V.shape[1]), parts)
+    tensors = U, V, starts, columns, values
+    products = compiled_products((len(U), V.shape[1]), tensors)
     if products is not None and products.takes(x) and x.dtype == U.dtype:
-        return products.linear(x, bias, parts)
+        return products.linear(x, bias, tensors)
     return linear_in_torch(x, U, V, sparse_rows(starts, columns, values, V.shape[1]), bias)
 
 
@@ -118,10 +118,10 @@ def _(x: Tensor, U: Tensor, *_: Tensor | None) -> Tensor:
 @torch.library.custom_op("salaad::rows", mutates_args=())
 def rows(ids: Tensor, U: Tensor, V: Tensor, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Rows (…×m) of U·V + S at `ids` (…), without gradients."""
-    parts = U, V, starts, columns, values
-    products = compiled_products((len(U), V.shape[1]), parts)
+    tensors = U, V, starts, columns, values
+    products = compiled_products((len(U), V.shape[1]), tensors)
     if products is not None and products.takes(ids) and ids.dtype == torch.int64:
-        return products.rows(ids, parts)
+        return products.rows(ids, tensors)
     return rows_in_torch(ids, U, V, starts, columns, values)
 
 

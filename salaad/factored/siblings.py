@@ -66,11 +66,11 @@ class Siblings:
         found = [each._native(x) for each in layers]
         if not found or None in found:
             return None
-        products, parts = zip(*found, strict=True)
+        products, tensors = zip(*found, strict=True)
         if not _fit(products, x):
             return None
         biases = [each.bias for each in layers]
-        results = gpu_products.linear_of_several(products, parts, x, biases)
+        results = gpu_products.linear_of_several(products, tensors, x, biases)
         waiting = dict(zip(layers, results, strict=True))
         y = waiting.pop(layer)
         own.waiting = _Waiting(weakref.ref(x), versions, waiting)

@@ -15,8 +15,8 @@ from salaad.factored import cpu_kernels, int8, operators, packing
 from salaad.factored.autocast import without_autocast
 from salaad.factored.cached_sparse import CachedSparse
 from salaad.factored.computed_weight import ComputedWeight
-from salaad.factored.parts import Parts, column_dtype, columns_in, positions, stored_columns
 from salaad.factored.slr import Slr
+from salaad.factored.slr_tensors import SlrTensors, column_dtype, columns_in, positions, stored_columns
 
 # torch warns at the first sparse tensor of a process; a user can do nothing about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -163,7 +163,7 @@ class SlrWeight(nn.Module):
             state_dict.update({f"{prefix}S_starts": starts, f"{prefix}S_columns": columns})
 
     @property
-    def _tensors(self) -> Parts:
+    def _tensors(self) -> SlrTensors:
         """The tensors that products read, looked up in few steps, since every forward pass does so."""
         held = self._held
         return held["U"], held["V"], self._buffers["S_starts"], self.columns, held["S_values"]
@@ -177,7 +177,7 @@ class SlrWeight(nn.Module):
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
         return self._sparse.get(self._held["S_values"], self._buffers["S_starts"], self.columns, self.shape[1])
 
-    def _native(self, x: Tensor) -> tuple[operators.Products, Parts] | None:
+    def _native(self, x: Tensor) -> tuple[operators.Products, SlrTensors] | None:
         """Return the compiled products and the tensors that they read; None where the products cannot be used.
 
         They can be used in float32 on a CPU, and on a GPU with Triton. Every forward pass calls this method, and takes

@@ -146,7 +146,7 @@ def random_slr(n: int, m: int, rank: int, nnz: int, dtype: torch.dtype) -> Slr:
 
 def products_of(
     slr: Slr, device: str | torch.device, wide: bool, shifted: bool
-) -> tuple[gpu_products.Products, gpu_products.Parts]:
+) -> tuple[gpu_products.Products, gpu_products.SlrTensors]:
     """Return the kernels' products with a matrix, and its tensors on the device, stored as `wide` and `shifted` say.
 
     Raises:

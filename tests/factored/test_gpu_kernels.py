@@ -16,8 +16,8 @@ from salaad.common.gpus import GPUS, gpu_of
 from salaad.factored import gpu_products, slr_weight
 from salaad.factored.gpu_products import fewest_rows_for_dense
 from salaad.factored.layers import SlrLinear
-from salaad.factored.parts import column_dtype
 from salaad.factored.siblings import join_siblings
+from salaad.factored.slr_tensors import column_dtype
 from salaad.spectral.cost import rates_of
 from salaad.spectral.gpu_names import known_name
 from tests.helpers.interpreted import needs_triton, passes_interpreted

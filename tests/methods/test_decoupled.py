@@ -146,6 +146,25 @@ def test_two_ranks_draw_like_one(tmp_path, schedule):
             torch.testing.assert_close(first[name], X, rtol=0, atol=2e-5)
 
 
+def bytes_kept(pull: str) -> tuple[int, int]:
+    """Train four steps; return the bytes that this rank keeps, and those of its own blocks."""
+    model = llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS | {"pull": pull}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        step(model, optimizer, salaad)
+    own = [value.nbytes for surrogate in salaad.surrogates.values() for value in surrogate.state_dict().values()]
+    return salaad.state_bytes, sum(own)
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_the_state_of_a_rank_has_the_targets_that_others_sent(tmp_path, pull):
+    """A decoupled pull needs all targets on every rank: two ranks receive each block once between them, in float32."""
+    received = sum(kept - own for kept, own in run_ranks(bytes_kept, 2, tmp_path, pull))
+    weights = Salaad(llama(), SalaadConfig(**SETTINGS)).weights
+    assert received == (4 * sum(X.numel() for X in weights.values()) if pull == "decoupled" else 0)
+
+
 def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypatch):
     options = toy(salaad__pull="decoupled", salaad__pull_rate=20, salaad__release=0.25)
     run_training(options, tmp_path / "whole")

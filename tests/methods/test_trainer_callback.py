@@ -222,6 +222,16 @@ def test_after_training_the_model_is_free_and_compresses(whole):
     Salaad(whole.salaad.model, CONFIG).close()
 
 
+def test_a_training_that_stops_early_leaves_l_and_s_of_its_last_weights(tmp_path):
+    trainer, model = trainer_in(tmp_path)
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.add_callback(StopAt(5))  # an update is due in every second step
+    trainer.train()
+    assert set(callback.salaad.counts()["updated_at"].values()) == {5}
+    saved = Salaad.load(model, tmp_path / "checkpoint-5", CONFIG)
+    assert set(saved.counts()["updated_at"].values()) == {4}  # so that a resumed training is the uninterrupted one
+
+
 def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
     trainer, model = trainer_in(
         tmp_path,

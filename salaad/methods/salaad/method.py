@@ -149,7 +149,7 @@ class SalaadMethod(Method):
         yield "L+S", self.salaad.deployed(), self.salaad.summary()
 
     def state_bytes(self) -> int:  # noqa: D102
-        return sum(value.nbytes for s in self.salaad.surrogates.values() for value in s.state_dict().values())
+        return self.salaad.state_bytes
 
     def writer(self) -> Callable[[Path], dict[str, str]]:  # noqa: D102
         index = self.salaad.index()

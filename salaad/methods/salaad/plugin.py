@@ -185,6 +185,12 @@ class Salaad:
         self._updates.end()
         return self._surrogates
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that this rank keeps: the states of its blocks and, for a decoupled pull, the T that others sent."""
+        own = sum(value.nbytes for s in self.surrogates.values() for value in s.state_dict().values())
+        return own + self._pull.received_bytes
+
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
         """Return all ranks' ADMM updates since the last call as (step, block, record), sorted; the same on every rank.
 

@@ -39,7 +39,10 @@ class CoupledPull:
 
     Attributes:
         pending: blocks whose gradient is still to be joined.
+        received_bytes: of the T that other ranks sent, of which this pull needs none.
     """
+
+    received_bytes = 0
 
     def __init__(
         self,
@@ -146,6 +149,11 @@ class DecoupledPull:
     def forget(self) -> None:
         """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""
         self._is_stale = True
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the T that other ranks sent."""
+        return sum(T.nbytes for T in self._others.values())
 
     def send(self, names: Iterable[str]) -> None:
         """Send the current T of these blocks to every rank; collective."""

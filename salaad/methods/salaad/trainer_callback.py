@@ -139,10 +139,16 @@ class SalaadCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the `Salaad`; if the Trainer loads the best checkpoint at the end, load L and S from there too."""
-        self.salaad.close()
+        """Close the `Salaad`, after an update of the blocks that the last step did not update.
+
+        If the Trainer has loaded the best checkpoint at the end, L and S are loaded from there too.
+        """
         best = state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None:
+        is_best = args.load_best_model_at_end and best is not None
+        if not is_best:
+            self.salaad.finish()  # of a training that stopped early, after its checkpoint, from which it can go on
+        self.salaad.close()
+        if is_best:
             self.salaad = Salaad.load(self._trainer.model, best, self.config, total_steps=state.max_steps)
             self.salaad.close()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from salaad.common import native
 
 # U (n×r), V (r×m), and of S the starts of its rows (n+1), the columns (nnz) and the values (nnz).
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+SlrTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def positions(starts: Tensor, columns: Tensor, m: int) -> Tensor:
