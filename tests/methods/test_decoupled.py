@@ -103,14 +103,16 @@ def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
         assert not salaad.is_released
         step(model, optimizers[0], salaad)
     plain.load_state_dict(model.state_dict())
-    ranks = [record for *_, record in salaad.drain_records()]
+    thresholds = {name: (record.alpha, record.beta) for _, name, record in salaad.drain_records()}
     for _ in range(4):
         assert salaad.is_released
         step(model, optimizers[0], salaad)
         step(plain, optimizers[1])
     for name, p in plain.named_parameters():
         assert torch.equal(p, model.get_parameter(name)), name
-    assert ranks and salaad.drain_records()  # L and S are still updated
+    late = salaad.drain_records()  # L and S are still updated, with the thresholds that they had
+    assert late and all(thresholds[name] == (record.alpha, record.beta) for _, name, record in late)
+    assert len({record.rank_ratio for *_, record in late}) > 1
     salaad.close()
 
 

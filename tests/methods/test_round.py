@@ -75,12 +75,14 @@ def assert_same_bits(one: Salaad, other: Salaad) -> None:
         assert (surrogate.rank, surrogate.width) == (other.surrogates[name].rank, other.surrogates[name].width)
 
 
-@pytest.mark.parametrize("settings", [{}, {"inner": 2}, {"method": "gram"}, {"energy": "squared"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"inner": 2}, {"method": "gram"}, {"energy": "squared"}, {"release": 0.5}], ids=str
+)
 def test_stacked_blocks_go_where_blocks_alone_go(monkeypatch, settings):
-    alone = Salaad(weights(), SalaadConfig(**SETTINGS, **settings))
+    alone = Salaad(weights(), SalaadConfig(**SETTINGS, **settings), total_steps=30)
     expected = train(alone, range(30))
     play_device(monkeypatch)
-    stacked = Salaad(weights(), SalaadConfig(**SETTINGS, **settings))
+    stacked = Salaad(weights(), SalaadConfig(**SETTINGS, **settings), total_steps=30)
     records = train(stacked, range(30))
     used = {record[-1] for record in records}
     assert used == ({"gram"} if settings.get("method") else {"gram", "products"})

@@ -5,7 +5,7 @@ optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
 salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
@@ -157,10 +157,17 @@ class Salaad:
         self.steps += 1
         self.skip()
         due = list(blocks_due(self.owners, self._costs, self.steps, self.config))
-        self._updates.begin(due, self.steps)
+        self._begin(due)
         if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()
         self._pull.send(due)
+
+    def _begin(self, names: Iterable[str]) -> None:
+        # Without a pull X leaves L and S, and a controller would cut from them what the model has begun to use.
+        held = self._released_at is not None and self.steps > self._released_at
+        for surrogate in self._surrogates.values():
+            surrogate.held = held
+        self._updates.begin(names, self.steps)
 
     @property
     def is_released(self) -> bool:
@@ -175,7 +182,7 @@ class Salaad:
     def finish(self) -> None:
         """Update, at the end of training, the blocks that the last step did not update."""
         self._updates.end()
-        self._updates.begin([name for name, last in self._updates.last.items() if last != self.steps], self.steps)
+        self._begin([name for name, last in self._updates.last.items() if last != self.steps])
         self._updates.end()
         self._pull.send(self.blocks)
 

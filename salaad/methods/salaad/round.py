@@ -183,7 +183,7 @@ def _kind(surrogate: Surrogate, rates: Rates) -> Kind:
 @torch.no_grad()
 def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
     """Update a stack; a block whose result does not hold stays as it was."""
-    config = blocks[0][0].config
+    config, held = blocks[0][0].config, blocks[0][0].held
     before = _stacked([surrogate.state for surrogate, _ in blocks])
     X = torch.stack([_lying(weight.detach()) for _, weight in blocks]).float()
     tau = before.tau_L if kind.thresholded else None
@@ -198,7 +198,7 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
         return found
 
     try:
-        after, found, figures = advance(before, X, solve, kind.thresholded, config)
+        after, found, figures = advance(before, X, solve, kind.thresholded, config, held)
     except torch.linalg.LinAlgError:
         nothing = X.new_zeros(len(blocks), 8)
         return Attempt(kind.solver, nothing, None, nothing[:, :5])

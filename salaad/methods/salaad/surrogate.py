@@ -32,6 +32,7 @@ class Surrogate:
         width: number of singular values above τ_L in the matrix from which the last update found L.
         thresholded: whether τ_L > 0.
         kept: whether the last update changed nothing, as no solver converged or the result was not finite.
+        held: whether updates leave the thresholds as they are, without a step of the controller.
         unfit: whether the next update must not use the solver `products` (see `round`), since it failed in the last
             update or τ_L is too small for it.
 
@@ -41,6 +42,7 @@ class Surrogate:
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
         self.rho = rho
         self.config = config
+        self.held = False
         X = X.detach().float()
         L, sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
         zero = X.new_zeros(())
@@ -49,7 +51,7 @@ class Surrogate:
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
-        """Do one ADMM update (J inner iterations) towards X (n×m), then one step of the controller.
+        """Do one ADMM update (J inner iterations) towards X (n×m), then one step of the controller unless `held`.
 
         If no solver converges or the result is not finite, the block and its thresholds stay as they were, and the
         solver is `KEPT`.
@@ -69,7 +71,7 @@ class Surrogate:
             return found
 
         try:
-            state, found, figures = advance(self.state, X, solve, tau > 0, self.config)
+            state, found, figures = advance(self.state, X, solve, tau > 0, self.config, self.held)
         except torch.linalg.LinAlgError:
             return self._stayed(X)
         kept = torch.count_nonzero(found.sigma)

@@ -9,7 +9,7 @@ An update does the first three lines J times, then the controller (section 4.2) 
     L ← SVT(X − S + dual, τ_L)                                                      eq. 3
     S ← soft threshold(X − L + dual, τ_S)                                           eq. 4
     dual ← dual + X − L − S                                                         eq. 5
-    τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊
+    τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊                    unless they are held
 
 S and the dual are two parts of one matrix R = X − L + dual_old: eq. 4 gives S = soft threshold(R, τ_S), and eq. 5 gives
 dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next update. So only R and T, two
@@ -105,7 +105,12 @@ class Figures(NamedTuple):
 
 
 def advance(
-    state: State, X: Tensor, solve: Callable[[Tensor], Found], thresholded: bool, config: SalaadConfig
+    state: State,
+    X: Tensor,
+    solve: Callable[[Tensor], Found],
+    thresholded: bool,
+    config: SalaadConfig,
+    held: bool = False,
 ) -> tuple[State, Found, Figures]:
     """Do one ADMM update of a block or a stack: J inner iterations (eqs. 3 to 5), then the controller (section 4.2).
 
@@ -115,6 +120,7 @@ def advance(
         solve: Z → SVT_τ(Z), τ being `state.tau_L`.
         thresholded: whether τ_L > 0, for all of a stack.
         config: targets, controller step sizes, inner iterations.
+        held: whether the thresholds stay as they are, without a controller step.
 
     Returns:
         The state after the update, the last SVT, and the figures.
@@ -126,9 +132,11 @@ def advance(
         R, tau_R = half.R, state.tau_S
     rank = found.rank if isinstance(found, StackResult) else effective_ranks(found.sigma, config.gamma, config.energy)
     density = half.nnz / (X.shape[-2] * X.shape[-1])
-    excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
-    tau_L = (state.tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
-    tau_S = (state.tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
+    tau_L, tau_S = state.tau_L, state.tau_S
+    if not held:
+        excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
+        tau_L = (tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
+        tau_S = (tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
     # The dual is clipped, so it is finite even if L is not: only T shows an infinite L.
     figures = Figures(rank, density, half.delta, half.norm, half.delta + half.total)
     return State(half.T, R, tau_L, tau_S, tau_R), found, figures
