@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
-from scripts.results_tables.elastic import by_label, not_copied, perplexity, results, score, size_of
+from scripts.results_tables.elastic import by_label, named_seeds, not_copied, perplexity, results, score, size_of
 from scripts.shares import all_shares
 
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
@@ -111,7 +111,7 @@ def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Mode
     value, seeds = over_others.over(model, other), over_others.seeds(model, other)
     if value is None:
         return None
-    named = "" if seeds == Trainings(rows).seeds(model, other) else f", seed {', '.join(map(str, seeds))}"
+    named = "" if seeds == Trainings(rows).seeds(model, other) else f", {named_seeds(seeds)}"
     return f"{value:+.1%}{named}"
 
 
@@ -164,10 +164,10 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "Where no size is named, the worst size counts."
     )
     if copying:
-        seeds = ", ".join(map(str, over_others.seeds(FULL_RANK, Model("SALAAD"))))
+        seeds = named_seeds(over_others.seeds(FULL_RANK, Model("SALAAD")))
         told += (
             " *Not copied*: over the tokens that do not repeat a bigram of their row, of models whole, at half and at "
-            f"a fifth, with seed {seeds}."
+            f"a fifth, with {seeds}."
         )
     told += _of_other_seeds(rows)
     return f"{markdown_table(('goal', 'at most', *WAYS), lines)}\n\n{told}"
@@ -182,8 +182,8 @@ def _of_other_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     uncut, half, fifth = (f"{value:+.1%}" for value in values)
     return (
-        f" SALAAD's settings were chosen with seed {CHOSEN_ON} and the same validation text; with seeds "
-        f"{', '.join(map(str, seeds))} alone it is {uncut} uncut, {half} at half and {fifth} at a fifth without text."
+        f" SALAAD's settings were chosen with seed {CHOSEN_ON} and the same validation text; with "
+        f"{named_seeds(seeds)} alone it is {uncut} uncut, {half} at half and {fifth} at a fifth without text."
     )
 
 

@@ -186,6 +186,12 @@ def seeds_text(rows: Sequence[Row]) -> str:
     return ", ".join(str(row["seed"]) for row in rows)
 
 
+def named_seeds(seeds: Iterable[int]) -> str:
+    """Return some seeds as words: "seed 2", or "seeds 1, 2"."""
+    numbers = [str(seed) for seed in seeds]
+    return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
 def _kappas(sizes: Iterable[Row]) -> str:
     """Return κ* of cuts by HPA as text, one per seed; an empty string for other cuts, and where κ was not recorded."""
     kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]
@@ -206,7 +212,7 @@ def _figures(of: Mapping[int, Row], references: Mapping[int, float]) -> tuple[st
     cells = [f"{fmean(over):+.1%}" if over else ""]
     for figure in PERPLEXITIES.values():
         found = {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
-        seeds = "" if found.keys() == of.keys() else f" (seed {', '.join(map(str, found))})"
+        seeds = "" if found.keys() == of.keys() else f" ({named_seeds(found)})"
         cells.append(f"{_with_deviation([*found.values()])}{seeds}" if found else "")
     first = ChainMap(*of.values())  # of every figure that of the first seed that has it
     return (
