@@ -158,4 +158,4 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     assert found["over the cut that leaves the head dense"][1] == "+0.0%, met"  # equal at three quarters
     by_energy = "over the model trained as in the paper, cut by energy with equal weights"
     assert found[by_energy][1] == "+0.8%, missed"  # at half
-    assert "with seeds 1 alone it is -2.0% uncut, +0.8% at half and +4.8% at a fifth" in goals_table(rows)
+    assert "with seed 1 alone it is -2.0% uncut, +0.8% at half and +4.8% at a fifth" in goals_table(rows)
