@@ -163,7 +163,7 @@ class Salaad:
         self._pull.send(due)
 
     def _begin(self, names: Iterable[str]) -> None:
-        # Without a pull X leaves L + S. A controller would raise the thresholds until rank and density are on target
+        # Without a pull X leaves L + S. The controller would raise the thresholds until rank and density are on target
         # again, and L + S would lose what X has learned since.
         held = self._released_at is not None and self.steps > self._released_at
         for surrogate in self._surrogates.values():

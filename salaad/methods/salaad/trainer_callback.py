@@ -145,9 +145,12 @@ class SalaadCallback(TrainerCallback):
         """
         best = state.best_model_checkpoint
         is_best = args.load_best_model_at_end and best is not None
-        if not is_best:
-            self.salaad.finish()  # of a training that stopped early, after its checkpoint, from which it can go on
-        self.salaad.close()
+        try:
+            if not is_best:
+                # Only an early stop leaves blocks to update. Its checkpoint, written before, stays fit to resume from.
+                self.salaad.finish()
+        finally:
+            self.salaad.close()
         if is_best:
             self.salaad = Salaad.load(self._trainer.model, best, self.config, total_steps=state.max_steps)
             self.salaad.close()
