@@ -148,10 +148,10 @@ def test_two_ranks_draw_like_one(tmp_path, schedule):
             torch.testing.assert_close(first[name], X, rtol=0, atol=2e-5)
 
 
-def bytes_kept(pull: str) -> tuple[int, int]:
+def bytes_kept(pull: str, release: float) -> tuple[int, int]:
     """Train four steps; return the bytes that this rank keeps, and those of its own blocks."""
     model = llama()
-    salaad = Salaad(model, SalaadConfig(**SETTINGS | {"pull": pull}))
+    salaad = Salaad(model, SalaadConfig(**SETTINGS | {"pull": pull, "release": release}), total_steps=5)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(4):
         step(model, optimizer, salaad)
@@ -159,12 +159,16 @@ def bytes_kept(pull: str) -> tuple[int, int]:
     return salaad.state_bytes, sum(own)
 
 
-@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
-def test_the_state_of_a_rank_has_the_targets_that_others_sent(tmp_path, pull):
-    """A decoupled pull needs all targets on every rank: two ranks receive each block once between them, in float32."""
-    received = sum(kept - own for kept, own in run_ranks(bytes_kept, 2, tmp_path, pull))
+@pytest.mark.parametrize(("pull", "release"), [("coupled", 0.0), ("decoupled", 0.0), ("decoupled", 0.4)])
+def test_the_state_of_a_rank_has_the_targets_that_others_sent(tmp_path, pull, release):
+    """A decoupled pull needs all targets on every rank: two ranks receive each block once between them, in float32.
+
+    Once nothing is pulled any more, a rank lets them go.
+    """
+    received = sum(kept - own for kept, own in run_ranks(bytes_kept, 2, tmp_path, pull, release))
     weights = Salaad(llama(), SalaadConfig(**SETTINGS)).weights
-    assert received == (4 * sum(X.numel() for X in weights.values()) if pull == "decoupled" else 0)
+    needed = pull == "decoupled" and not release
+    assert received == (4 * sum(X.numel() for X in weights.values()) if needed else 0)
 
 
 def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypatch):

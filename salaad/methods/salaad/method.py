@@ -194,5 +194,6 @@ def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:
 def _pull_in_words(settings: SalaadConfig) -> str:
     strength = f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"
     strength = strength if settings.pull == "coupled" else f"mean λ = {settings.pull_rate:g}"
-    released = f", released for the last {settings.release:.0%} of the run" if settings.release else ""
-    return f"{settings.pull}, {strength}{released}"
+    if not settings.release:
+        return f"{settings.pull}, {strength}"
+    return f"{settings.pull}, {strength}; in the last {settings.release:.0%} of the run no pull, and thresholds held"

@@ -145,6 +145,8 @@ class DecoupledPull:
     def renew(self, steps: int, *, active: bool) -> None:
         """Pull after the optimizer's step that follows `steps` others, or not if not `active`."""
         self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
+        if not active:
+            self._others.clear()
 
     def forget(self) -> None:
         """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""
@@ -156,8 +158,8 @@ class DecoupledPull:
         return sum(T.nbytes for T in self._others.values())
 
     def send(self, names: Iterable[str]) -> None:
-        """Send the current T of these blocks to every rank; collective."""
-        if distributed.world_size() == 1:
+        """Send the current T of these blocks to every rank, if the next step pulls at all; collective."""
+        if distributed.world_size() == 1 or not self._active:
             return
         for name in names:
             T = self._T(name)
