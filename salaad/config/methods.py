@@ -40,8 +40,9 @@ class SalaadConfig(MethodConfig):
         pull: coupled adds ρ(X − T) to the gradient, as the paper does; decoupled moves X by lr·λ(X − T) after the
             optimizer's step, as AdamW decouples weight decay.
         pull_rate: mean λ over the blocks of a decoupled pull; a block's own goes by its ρ.
-        release: part of the run, at its end, in which nothing draws X; L and S follow it all the same, with the
-            thresholds that they had.
+        onset: part of the run, at its beginning, in which nothing draws X yet; L and S follow it all the same.
+        release: part of the run, at its end, in which nothing draws X any more; L and S follow it all the same, with
+            the thresholds that they had.
         roles: which weights become blocks: q k v o gate up down embedding lm_head, or re:PATTERN over module names;
             none given means all projections of a known model family.
         embedding: add the embedding to the blocks.
@@ -60,7 +61,7 @@ class SalaadConfig(MethodConfig):
 
     tunable = (
         *("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho"),
-        *("pull", "pull_rate", "release", "owners"),
+        *("pull", "pull_rate", "onset", "release", "owners"),
     )
 
     rank_ratio: float = 0.15
@@ -75,6 +76,7 @@ class SalaadConfig(MethodConfig):
     rho: float | None = None
     pull: Literal["coupled", "decoupled"] = "coupled"
     pull_rate: float = 0.3
+    onset: float = 0.0
     release: float = 0.0
     roles: tuple[str, ...] | str = ()
     embedding: bool = False
@@ -93,7 +95,14 @@ class SalaadConfig(MethodConfig):
         check(0 <= self.density <= 1, f"salaad.density is {self.density}, outside [0, 1]; give a fraction")
         at_least(self, 1, "every", "inner")
         at_least(self, 0, "delta_alpha", "delta_beta", "rho_constant", "pull_rate")
-        check(0 <= self.release <= 1, f"salaad.release is {self.release}, outside [0, 1]; give a part of the run")
+        for name in ("onset", "release"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"salaad.{name} is {value}, outside [0, 1]; give a part of the run")
+        check(
+            self.onset + self.release <= 1,
+            f"salaad.onset {self.onset} and salaad.release {self.release} are more than the whole run together; give "
+            "parts whose sum is at most 1",
+        )
         if self.rho is not None:
             at_least(self, 0, "rho")
 

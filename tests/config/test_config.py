@@ -139,6 +139,7 @@ def test_the_defaults_of_the_admm_are_the_papers():
         "rho": None,
         "pull": "coupled",
         "pull_rate": 0.3,
+        "onset": 0.0,
         "release": 0.0,
         "roles": (),
         "embedding": False,

@@ -94,18 +94,38 @@ def test_another_optimizer_draws_nothing():
 
 
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
+    settings = SETTINGS | {"pull": pull, "onset": 0.5, "rho_constant": 50.0}
+    model, plain = llama(), llama()
+    salaad = Salaad(model, SalaadConfig(**settings), total_steps=8)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(4):
+        assert not salaad.is_pulled
+        step(model, optimizers[0], salaad)
+        step(plain, optimizers[1])
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in plain.named_parameters())
+    assert {step for step, *_ in salaad.drain_records()} == {3}  # L and S follow, and the controller moves
+    assert all(float(surrogate.tau_L) > 0 for surrogate in salaad.surrogates.values())
+    assert salaad.is_pulled
+    step(model, optimizers[0], salaad)
+    step(plain, optimizers[1])
+    assert not any(torch.equal(X, plain.get_parameter(f"{name}.weight")) for name, X in salaad.weights.items())
+    salaad.close()
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
 def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
     settings = SETTINGS | {"pull": pull, "release": 0.5, "rho_constant": 50.0}
     model, plain = llama(), llama()
     salaad = Salaad(model, SalaadConfig(**settings), total_steps=8)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for _ in range(4):
-        assert not salaad.is_released
+        assert salaad.is_pulled
         step(model, optimizers[0], salaad)
     plain.load_state_dict(model.state_dict())
     thresholds = {name: (record.alpha, record.beta) for _, name, record in salaad.drain_records()}
     for _ in range(4):
-        assert salaad.is_released
+        assert not salaad.is_pulled
         step(model, optimizers[0], salaad)
         step(plain, optimizers[1])
     for name, p in plain.named_parameters():
@@ -116,16 +136,22 @@ def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
     salaad.close()
 
 
-def test_a_part_of_an_unknown_length_is_refused():
-    with pytest.raises(UserError, match=r"release is 0.2, a part of the training, whose length is not known; give"):
-        Salaad(llama(), SalaadConfig(release=0.2))
+@pytest.mark.parametrize("part", ["onset", "release"])
+def test_a_part_of_an_unknown_length_is_refused(part):
+    with pytest.raises(UserError, match=rf"{part} is 0.2, a part of the training, whose length is not known; give"):
+        Salaad(llama(), SalaadConfig(**{part: 0.2}))
 
 
-def train_on_a_share(batch: int, schedule: str) -> dict:
+def test_parts_longer_than_the_run_are_refused():
+    with pytest.raises(UserError, match=r"onset 0.6 and salaad.release 0.5 are more than the whole run together; give"):
+        SalaadConfig(onset=0.6, release=0.5)
+
+
+def train_on_a_share(batch: int, schedule: str, onset: float) -> dict:
     """Train six steps on this rank's rows; return the weights."""
     model = llama()
     wrapped = model if distributed.world_size() == 1 else torch.nn.parallel.DistributedDataParallel(model)
-    salaad = Salaad(model, SalaadConfig(**SETTINGS, schedule=schedule))
+    salaad = Salaad(model, SalaadConfig(**SETTINGS, schedule=schedule, onset=onset), total_steps=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     rows = batch // distributed.world_size()
     ids = torch.randint(64, (batch, 12), generator=torch.Generator().manual_seed(1))
@@ -138,10 +164,10 @@ def train_on_a_share(batch: int, schedule: str) -> dict:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "staggered"])
-def test_two_ranks_draw_like_one(tmp_path, schedule):
-    [alone] = run_ranks(train_on_a_share, 1, tmp_path, 4, schedule)
-    first, second = run_ranks(train_on_a_share, 2, tmp_path, 4, schedule)
+@pytest.mark.parametrize(("schedule", "onset"), [("synchronous", 0.0), ("staggered", 0.0), ("synchronous", 0.4)])
+def test_two_ranks_draw_like_one(tmp_path, schedule, onset):
+    [alone] = run_ranks(train_on_a_share, 1, tmp_path, 4, schedule, onset)
+    first, second = run_ranks(train_on_a_share, 2, tmp_path, 4, schedule, onset)
     for name, X in alone.items():
         assert torch.equal(first[name], second[name]), name
         if schedule == "synchronous":  # staggered updates depend on the owner's other blocks

@@ -21,7 +21,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.pull import CoupledPull, DecoupledPull
-from salaad.methods.salaad.schedule import Updates, blocks_due
+from salaad.methods.salaad.schedule import Updates, blocks_due, pulled_steps
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
 from salaad.methods.salaad.watch import Watch
@@ -41,7 +41,7 @@ class Salaad:
         config: targets, ρ, roles and schedule.
         scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
         most_records: how many of the newest updates of each block are kept for `drain_records`; None keeps all.
-        total_steps: optimizer steps of the whole training, of which `config.release` is a part.
+        total_steps: optimizer steps of the whole training, of which `config.onset` and `config.release` are parts.
 
     Attributes:
         blocks: names of all blocks, the same on every rank.
@@ -49,8 +49,8 @@ class Salaad:
         steps: optimizer steps counted so far.
 
     Raises:
-        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.release` is given without
-            `total_steps`.
+        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.onset` or `config.release`
+            is given without `total_steps`.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
@@ -64,12 +64,7 @@ class Salaad:
         total_steps: int | None = None,
     ) -> None:
         self.config = config or SalaadConfig()
-        if self.config.release and total_steps is None:
-            raise UserError(
-                f"release is {self.config.release}, a part of the training, whose length is not known; give "
-                "Salaad(model, config, total_steps=…)"
-            )
-        self._released_at = round((1 - self.config.release) * total_steps) if self.config.release else None
+        self._pulled_steps = pulled_steps(self.config, total_steps)
         self.model = distributed.unwrapped(model)
         self.scaler = scaler
         self.weights = find_blocks(self.model, self.config)
@@ -163,21 +158,21 @@ class Salaad:
         self._pull.send(due)
 
     def _begin(self, names: Iterable[str]) -> None:
-        # Without a pull X leaves L + S. The controller would raise the thresholds until rank and density are on target
-        # again, and L + S would lose what X has learned since.
-        held = self._released_at is not None and self.steps > self._released_at
+        # Once the pull has ended, X leaves L + S. The controller would raise the thresholds until rank and density are
+        # on target again, and L + S would lose what X has learned since.
+        held = self.steps > self._pulled_steps.stop
         for surrogate in self._surrogates.values():
             surrogate.held = held
         self._updates.begin(names, self.steps)
 
     @property
-    def is_released(self) -> bool:
-        """Whether the next step is in the last part of the run, without a pull on the weights (`config.release`)."""
-        return self._released_at is not None and self.steps >= self._released_at
+    def is_pulled(self) -> bool:
+        """Whether the next step pulls the weights, as in all but the parts of `config.onset` and `config.release`."""
+        return self.steps in self._pulled_steps
 
     def skip(self) -> None:
         """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away."""
-        self._pull.renew(self.steps, active=not self.is_released)
+        self._pull.renew(self.steps, active=self.is_pulled)
         self._watch.moved.clear()
 
     def finish(self) -> None:

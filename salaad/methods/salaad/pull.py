@@ -147,6 +147,7 @@ class DecoupledPull:
         self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
         if not active:
             self._others.clear()
+            self._is_stale = True
 
     def forget(self) -> None:
         """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""

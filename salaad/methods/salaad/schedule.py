@@ -1,6 +1,7 @@
-"""The ADMM updates of the blocks that a rank owns: the schedule, the round in progress, and the records."""
+"""The schedule of pull and updates; the ADMM updates of the blocks that a rank owns, in progress and on record."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -9,13 +10,33 @@ import torch
 from torch import Tensor
 
 from salaad.common import distributed
-from salaad.common.errors import NotFiniteError
+from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad.ownership import dearest_first
 from salaad.methods.salaad.round import Round
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import SOLVERS, UpdateRecord
+
+
+def pulled_steps(config: SalaadConfig, total_steps: int | None) -> range:
+    """Return the steps, counted from 0, in which the weights are pulled towards L + S.
+
+    Args:
+        config: the parts of the run without a pull: `onset` and `release`.
+        total_steps: optimizer steps of the whole run, if known; without `release` the pull has no end.
+
+    Raises:
+        UserError: a part is given of a run whose length is not known.
+    """
+    for name in ("onset", "release"):
+        if getattr(config, name) and total_steps is None:
+            raise UserError(
+                f"{name} is {getattr(config, name)}, a part of the training, whose length is not known; give "
+                "Salaad(model, config, total_steps=…)"
+            )
+    begin = round(config.onset * total_steps) if config.onset else 0
+    return range(begin, round((1 - config.release) * total_steps) if config.release else sys.maxsize)
 
 
 def blocks_due(
