@@ -5,9 +5,9 @@ whole run, c·steps, stays constant until c is the paper's: the pull of a step i
 the thresholds go further. In shorter runs c stays nano's, as a larger c costs X more than it helps L + S (tried at 250
 to 1,000 steps), and the thresholds have to go a little further, as the weights have followed less.
 
-These settings make L + S small by itself. Where the model is to be cut anyway, a weaker pull that ends half way costs X
-far less, and its cuts are as good (results/elastic): a quarter of c, with Δα and Δβ four times as large, so that α
-and β move as fast.
+These settings make L + S small by itself. Where the model is to be cut anyway, a weaker pull in the second quarter of
+the run costs X far less, and its cuts are as good (results/elastic): a quarter of c, with Δα and Δβ four times as
+large, so that α and β move as fast.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ _LONGEST = 10
 _WAY = 16.0  # updates·Δα at `_NANO` steps
 _ALPHA_OVER_BETA = 50
 _WEAKER = 4  # divisor of c, and factor of Δα and Δβ, for a model that is to be cut
-_RELEASE = 0.5
+_PARTS_WITHOUT_PULL = {"onset": 0.25, "release": 0.5}
 
 
 def settings_for(steps: int, *, elastic: bool = False) -> dict[str, Any]:
-    """K, c, Δα, Δβ (and `release`) for a run of so many optimizer steps, by their names in `SalaadConfig`.
+    """K, c, Δα, Δβ (and `onset`, `release`) for a run of so many optimizer steps, by their names in `SalaadConfig`.
 
     Args:
         steps: optimizer steps of the run.
@@ -45,5 +45,5 @@ def settings_for(steps: int, *, elastic: bool = False) -> dict[str, Any]:
         "rho_constant": float(f"{max(_LEAST, _PULL / max(steps, _NANO)) / weaker:.3g}"),
         "delta_alpha": float(f"{alpha:.3g}"),
         "delta_beta": float(f"{alpha / _ALPHA_OVER_BETA:.3g}"),
-        **({"release": _RELEASE} if elastic else {}),
+        **(_PARTS_WITHOUT_PULL if elastic else {}),
     }

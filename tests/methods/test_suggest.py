@@ -82,10 +82,12 @@ def test_the_shipped_settings_of_nano_and_micro_are_those_of_their_lengths():
 def test_what_the_demo_trains_with_is_what_is_suggested_for_a_model_to_be_cut():
     demo, _ = read_command_line(["--config", "demo"])
     assert settings_for(demo.train.steps, elastic=True) == {
-        key: getattr(demo.salaad, key) for key in ("every", "rho_constant", "delta_alpha", "delta_beta", "release")
+        key: getattr(demo.salaad, key)
+        for key in ("every", "rho_constant", "delta_alpha", "delta_beta", "onset", "release")
     }
     config, _ = read_command_line(["--preset", "elastic", "--train.steps", "18000"])
-    assert (config.salaad.rho_constant, config.salaad.delta_alpha, config.salaad.release) == (0.00833, 0.32, 0.5)
+    assert (config.salaad.rho_constant, config.salaad.delta_alpha) == (0.00833, 0.32)
+    assert (config.salaad.onset, config.salaad.release) == (0.25, 0.5)
 
 
 def test_a_model_that_is_to_be_cut_keeps_nearly_the_loss_of_plain_training_and_is_cut_to_half():

@@ -16,15 +16,16 @@ _LARGE = 0.1  # share of the parameters from which an embedding is worth compres
 def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: Any) -> SalaadConfig:
     """Suggest settings for training `model` over `steps` optimizer steps.
 
-    K, c, Δα, Δβ and `release` follow the length of the run (`salaad.config.suggestion`). The embedding becomes a block
-    if it holds more than a tenth of the parameters and is not tied to the LM head; but not with `elastic` unless the LM
-    head is a block, as a cut splits both later: in training, rows of rare tokens would be pulled far more often than
-    they learn.
+    K, c, Δα, Δβ, `onset` and `release` follow the length of the run (`salaad.config.suggestion`). The embedding becomes
+    a block if it holds more than a tenth of the parameters and is not tied to the LM head; but not with `elastic`
+    unless the LM head is a block, as a cut splits both later: in training, rows of rare tokens would be pulled far more
+    often than they learn.
 
     Args:
         model: the model to be trained.
         steps: number of optimizer steps.
-        elastic: for a model that is to be cut; give `Salaad` the steps as `total_steps` too, as the pull ends half way.
+        elastic: for a model that is to be cut; give `Salaad` the steps as `total_steps` too, as it pulls in a part of
+            the run alone.
         settings: fields of `SalaadConfig` that replace the suggested ones.
 
     Raises:
