@@ -1,4 +1,4 @@
-"""The decoupled pull against its formula, on two ranks, and after its release; the coupled pull after its release."""
+"""The decoupled pull against its formula and on two ranks; both pulls before their onset and after their release."""
 
 import os
 import signal
@@ -93,12 +93,16 @@ def test_another_optimizer_draws_nothing():
     salaad.close()
 
 
+def pulled_in_a_part(**settings):
+    """Return a model, a plain one, the first one's `Salaad` for eight steps with a strong pull, and an SGD for each."""
+    model, plain = llama(), llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS | {"rho_constant": 50.0, **settings}), total_steps=8)
+    return model, plain, salaad, [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+
+
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])
 def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
-    settings = SETTINGS | {"pull": pull, "onset": 0.5, "rho_constant": 50.0}
-    model, plain = llama(), llama()
-    salaad = Salaad(model, SalaadConfig(**settings), total_steps=8)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    model, plain, salaad, optimizers = pulled_in_a_part(pull=pull, onset=0.5)
     for _ in range(4):
         assert not salaad.is_pulled
         step(model, optimizers[0], salaad)
@@ -115,10 +119,7 @@ def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
 
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])
 def test_in_the_last_part_of_a_run_nothing_draws_the_weights(pull):
-    settings = SETTINGS | {"pull": pull, "release": 0.5, "rho_constant": 50.0}
-    model, plain = llama(), llama()
-    salaad = Salaad(model, SalaadConfig(**settings), total_steps=8)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    model, plain, salaad, optimizers = pulled_in_a_part(pull=pull, release=0.5)
     for _ in range(4):
         assert salaad.is_pulled
         step(model, optimizers[0], salaad)
@@ -198,7 +199,7 @@ def test_the_state_of_a_rank_has_the_targets_that_others_sent(tmp_path, pull, re
 
 
 def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypatch):
-    options = toy(salaad__pull="decoupled", salaad__pull_rate=20, salaad__release=0.25)
+    options = toy(salaad__pull="decoupled", salaad__pull_rate=20, salaad__onset=0.25, salaad__release=0.25)
     run_training(options, tmp_path / "whole")
     pending, original = {4, 10}, SalaadMethod.after_step
 
