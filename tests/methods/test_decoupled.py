@@ -103,17 +103,23 @@ def pulled_in_a_part(**settings):
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])
 def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
     model, plain, salaad, optimizers = pulled_in_a_part(pull=pull, onset=0.5)
-    for _ in range(4):
+    for number in range(4):
         assert not salaad.is_pulled
         step(model, optimizers[0], salaad)
         step(plain, optimizers[1])
+        if number == 2:
+            updated_to = {name: X.detach().clone() for name, X in salaad.weights.items()}
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in plain.named_parameters())
-    assert {step for step, *_ in salaad.drain_records()} == {3}  # L and S follow, and the controller moves
-    assert all(float(surrogate.tau_L) > 0 for surrogate in salaad.surrogates.values())
+    assert {step for step, *_ in salaad.drain_records()} == {3}
+    for name, surrogate in salaad.surrogates.items():  # L and S follow, with thresholds of 0: T is X
+        assert float(surrogate.tau_L) == float(surrogate.tau_S) == 0
+        torch.testing.assert_close(surrogate.T, updated_to[name])
     assert salaad.is_pulled
-    step(model, optimizers[0], salaad)
-    step(plain, optimizers[1])
+    for _ in range(2):
+        step(model, optimizers[0], salaad)
+        step(plain, optimizers[1])
     assert not any(torch.equal(X, plain.get_parameter(f"{name}.weight")) for name, X in salaad.weights.items())
+    assert all(float(surrogate.tau_L) > 0 for surrogate in salaad.surrogates.values())  # the controller has begun
     salaad.close()
 
 

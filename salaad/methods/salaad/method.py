@@ -194,6 +194,6 @@ def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:
 def _pull_in_words(settings: SalaadConfig) -> str:
     strength = f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"
     strength = strength if settings.pull == "coupled" else f"mean λ = {settings.pull_rate:g}"
-    onset = f"; no pull in the first {settings.onset:.0%} of the run" if settings.onset else ""
+    onset = f"; in the first {settings.onset:.0%} of the run no pull, and thresholds of 0" if settings.onset else ""
     release = f"; in the last {settings.release:.0%} no pull, and thresholds held" if settings.release else ""
     return f"{settings.pull}, {strength}{onset}{release}"

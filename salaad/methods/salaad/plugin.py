@@ -158,9 +158,9 @@ class Salaad:
         self._pull.send(due)
 
     def _begin(self, names: Iterable[str]) -> None:
-        # Once the pull has ended, X leaves L + S. The controller would raise the thresholds until rank and density are
-        # on target again, and L + S would lose what X has learned since.
-        held = self.steps > self._pulled_steps.stop
+        # X does not follow L + S while nothing draws it. The controller would raise the thresholds all the same, and
+        # L + S would lose what X learns; before the onset, the pull would then begin towards an L + S far from X.
+        held = self.steps - 1 not in self._pulled_steps
         for surrogate in self._surrogates.values():
             surrogate.held = held
         self._updates.begin(names, self.steps)
