@@ -35,6 +35,7 @@ FOLDERS = ("demo", "nano", "micro", "elastic", "methods", "admm", "bench", "scal
 PAGES = (
     ROOT / "README.md",
     *(RESULTS / folder / "README.md" for folder in FOLDERS),
+    RESULTS / "elastic" / "tried.md",
     RESULTS / "reliability.md",
 )
 
