@@ -40,8 +40,7 @@ class SalaadConfig(MethodConfig):
         pull: coupled adds ρ(X − T) to the gradient, as the paper does; decoupled moves X by lr·λ(X − T) after the
             optimizer's step, as AdamW decouples weight decay.
         pull_rate: mean λ over the blocks of a decoupled pull; a block's own goes by its ρ.
-        onset: part of the run, at its beginning, in which nothing draws X yet; L and S follow it all the same, with
-            thresholds of 0.
+        onset: part of the run, at its beginning, in which nothing draws X yet, and L is X.
         release: part of the run, at its end, in which nothing draws X any more; L and S follow it all the same, with
             the thresholds that they had.
         roles: which weights become blocks: q k v o gate up down embedding lm_head, or re:PATTERN over module names;

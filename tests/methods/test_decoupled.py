@@ -110,10 +110,11 @@ def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
         if number == 2:
             updated_to = {name: X.detach().clone() for name, X in salaad.weights.items()}
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in plain.named_parameters())
-    assert {step for step, *_ in salaad.drain_records()} == {3}
-    for name, surrogate in salaad.surrogates.items():  # L and S follow, with thresholds of 0: T is X
-        assert float(surrogate.tau_L) == float(surrogate.tau_S) == 0
-        torch.testing.assert_close(surrogate.T, updated_to[name])
+    assert not salaad.drain_records()
+    for name, surrogate in salaad.surrogates.items():
+        assert surrogate.alpha == surrogate.beta == surrogate.nnz == 0
+        assert torch.equal(surrogate.T, updated_to[name])
+        torch.testing.assert_close(surrogate.deployed(), updated_to[name])
     assert salaad.is_pulled
     for _ in range(2):
         step(model, optimizers[0], salaad)
@@ -233,3 +234,10 @@ def test_the_plan_of_a_run_has_the_targets_that_a_rank_holds_of_others():
     assert SalaadMethod.memory(model, decoupled, 1)[what] == 0
     assert SalaadMethod.memory(model, decoupled, 28)[what] == 4 * (blocks - square)  # each has one, the least a square
     assert what not in SalaadMethod.memory(model, read_command_line(words)[0], 28)
+
+
+def test_the_plan_of_a_run_counts_no_updates_before_the_onset():
+    config = read_command_line(["--config", "nano", "--train.steps=2000", "--salaad.every=5", "--salaad.onset=0.25"])[0]
+    rows = dict(SalaadMethod.plan(outline(describe_model(config.model, config.data.sequence_length)), config, 1))
+    assert rows["ADMM updates"].startswith("300 per block")  # 1,500 steps, every fifth
+    assert rows["pull"].endswith("in the first 25% of the run no pull, and L is X")

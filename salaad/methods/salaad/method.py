@@ -20,6 +20,7 @@ from salaad.methods.base import BlockRecord, Method
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.methods.salaad.round import bytes_for_a_moment
+from salaad.methods.salaad.schedule import pulled_steps
 from salaad.methods.salaad.storage import load_surrogates, save_surrogates
 from salaad.methods.salaad.update import KEPT
 from salaad.methods.work import Work, svd_seconds
@@ -118,7 +119,7 @@ class SalaadMethod(Method):
             ("targets", f"rank ratio {settings.rank_ratio:g}, density {settings.density:g}"),
             ("pull", _pull_in_words(settings)),
             ("controller", f"K = {settings.every}, Δα = {settings.delta_alpha:g}, Δβ = {settings.delta_beta:g}"),
-            ("ADMM updates", f"{config.train.steps // settings.every:,} per block, {settings.schedule}"),
+            ("ADMM updates", f"{_updates(config):,} per block, {settings.schedule}"),
         ]
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
@@ -191,9 +192,15 @@ def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:
     return notes
 
 
+def _updates(config: RunConfig) -> int:
+    """ADMM updates of a block in the whole run: there are none before the onset."""
+    begin = pulled_steps(config.settings, config.train.steps).start
+    return config.train.steps // config.settings.every - begin // config.settings.every
+
+
 def _pull_in_words(settings: SalaadConfig) -> str:
     strength = f"c = {settings.rho_constant:g}" if settings.rho is None else f"ρ = {settings.rho:g}"
     strength = strength if settings.pull == "coupled" else f"mean λ = {settings.pull_rate:g}"
-    onset = f"; in the first {settings.onset:.0%} of the run no pull, and thresholds of 0" if settings.onset else ""
+    onset = f"; in the first {settings.onset:.0%} of the run no pull, and L is X" if settings.onset else ""
     release = f"; in the last {settings.release:.0%} no pull, and thresholds held" if settings.release else ""
     return f"{settings.pull}, {strength}{onset}{release}"

@@ -158,9 +158,12 @@ class Salaad:
         self._pull.send(due)
 
     def _begin(self, names: Iterable[str]) -> None:
-        # X does not follow L + S while nothing draws it. The controller would raise the thresholds all the same, and
-        # L + S would lose what X learns; before the onset, the pull would then begin towards an L + S far from X.
-        held = self.steps - 1 not in self._pulled_steps
+        # X does not follow L + S while nothing draws it, and the controller would raise the thresholds all the same.
+        # After the pull, L + S would lose what X learns. Before it, the pull would begin towards an L + S far from X.
+        if self.steps <= self._pulled_steps.start:
+            self._updates.follow(names, self.steps)
+            return
+        held = self.steps > self._pulled_steps.stop
         for surrogate in self._surrogates.values():
             surrogate.held = held
         self._updates.begin(names, self.steps)

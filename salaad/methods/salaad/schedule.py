@@ -87,13 +87,22 @@ class Updates:
         most = None if most_records is None else most_records * len(surrogates)
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
 
+    def follow(self, names: Iterable[str], steps: int) -> None:
+        """Let L be X, in the blocks in `names` that this rank owns, after `steps` optimizer steps; not recorded."""
+        for name in self._mine(names):
+            self._surrogates[name].follow(self._weights[name])
+            self.last[name] = steps
+
     def begin(self, names: Iterable[str], steps: int) -> None:
         """Begin to update the blocks in `names` that this rank owns, after `steps` optimizer steps."""
         self.end()
-        if mine := [name for name in names if name in self._surrogates]:
+        if mine := self._mine(names):
             blocks = [(self._surrogates[name], self._weights[name]) for name in mine]
             with true_float32(blocks[0][1].device):
                 self._begun = steps, mine, Round(blocks, self._overlap)
+
+    def _mine(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in self._surrogates]
 
     def end(self) -> None:
         """Wait for the round that was begun, if there is one, and record its updates.

@@ -45,9 +45,22 @@ class Surrogate:
         self.held = False
         X = X.detach().float()
         L, sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
-        zero = X.new_zeros(())
-        self.take(State(L, torch.zeros_like(X), zero, zero, zero))
+        self._begin_from(L)
         self.look(sigma)
+
+    @torch.no_grad()
+    def follow(self, X: Tensor) -> None:
+        """Let L be X (n×m), and S and the dual 0, as after an update with thresholds of 0.
+
+        The singular values are not computed, so the effective rank counts as min(n, m).
+        """
+        self._begin_from(X.detach().to(torch.float32, copy=True))
+        self.know(min(X.shape), min(X.shape), thresholded=False)
+
+    def _begin_from(self, L: Tensor) -> None:
+        """Set L; S, the dual and the thresholds become 0."""
+        zero = L.new_zeros(())
+        self.take(State(L, torch.zeros_like(L), zero, zero, zero))
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
