@@ -20,7 +20,6 @@ from salaad.common.files import read_json_lines
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.validation import check
 from salaad.compression.from_checkpoint import CheckpointDeployment
-from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
 from salaad.config.command_line import read_command_line
@@ -33,6 +32,7 @@ from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
 from salaad.runs.summary import save_result
+from scripts.elastic_ways import split_for
 from scripts.run_figures import training_figure
 from scripts.trainings import ROOT
 
@@ -85,10 +85,11 @@ def main() -> None:
 def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
     """Sweep both models over sizes and κ, draw the pictures, and return the rows of the one table."""
     deployments = {
-        "SALAAD": CheckpointDeployment(ModelOnDisk.open(output / "salaad")),
-        "vanilla + RPCA": CheckpointDeployment(ModelOnDisk.open(output / "full_rank"), PostHoc(config.salaad)),
+        "SALAAD": CheckpointDeployment(ModelOnDisk.open(output / "salaad"), split_for(None, head=False)),
+        "vanilla + RPCA": CheckpointDeployment(ModelOnDisk.open(output / "full_rank"), split_for("rpca", head=False)),
     }
-    # Half of what can be compressed, half of the whole model, and a fifth of what can be compressed.
+    # Half of what can be compressed (the embedding too, which is split after training), half of the whole model, and a
+    # fifth of what can be compressed.
     fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
     budgets = [fixed + (dense - fixed) // 2, dense // 2, fixed + (dense - fixed) // 5]
     evaluations = {

@@ -36,9 +36,9 @@ class TrainOptions:
         output: the run's folder; runs/CONFIG-METHOD when none is given, with the names of all --config in order.
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
-        preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, where neither --config nor an option
-            gives them; elastic likewise for a model that is to be cut, with a weaker pull that ends half way, which is
-            best with --salaad.embedding false.
+        preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, in place of what a --config before it
+            gives; elastic likewise for a model that is to be cut, with a weaker pull in the second quarter alone, and
+            with the embedding left whole.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
         device: with --dry-run, predict the time of a step and of the run on this kind of GPU, in place of a look at the
             text.
@@ -77,8 +77,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     words = _find_configs(with_lists(arguments, kinds))
     parsed, instantiated = parse(parser, words, *kinds)
     if parsed.preset is not None:
-        suggested = settings_for(instantiated["train"].steps, elastic=parsed.preset == "elastic")
-        parser.set_defaults({f"salaad.{name}": value for name, value in suggested.items()})
+        words = _with_preset(parsed.preset, instantiated["train"].steps, words, parser)
         parsed, instantiated = parse(parser, words, *kinds)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
         words = _with_table(table, instantiated["method"], words, parser)
@@ -93,6 +92,26 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         stem = "-".join(Path(file.relative).stem for file in parsed.config or ()) or "run"
         options = replace(options, output=f"runs/{stem}-{config.method}")
     return config, options
+
+
+def _with_preset(preset: str, steps: int, words: list[str], parser: OptionParser) -> list[str]:
+    """Return the words of a command line with the settings that a preset stands for, right after it.
+
+    The preset of a --config file has no place among the words; its settings become defaults of the parser, beneath
+    those that the file gives.
+    """
+    elastic = preset == "elastic"
+    suggested = settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
+    settings = {f"salaad.{name}": value for name, value in suggested.items()}
+    last = max((i + (word == "--preset") for i, word in enumerate(words) if word.startswith("--preset")), default=None)
+    if last is None:
+        parser.set_defaults(settings)
+        return words
+    return [*words[: last + 1], *_as_options(settings), *words[last + 1 :]]
+
+
+def _as_options(settings: Mapping[str, Any]) -> list[str]:
+    return [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser: OptionParser) -> list[str]:
@@ -115,8 +134,7 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser:
     for word in words[:last]:
         late = word.removeprefix("--").partition("=")[0] not in table
         check(late, f"{word} stands before --config, and the settings of {method} after it; give it after --config")
-    own = [f"--{key}={json.dumps(value)}" for key, value in table.items()]
-    return [*words[: last + 1], *own, *words[last + 1 :]]
+    return [*words[: last + 1], *_as_options(table), *words[last + 1 :]]
 
 
 def _with_sizes(model: ModelConfig) -> ModelConfig:

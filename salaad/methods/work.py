@@ -14,6 +14,7 @@ class Work:
         variants: number of parameters of each model that an evaluation runs.
         periodic: seconds of the work that is done every `every` steps, on the rank that has most of it.
         every: optimizer steps between two times of the periodic work.
+        share: part of the run in which there is periodic work.
         beside: whether the device does the periodic work during the next step's first forward pass.
         notes: sentences on what is not counted.
     """
@@ -22,6 +23,7 @@ class Work:
     variants: tuple[float, ...]
     periodic: float = 0.0
     every: int = 1
+    share: float = 1.0
     beside: bool = False
     notes: tuple[str, ...] = ()
 

@@ -90,7 +90,7 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
         "activations": passes.activations,
         "optimizer": 2 * touched / device.bandwidth,
         "exchange": max(0.0, exchange - passes.backward) + sent,
-        "periodic work": (work.periodic - hidden) / work.every,
+        "periodic work": work.share * (work.periodic - hidden) / work.every,
         "evaluation": evaluated / (_reached(config, device) * ranks) / (train.eval_every or train.steps),
         "saving": plan_saving(config, model, ranks).whole / RATE / (train.save_every or train.steps),
     }

@@ -8,7 +8,7 @@ import torch
 
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
-from salaad.common.errors import UserError
+from salaad.common.errors import NotFiniteError, UserError
 from salaad.config.command_line import read_command_line
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.model.build import describe_model, outline
@@ -103,18 +103,15 @@ def pulled_in_a_part(**settings):
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])
 def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
     model, plain, salaad, optimizers = pulled_in_a_part(pull=pull, onset=0.5)
-    for number in range(4):
+    for _ in range(4):
         assert not salaad.is_pulled
         step(model, optimizers[0], salaad)
         step(plain, optimizers[1])
-        if number == 2:
-            updated_to = {name: X.detach().clone() for name, X in salaad.weights.items()}
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in plain.named_parameters())
     assert not salaad.drain_records()
     for name, surrogate in salaad.surrogates.items():
         assert surrogate.alpha == surrogate.beta == surrogate.nnz == 0
-        assert torch.equal(surrogate.T, updated_to[name])
-        torch.testing.assert_close(surrogate.deployed(), updated_to[name])
+        torch.testing.assert_close(surrogate.deployed(), salaad.weights[name].detach())
     assert salaad.is_pulled
     for _ in range(2):
         step(model, optimizers[0], salaad)
@@ -122,6 +119,47 @@ def test_in_the_first_part_of_a_run_nothing_draws_the_weights(pull):
     assert not any(torch.equal(X, plain.get_parameter(f"{name}.weight")) for name, X in salaad.weights.items())
     assert all(float(surrogate.tau_L) > 0 for surrogate in salaad.surrogates.values())  # the controller has begun
     salaad.close()
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "staggered"])
+def test_the_pull_begins_towards_the_weights_that_it_finds(schedule):
+    model, _, salaad, optimizers = pulled_in_a_part(onset=0.25, every=7, schedule=schedule)
+    for _ in range(2):
+        step(model, optimizers[0], salaad)
+    assert salaad.is_pulled
+    assert all(torch.equal(surrogate.T, salaad.weights[name]) for name, surrogate in salaad.surrogates.items())
+    salaad.close()
+
+
+def test_a_weight_that_is_not_finite_is_told_before_the_pull_begins():
+    model, _, salaad, optimizers = pulled_in_a_part(onset=0.5)
+    step(model, optimizers[0], salaad)
+    kept = {name: surrogate.T.clone() for name, surrogate in salaad.surrogates.items()}
+    broken = salaad.blocks[2]
+    with torch.no_grad():
+        salaad.weights[broken][0, 1] = float("nan")
+    salaad.step(may_be_left_out=True)
+    with pytest.raises(NotFiniteError, match=broken.replace(".", r"\.")):
+        salaad.step(may_be_left_out=True)
+    assert all(torch.equal(surrogate.T, kept[name]) for name, surrogate in salaad.surrogates.items())
+    salaad.close()
+
+
+def test_a_longer_run_goes_on_from_the_thresholds_that_it_has(tmp_path):
+    """Eight times as many steps put the present one before the onset again."""
+    model, _, salaad, optimizers = pulled_in_a_part(onset=0.25)
+    for _ in range(6):
+        step(model, optimizers[0], salaad)
+    salaad.save(tmp_path / "saved")
+    before = {name: (surrogate.alpha, surrogate.beta) for name, surrogate in salaad.surrogates.items()}
+    salaad.close()
+    longer = Salaad.load(model, tmp_path / "saved", total_steps=64)
+    for _ in range(3):
+        assert not longer.is_pulled
+        step(model, optimizers[0], longer)
+    assert {step for step, *_ in longer.drain_records()} == {9}
+    assert before == {name: (surrogate.alpha, surrogate.beta) for name, surrogate in longer.surrogates.items()}
+    longer.close()
 
 
 @pytest.mark.parametrize("pull", ["coupled", "decoupled"])

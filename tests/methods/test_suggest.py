@@ -124,9 +124,19 @@ def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
     assert not salaad.suggest(torch.nn.Linear(2, 3), 100).embedding
 
 
-def test_the_command_line_suggests_beneath_what_is_given():
+def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
     config, _ = read_command_line(["--preset", "auto", "--train.steps", "500", "--salaad.every", "3"])
     assert (config.salaad.every, config.salaad.rho_constant) == (3, 0.3)
     assert config.salaad.delta_alpha == settings_for(500)["delta_alpha"]
     micro, _ = read_command_line(["--preset", "auto", "--config", "micro", "--train.steps", "500"])
     assert (micro.salaad.every, micro.salaad.rho_constant) == (5, 0.12)  # its file gives them
+    suggested = settings_for(5000, elastic=True)
+    for words in (["--preset", "elastic"], ["--preset=elastic"]):
+        micro, _ = read_command_line(["--config", "micro", *words, "--salaad.delta_alpha", "1"])
+        found = {key: getattr(micro.salaad, key) for key in suggested}
+        assert found == suggested | {"delta_alpha": 1.0} and not micro.salaad.embedding
+    (tmp_path / "own.yaml").write_text("preset: elastic\nsalaad: {rho_constant: 0.2, embedding: true}\n")
+    own, _ = read_command_line(["--config", str(tmp_path / "own.yaml"), "--train.steps", "5000"])
+    assert (
+        own.salaad.delta_alpha == suggested["delta_alpha"] and own.salaad.rho_constant == 0.2 and own.salaad.embedding
+    )

@@ -43,6 +43,8 @@ def test_a_step_by_hand():
     each = 62 * 1024**3 + 97 * 64 * 1024**2
     square, tall = (2 * (each + 2 * long * 1024**2) / (0.4 * 67e12) + 446 * 5e-6 for long in (1024, 2736))
     assert parts["periodic work"] == pytest.approx(24 * (4 * square + 3 * tall) / 10 / 8, rel=0.02)
+    begun_later = predict(*setup("--salaad.onset=0.25"), GPUS["h100"], 8)["periodic work"]
+    assert begun_later == pytest.approx(0.75 * parts["periodic work"])
 
 
 def test_more_gpus_share_the_products_and_exchange_more():

@@ -83,6 +83,7 @@ class SalaadMethod(Method):
             variants=2 * work.variants,  # L + S too
             periodic=once / settings.every if spread else once,
             every=1 if spread else settings.every,
+            share=1 - settings.onset,
             beside=settings.overlap,
             notes=_uncounted(settings),
         )

@@ -151,7 +151,10 @@ class Salaad:
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
-        due = list(blocks_due(self.owners, self._costs, self.steps, self.config))
+        if self.steps == self._pulled_steps.start:  # the pull begins towards X itself
+            due = list(self.blocks)
+        else:
+            due = list(blocks_due(self.owners, self._costs, self.steps, self.config))
         self._begin(due)
         if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()
@@ -161,9 +164,8 @@ class Salaad:
         # X does not follow L + S while nothing draws it, and the controller would raise the thresholds all the same.
         # After the pull, L + S would lose what X learns. Before it, the pull would begin towards an L + S far from X.
         if self.steps <= self._pulled_steps.start:
-            self._updates.follow(names, self.steps)
-            return
-        held = self.steps > self._pulled_steps.stop
+            names = self._updates.follow(names, self.steps)
+        held = self.steps - 1 not in self._pulled_steps
         for surrogate in self._surrogates.values():
             surrogate.held = held
         self._updates.begin(names, self.steps)

@@ -165,7 +165,8 @@ class DecoupledPull:
         for name in names:
             T = self._T(name)
             if T is None:
-                T = self._others[name] = torch.empty_like(self._weights[name], dtype=torch.float32)
+                X = self._weights[name]
+                T = self._others[name] = torch.empty(X.shape, dtype=torch.float32, device=X.device)
             distributed.broadcast(T, self._owners[name])
 
     def _T(self, name: str) -> Tensor | None:

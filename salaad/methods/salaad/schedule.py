@@ -87,11 +87,24 @@ class Updates:
         most = None if most_records is None else most_records * len(surrogates)
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
 
-    def follow(self, names: Iterable[str], steps: int) -> None:
-        """Let L be X, in the blocks in `names` that this rank owns, after `steps` optimizer steps; not recorded."""
-        for name in self._mine(names):
+    def follow(self, names: Iterable[str], steps: int) -> list[str]:
+        """Let L be X after `steps` optimizer steps, which is not recorded, in blocks in `names` that this rank owns.
+
+        Returns:
+            The other blocks of this rank in `names`: those with a threshold, as where a run goes on with a later onset.
+
+        Raises:
+            NotFiniteError: a weight holds NaN or infinity; then no block has changed.
+        """
+        mine = self._mine(names)
+        free = [name for name in mine if not self._surrogates[name].thresholded]
+        finite = torch.stack([self._weights[name].isfinite().all() for name in free]).tolist() if free else []
+        for name in (name for name, is_finite in zip(free, finite, strict=True) if not is_finite):
+            raise NotFiniteError(name, steps)
+        for name in free:
             self._surrogates[name].follow(self._weights[name])
             self.last[name] = steps
+        return [name for name in mine if name not in free]
 
     def begin(self, names: Iterable[str], steps: int) -> None:
         """Begin to update the blocks in `names` that this rank owns, after `steps` optimizer steps."""

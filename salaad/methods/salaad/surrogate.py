@@ -54,7 +54,7 @@ class Surrogate:
 
         The singular values are not computed, so the effective rank counts as min(n, m).
         """
-        self._begin_from(X.detach().to(torch.float32, copy=True))
+        self._begin_from(X.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format))
         self.know(min(X.shape), min(X.shape), thresholded=False)
 
     def _begin_from(self, L: Tensor) -> None:
