@@ -177,7 +177,7 @@ def blocks_of(run: Path) -> dict[str, list[dict[str, Any]]]:
     for row in read_json_lines(run / "blocks.jsonl"):
         found.setdefault(row["block"], []).append(row)
     if not found:
-        raise UserError(f"{run} has no ADMM updates; give the folder of a SALAAD run")
+        raise UserError(f"{run} has no ADMM updates; give the folder of a SALAAD run that has come past its onset")
     return found
 
 
