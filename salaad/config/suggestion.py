@@ -6,8 +6,8 @@ the thresholds go further. In shorter runs c stays nano's, as a larger c costs X
 to 1,000 steps), and the thresholds have to go a little further, as the weights have followed less.
 
 These settings make L + S small by itself. Where the model is to be cut anyway, a weaker pull in the second quarter of
-the run costs X far less, and its cuts are as good (results/elastic): a quarter of c, with Δα and Δβ four times as
-large, so that α and β move as fast.
+the run costs X far less, and its cuts are about as good (results/elastic/tried.md): a quarter of c, with Δα and Δβ four
+times as large, so that α and β move as fast.
 """
 
 from typing import Any

@@ -42,6 +42,11 @@ def summary_table() -> str:
         "of embedding and projections; a full-rank model is split into L + S by robust PCA, then cut in the same way. "
         "Small dense models have the learning rates of the large one, and their rates were not searched."
     )
+    if not all("--salaad.onset" in row.get("command", "") for row in rows if row["label"] == "SALAAD"):
+        told += (
+            " SALAAD was trained with an earlier preset than today's, pulled from the first step "
+            "([what differs](results/elastic/tried.md))."
+        )
     if Trainings(rows, not_copied).seeds(FULL_RANK):
         told += " In parentheses: over the tokens that do not repeat a bigram of their row."
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
