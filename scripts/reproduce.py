@@ -31,7 +31,7 @@ from salaad.common.formats import markdown_table
 from salaad.common.validation import at_least, check
 from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
-from scripts.reproduction.claims import claims_tables
+from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
@@ -192,7 +192,7 @@ def main() -> None:
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
     if "all" in options.items:
-        print(f"\n{claims_tables(scale)}")
+        print(f"\n{claims_table(scale)}")
     if failed or problems:
         told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
         raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")

@@ -3,7 +3,7 @@
 python scripts/update_results.py
 
 Between <!-- NAME:begin --> and <!-- NAME:end --> a page holds the generated section NAME; the rest of it is prose.
-results/README.md, the report, is made by scripts/reproduce.py.
+scripts/reproduce.py makes the report: results/README.md, claims.md and a page per scale.
 """
 
 import argparse

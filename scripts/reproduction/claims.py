@@ -255,23 +255,15 @@ def verdicts(scale: Scale, folder: Path | None = None) -> list[tuple[Claim, Verd
     return [(claim, claim.verdict(folder or scale.results, scale)) for claim in CLAIMS]
 
 
-def claims_tables(scale: Scale, folder: Path | None = None) -> str:
-    """Two Markdown tables: by what each claim is judged and whether it agrees; and the numbers it is judged by."""
-    found, lines = verdicts(scale, folder), []
-    for claim, verdict in found:
+def claims_table(scale: Scale, folder: Path | None = None) -> str:
+    """A Markdown table of every claim at a scale: the verdict, and the numbers that it rests on."""
+    lines = []
+    for claim, verdict in verdicts(scale, folder):
         numbers = verdict.numbers or [Number("not measured yet", f"`{verdict.missing}`")]
-        names = [f"**{claim.name}**", *[""] * (len(numbers) - 1)]
+        names = [f"**{claim.name}**: {verdict.answer}", *[""] * (len(numbers) - 1)]
         holds = ["–" if one.holds is None else ANSWERS.get(one.holds, one.holds) for one in numbers]
         lines += [(name, one.what, one.ours, kept) for name, one, kept in zip(names, numbers, holds, strict=True)]
-    return "\n\n".join(
-        (
-            text_table(
-                ("claim", "measure", "the paper", "agrees"),
-                [(f"**{c.name}** ({c.section}): {c.statement}", c.measure, c.paper, v.answer) for c, v in found],
-            ),
-            text_table(("claim", "number and limit", "ours", "holds"), lines),
-        )
-    )
+    return text_table(("claim", "number and limit", "ours", "holds"), lines)
 
 
 ANSWERS = {True: "yes", False: "no", None: NOT_SHOWN}

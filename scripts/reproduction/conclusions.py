@@ -198,8 +198,8 @@ def headline(results: Path) -> str | None:
     share = whole["parameters"]["mean"] / X["parameters"]["mean"]
     return (
         f"**The paper's model L + S** at {scale} is {of['L+S'] / of['X'] - 1:+.1%} in perplexity relative to X, with "
-        f"{share:.0%} of X's parameters, and {of['L+S'] / of['full'] - 1:+.1%} relative to full-rank training (below, "
-        "*Perplexity and parameters*)."
+        f"{share:.0%} of X's parameters, and {of['L+S'] / of['full'] - 1:+.1%} relative to full-rank training "
+        f"({_page(scale)})."
     )
 
 
@@ -215,7 +215,7 @@ def bfloat16(results: Path) -> str | None:
     return (
         f"**Weights in bfloat16 during training** change perplexity at {scale} by {costs['salaad']:+.1%} for SALAAD's "
         f"X and by {costs['full_rank']:+.1%} for full-rank training, whose gradients and moments are in bfloat16 too "
-        "(below, *Training in bfloat16*)."
+        f"({_page(scale)})."
     )
 
 
@@ -275,6 +275,10 @@ def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | No
         if None not in found:
             return scale, found
     return "", [None] * len(items)
+
+
+def _page(scale: str) -> str:
+    return f"[{scale}]({scale}/reproduce/README.md)"
 
 
 def _json(path: Path) -> Mapping[str, Any] | None:

@@ -1,22 +1,21 @@
-"""results/README.md: claims, tables and figures of every scale that has results, from the stored JSON."""
+"""The report, from the stored JSON: results/README.md, the claims, and a page of tables and figures per scale."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from salaad.common.files import read_json
-from scripts.reproduction.claims import CLAIMS, claims_tables, text_table, verdicts
+from scripts.reproduction.claims import CLAIMS, text_table, verdicts
 from scripts.reproduction.conclusions import conclusions
-from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import BEHIND, LEGEND, changed_since, commits_of, is_fresh
+from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
+from scripts.reproduction.scale_page import Result, folder_of, scale_page
 from scripts.results_tables.elastic import bench_of, fair_table
 
-TITLE = "The paper, table by table"
+TITLE = "Results"
 ABOUT = (
-    "scripts/reproduce.py makes this page from the JSON files under results/; no number is typed by hand. Every item "
-    "has its command, with which `--again` repeats the measurement.",
+    "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no number is "
+    "typed by hand. Every item has its command, with which `--again` repeats the measurement.",
     "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/); with -20, "
     "they see twenty training tokens per parameter.",
     "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
@@ -53,70 +52,39 @@ PAGES = {
     "reliability.md": "faults that a training run survives, and the time to recover",
 }
 
+CLAIMS_PAGE = "claims.md"
 FAIR = "nano-20"  # the scale whose table of all methods opens the report
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
 
-Result = Mapping[str, Any]
-
 
 def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) -> Path:
-    """Write README.md into the folder of all results, from the JSON that lies there; return its path."""
+    """Write README.md and the pages that it opens into the folder of all results, from the JSON that lies there.
+
+    Args:
+        results: folder of all results.
+        items: the items of the paper.
+        scales: those that may have results.
+
+    Returns:
+        the path of README.md.
+    """
     found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
     judged = [scale for scale in scales if found[scale] or scale.name in JUDGED]
     measured = {scale: result for scale, result in found.items() if result}
+    anywhere = frozenset().union(*measured.values())
+    for scale, of_scale in measured.items():
+        (folder_of(results, scale) / "README.md").write_text(scale_page(results, scale, of_scale, items, anywhere))
+    (results / CLAIMS_PAGE).write_text(claims_page())
     readme = results / "README.md"
-    readme.write_text(markdown(results, items, judged, measured))
+    readme.write_text(overview(results, judged, list(measured)))
     return readme
-
-
-def folder_of(results: Path, scale: Scale) -> Path:
-    """Return the folder of a scale's results."""
-    return results / scale.name / "reproduce"
 
 
 def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
     """Return item → result, of the items whose result is there, in the order of `items`."""
     paths = {item.name: folder / f"{item.name}.json" for item in items}
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
-
-
-def facts(result: Result) -> list[str]:
-    """Return the origin of an item's numbers, one line each: command, hub command, commit and machine, trainings."""
-    trainings = result["trainings"]
-    told = [f"made by: `{result['command']}`"]
-    told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
-    changed = changed_since(result["commit"])
-    what = "all code in the list of freshness.py" if len(changed) == len(BEHIND) else ", ".join(changed)
-    since = f"; since then changed: {what}" if changed else ""
-    told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
-    if trainings:
-        tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
-        machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
-        runs = "1 run" if len(trainings) == 1 else f"{len(trainings)} runs"
-        told.append(f"trained: {runs}, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
-    return told
-
-
-def outdated_note(measured: Mapping[str, Result]) -> str:
-    """Return a sentence that names the items with numbers from code that has changed since or was not committed."""
-    old = [name for name, result in measured.items() if not is_fresh(commits_of(result))]
-    if not old:
-        return "All items were measured with the code as it is."
-    return (
-        f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
-        "them changed, or with changes that were not committed: "
-        f"{', '.join(old)}. Every item lists what has changed."
-    )
-
-
-def trainings_table(result: Result) -> str:
-    """Return a Markdown table with a line per training: tokens, wall time, commit and command."""
-    lines = [
-        (one["name"], f"{one['tokens'] / 1e6:,.2f} M", f"{one['hours']:.2f} h", one["commit"], f"`{one['command']}`")
-        for one in result["trainings"]
-    ]
-    return text_table(("training", "tokens", "wall time", "commit", "command"), lines)
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
@@ -128,8 +96,10 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     ]
     once = [scale.name for scale in scales if len(scale.seeds) == 1]
     told = (
-        "The claims are judged on trainings that, as in the paper, pull X towards L + S until the end. The first table "
-        f"and the conclusions cover the settings that we recommend too. One seed at {', '.join(once)}. {LEGEND}"
+        f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
+        "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
+        "end. The first table and the conclusions cover the settings that we recommend too. One seed at "
+        f"{', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
@@ -144,53 +114,33 @@ def fair(results: Path) -> list[str]:
     return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 
 
-def markdown(
-    results: Path, items: Sequence[Item], judged: Sequence[Scale], found: Mapping[Scale, Mapping[str, Result]]
-) -> str:
-    """The whole report as Markdown.
+def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) -> str:
+    """The first page as Markdown: all methods, the verdicts, what to conclude, and links to the other pages.
 
     Args:
         results: folder of all results.
-        items: the items of the paper.
         judged: scales that have a column in the table of claims.
-        found: scale → item → result, of the scales that have any.
+        measured: scales that have a page.
     """
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
         parts += ["## What to conclude", "\n".join(f"- {sentence}" for sentence in said)]
-    parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "Other pages:"]
-    parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in PAGES.items()))
-    anywhere = set().union(*found.values())  # where an item that trains nothing is measured, it holds for all scales
-    for scale, measured in found.items():
-        parts += [f"## {scale.name}", outdated_note(measured)]
-        parts += [f"### {scale.name}: the claims", claims_tables(scale, folder_of(results, scale))]
-        for result in measured.values():
-            parts += markdown_item(result, scale)
-        missing = [item for item in items if item.name not in (measured if item.runs(scale) else anywhere)]
-        if missing:
-            commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
-            parts += [f"### {scale.name}: not measured yet", "\n".join(commands)]
+    parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "## Other pages"]
+    pages = {CLAIMS_PAGE: "what each claim says, by what it is judged, and the paper's numbers"}
+    pages |= {page_of(scale): f"{scale.name}: the paper's tables and figures, and our numbers" for scale in measured}
+    parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in (pages | PAGES).items()))
     return "\n\n".join(parts) + "\n"
 
 
-def markdown_item(result: Result, scale: Scale) -> list[str]:
-    """Return the Markdown of one item: heading, tables, pictures, notes and origin."""
-    parts = [f"### {scale.name}: {result['title']} ({result['section']})"]
-    for caption, table in result["tables"].items():
-        parts += [f"**{plain(caption)}**", table]
-    for caption, name in result["pictures"].items():
-        parts += [f"![{plain(caption)}]({scale.name}/reproduce/{name})", plain(caption)]
-    if result["item"] in NUMBERS:
-        numbers = NUMBERS[result["item"]](result["rows"])
-        parts.append(text_table(("summary", "ours"), [(number.what, number.ours) for number in numbers]))
-    elif result["notes"]:
-        parts.append("\n".join(f"- {note}" for note in result["notes"]))
-    parts.append("\n".join(f"- {fact}" for fact in facts(result)))
-    if result["trainings"]:
-        parts.append(f"<details><summary>the trainings</summary>\n\n{trainings_table(result)}\n\n</details>")
-    return parts
+def page_of(scale: Scale) -> str:
+    """Return the path of a scale's page, relative to the folder of all results."""
+    return f"{scale.name}/reproduce/README.md"
 
 
-def plain(caption: str) -> str:
-    """Return a caption with its stars, as in κ*, escaped for Markdown."""
-    return caption.replace("*", r"\*")
+def claims_page() -> str:
+    """The claims as Markdown: statement, measure and the paper's numbers of each."""
+    parts = ["# The claims", "[The verdicts](README.md#the-claims-at-a-glance) are on the page of all results."]
+    for claim in CLAIMS:
+        parts += [f"## {claim.name}", f"{claim.statement} ({claim.section})"]
+        parts.append(f"- **It agrees if**: {claim.measure}.\n- **The paper**: {claim.paper}.")
+    return "\n\n".join(parts) + "\n"

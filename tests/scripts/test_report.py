@@ -1,14 +1,15 @@
 """The report of the reproduction, from made-up results."""
 
 import json
+import re
 import subprocess
 from copy import deepcopy
 
 import pytest
 
-from scripts.reproduction import freshness, report
+from scripts.reproduction import freshness, report, scale_page
 from scripts.reproduction.catalogue import ITEMS
-from scripts.reproduction.claims import CLAIMS, claims_tables
+from scripts.reproduction.claims import CLAIMS, claims_table
 from scripts.reproduction.diagrams import overview
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.grid import SCALES
@@ -43,10 +44,17 @@ def made_up(item, rows: list[dict], picture) -> dict:
     }
 
 
+def pages(results, scales=None) -> dict[str, str]:
+    """Write the report, and return the text of its pages by their paths in the folder of results."""
+    path = write_report(results, ITEMS, scales or list(SCALES.values()))
+    assert path == results / "README.md"
+    return {str(page.relative_to(results)): page.read_text() for page in results.rglob("*.md")}
+
+
 @pytest.fixture
 def results(tmp_path, rows, monkeypatch):
     """A folder of results at nano in which one item is missing, all of commits since which nothing has changed."""
-    for module in (report, freshness):
+    for module in (scale_page, freshness):
         monkeypatch.setattr(module, "changed_since", lambda commit: [])
     folder = tmp_path / "results" / "nano" / "reproduce"
     folder.mkdir(parents=True)
@@ -65,9 +73,9 @@ def results(tmp_path, rows, monkeypatch):
 
 
 def test_the_report_holds_everything_that_was_measured(results):
-    path = write_report(results, ITEMS, list(SCALES.values()))
-    assert path == results / "README.md"
-    text = path.read_text()
+    written = pages(results)
+    assert written.keys() == {"README.md", "claims.md", "nano/reproduce/README.md"}
+    text = written["nano/reproduce/README.md"]
     for item in ITEMS:
         assert item.title in text and item.command(NANO) in text
         if item.name != "downstream":
@@ -76,23 +84,35 @@ def test_the_report_holds_everything_that_was_measured(results):
             assert (f"note of {item.name} & more" in text) == (item.name not in NUMBERS)
     assert "| their κ* | 0.5 |" in text
     for claim in CLAIMS:
-        assert all(said in text for said in (claim.statement, claim.measure, claim.paper))
+        assert all(said in written["claims.md"] for said in (claim.name, claim.statement, claim.measure, claim.paper))
+        assert claim.name in text and claim.name in written["README.md"]
     assert "| PPL of L + S | 99.35 ± 0.65 |" in text
     for said in ("needs a model from the hub", "def456", "the measuring machine", "2 runs, 4.0 M tokens, 1.00 h"):
         assert said in text
-    assert "## micro" not in text and text.count("12.34") == len(ITEMS) - 1
-    assert text.index(CLAIMS[0].measure) < text.index("caption <of>")
+    assert text.count("12.34") == len(ITEMS) - 1
+    assert text.index(CLAIMS[0].name) < text.index("caption <of>")
+
+
+def test_a_training_behind_several_items_is_listed_once(results):
+    folder = results / "nano" / "reproduce"
+    table, embedding = (json.loads((folder / f"{name}.json").read_text()) for name in ("table1", "embedding"))
+    again = table["trainings"][0] | {"commit": "repeated"}
+    (folder / "embedding.json").write_text(json.dumps(embedding | {"trainings": [table["trainings"][0], again]}))
+    listed = pages(results)["nano/reproduce/README.md"].split("## The trainings")[1].splitlines()
+    lines = [line for line in listed if line.startswith("| run of table1 |")]
+    assert [line.split(" | ")[1] for line in lines] == ["table1, embedding", "embedding"]
+    assert "abc123" in lines[0] and "repeated" in lines[1]
 
 
 def test_the_report_says_what_changed_since_an_item_was_measured(results, monkeypatch):
     kept = json.loads((results / "nano" / "reproduce" / "table1.json").read_text())
     changed = {kept["commit"]: ["train.py"]}
-    for module in (report, freshness):
+    for module in (scale_page, freshness):
         monkeypatch.setattr(module, "changed_since", lambda commit: changed.get(commit, []))
-    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    text = pages(results)["nano/reproduce/README.md"]
     assert "since then changed: train.py" in text and "table1" in text.split("were measured before some of the code")[1]
     changed.clear()
-    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    text = pages(results)["nano/reproduce/README.md"]
     assert "since then changed" not in text and "All items were measured with the code as it is." in text
 
 
@@ -101,9 +121,11 @@ def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
     kept = json.loads(path.read_text())
     kept["trainings"][0]["commit"] += "-dirty"
     path.write_text(json.dumps(kept))
-    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
+    written = pages(results)
+    text = written["README.md"]
     assert f"| {CLAIMS[0].name} | yes † | not measured |" in text and f"| {CLAIMS[2].name} | yes | not" in text
-    assert "1 of 22 items" in text and "not committed: table1." in text
+    text = written["nano/reproduce/README.md"]
+    assert "1 of 22 items" in text and "not committed: table1." in text and f"| **{CLAIMS[0].name}**: yes † |" in text
 
 
 def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypatch):
@@ -134,31 +156,34 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     freshness._meaning.cache_clear()
 
 
-def test_pictures_of_the_report_are_where_it_points(results):
-    text = write_report(results, ITEMS, [NANO]).read_text()
-    shown = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line[:2] == "!["]
-    assert len(shown) == len(ITEMS) - 1
-    assert all((results / path).exists() for path in shown)
+def test_pictures_and_links_of_the_report_are_where_it_points(results):
+    written = pages(results, [NANO])
+    for path, text in written.items():
+        folder = (results / path).parent
+        shown = [folder / one for one in re.findall(r"^!\[.*\]\((.*)\)$", text, re.MULTILINE)]
+        assert len(shown) == (len(ITEMS) - 1 if path.startswith("nano") else 0) and all(one.exists() for one in shown)
+    opened = re.findall(r"^- \[.*\]\((.*)\)", written["README.md"], re.MULTILINE)
+    assert set(opened) == {*written, *report.PAGES} - {"README.md"}
 
 
-def test_two_scales_stand_one_after_the_other_under_one_table(results, rows):
+def test_two_scales_have_a_page_each_and_one_table_of_claims(results, rows):
     folder = results / "micro" / "reproduce"
     folder.mkdir(parents=True)
     (folder / "table1.json").write_text((results / "nano" / "reproduce" / "table1.json").read_text())
-    text = write_report(results, ITEMS, list(SCALES.values())).read_text()
-    assert text.index("## nano") < text.index("## micro")
+    written = pages(results)
+    text, micro = written["README.md"], written["micro/reproduce/README.md"]
+    assert text.index("(nano/reproduce/README.md)") < text.index("(micro/reproduce/README.md)")
     assert f"| {CLAIMS[0].name} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
     assert f"| {CLAIMS[2].name} | yes | not measured | not measured | not measured |" in text
-    assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in text
-    micro = text[text.index("### micro: not measured yet") :]
-    assert "--scale micro kappa`" in micro and "--scale micro cost`" not in micro  # `cost` trains nothing
+    assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in micro
+    missing = micro[micro.index("## Not measured yet") :]
+    assert "--scale micro kappa`" in missing and "--scale micro cost`" not in missing  # `cost` trains nothing
 
 
-def test_every_line_of_the_claims_tables_has_as_many_cells(results):
-    judged, numbers = claims_tables(NANO, results / "nano" / "reproduce").split("\n\n")
-    assert len(judged.splitlines()) == 2 + len(CLAIMS)
-    for table in (judged, numbers):
-        assert {line.count(" | ") for line in table.splitlines()} == {3}
+def test_every_line_of_the_table_of_claims_has_as_many_cells(results):
+    lines = claims_table(NANO, results / "nano" / "reproduce").splitlines()
+    assert sum(line.startswith("| **") for line in lines) == len(CLAIMS)
+    assert {line.count(" | ") for line in lines} == {3}
 
 
 def test_the_overviews_are_diagrams_that_github_draws():

@@ -1,0 +1,111 @@
+"""The page of one scale: the numbers behind its verdicts, its items with tables and pictures, and its trainings."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.reproduction.claims import claims_table, text_table
+from scripts.reproduction.experiments import NUMBERS
+from scripts.reproduction.freshness import BEHIND, changed_since, commits_of, is_fresh
+from scripts.reproduction.grid import Scale
+from scripts.reproduction.items import Item
+
+Result = Mapping[str, Any]
+
+
+def folder_of(results: Path, scale: Scale) -> Path:
+    """Return the folder of a scale's results."""
+    return results / scale.name / "reproduce"
+
+
+def scale_page(
+    results: Path, scale: Scale, measured: Mapping[str, Result], items: Sequence[Item], anywhere: frozenset[str]
+) -> str:
+    """The page of one scale as Markdown.
+
+    Args:
+        results: folder of all results.
+        scale: the scale.
+        measured: item → result, of the items that have one here.
+        items: the items of the paper.
+        anywhere: names of the items that have a result at any scale; one that trains nothing holds for all scales.
+    """
+    parts = [
+        f"# The paper, table by table: {scale.name}",
+        "[All results](../../README.md) tells how to read this page.",
+    ]
+    parts += [outdated_note(measured), "## The claims", "[What each says and needs](../../claims.md)."]
+    parts.append(claims_table(scale, folder_of(results, scale)))
+    for result in measured.values():
+        parts += markdown_item(result)
+    missing = [item for item in items if item.name not in (measured if item.runs(scale) else anywhere)]
+    if missing:
+        commands = [f"- {item.title}: `{item.command(scale)}`" for item in missing]
+        parts += ["## Not measured yet", "\n".join(commands)]
+    if any(result["trainings"] for result in measured.values()):
+        parts += ["## The trainings", trainings_table(measured)]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_item(result: Result) -> list[str]:
+    """Return the Markdown of one item: heading, tables, pictures, notes and origin."""
+    parts = [f"## {result['title']} ({result['section']})"]
+    for caption, table in result["tables"].items():
+        parts += [f"**{plain(caption)}**", table]
+    for caption, name in result["pictures"].items():
+        parts += [f"![{plain(caption)}]({name})", plain(caption)]
+    if result["item"] in NUMBERS:
+        numbers = NUMBERS[result["item"]](result["rows"])
+        parts.append(text_table(("summary", "ours"), [(number.what, number.ours) for number in numbers]))
+    elif result["notes"]:
+        parts.append("\n".join(f"- {note}" for note in result["notes"]))
+    parts.append("\n".join(f"- {fact}" for fact in facts(result)))
+    return parts
+
+
+def facts(result: Result) -> list[str]:
+    """Return the origin of an item's numbers, one line each: command, hub command, commit and machine, trainings."""
+    trainings = result["trainings"]
+    told = [f"made by: `{result['command']}`"]
+    told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
+    changed = changed_since(result["commit"])
+    what = "all code in the list of freshness.py" if len(changed) == len(BEHIND) else ", ".join(changed)
+    since = f"; since then changed: {what}" if changed else ""
+    told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
+    if trainings:
+        tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
+        machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
+        runs = "1 run" if len(trainings) == 1 else f"{len(trainings)} runs"
+        told.append(f"trained: {runs}, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
+    return told
+
+
+def outdated_note(measured: Mapping[str, Result]) -> str:
+    """Return a sentence that names the items with numbers from code that has changed since or was not committed."""
+    old = [name for name, result in measured.items() if not is_fresh(commits_of(result))]
+    if not old:
+        return "All items were measured with the code as it is."
+    return (
+        f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
+        "them changed, or with changes that were not committed: "
+        f"{', '.join(old)}. Every item lists what has changed."
+    )
+
+
+def trainings_table(measured: Mapping[str, Result]) -> str:
+    """Return a Markdown table with a line per training: the items behind which it is, its length, commit and command.
+
+    A training that was repeated has a line per record of it.
+    """
+    behind: dict[tuple[str, ...], list[str]] = {}
+    for item, result in measured.items():
+        for one in result["trainings"]:
+            length = (f"{one['tokens'] / 1e6:,.2f} M", f"{one['hours']:.2f} h")
+            behind.setdefault((one["name"], *length, one["commit"], f"`{one['command']}`"), []).append(item)
+    lines = [(name, ", ".join(behind[name, *rest]), *rest) for name, *rest in behind]
+    return text_table(("training", "items", "tokens", "wall time", "commit", "command"), lines)
+
+
+def plain(caption: str) -> str:
+    """Return a caption with its stars, as in κ*, escaped for Markdown."""
+    return caption.replace("*", r"\*")
