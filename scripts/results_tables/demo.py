@@ -15,6 +15,7 @@ Row = Mapping[str, Any]
 SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
 FITTED = {"full-rank": "rpca, head, tuned", "SALAAD": "head, tuned"}  # one folder of all sizes
+ELASTIC = f"results/elastic/README.md#{SCALE}"
 SHARES = (0.75, 0.5, 0.2)  # of the compressible parameters
 
 
@@ -36,29 +37,25 @@ def summary_table() -> str:
         part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
         lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
     told = (
-        "Perplexity relative to full-rank training with the same seed, as means over the seeds measured; of uncut "
-        f"SALAAD it differs by ± {_deviation(trainings):.1%} between them. 20 training tokens per parameter, "
-        f"{whole['tokens']:,} validation tokens of Wikipedia; lower is better. The compressible parameters are those "
-        "of embedding and projections; a full-rank model is split into L + S by robust PCA, then cut in the same way. "
-        "Small dense models have the learning rates of the large one, and their rates were not searched."
+        "Perplexity relative to full-rank training with the same seed, as means over the seeds (of uncut SALAAD "
+        f"± {_deviation(trainings):.1%}), after 20 training tokens per parameter; lower is better."
     )
+    if Trainings(rows, not_copied).seeds(FULL_RANK):
+        told += " In parentheses: over the tokens that do not repeat a bigram of their row."
+    if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
+        told += (
+            " *Tuned* models are sizes of one folder, tuned on a twentieth of the training text for "
+            f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
+        )
     if not all("--salaad.onset" in row.get("command", "") for row in rows if row["label"] == "SALAAD"):
         told += (
             " SALAAD was trained with an earlier preset than today's, pulled from the first step "
             "([what differs](results/elastic/tried.md))."
         )
-    if Trainings(rows, not_copied).seeds(FULL_RANK):
-        told += " In parentheses: over the tokens that do not repeat a bigram of their row."
-    if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
-        told += (
-            " *Tuned* models are sizes of one folder, matched and distilled on a twentieth of the training text for "
-            f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
-        )
-    if (RESULTS / "elastic" / "in-context" / f"{SCALE}.json").exists():
-        told += (
-            " Trainings of this length differ in whether they have begun to copy from their context, which the small "
-            "dense models had not ([measured](results/elastic/README.md#nano-20))."
-        )
+    told += (
+        " Small dense models have the learning rates of the large one, which were not searched for them, and had not "
+        f"begun to copy from their context. [All sizes, and how they were measured]({ELASTIC})."
+    )
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
     columns = zip(names, columns_at(SHARES[-1]), strict=True)
     header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
