@@ -1,10 +1,10 @@
-"""Loss on tokens that can be copied from their row, and on all others: whether a model has learned to copy in context.
+"""Loss on tokens that can be copied from their sequence, and on others: whether a model has learned to copy.
 
     python scripts/in_context.py --checkpoints runs/full_rank runs/salaad --output results/FILE.json
 
-A token can be copied if it and the token before it already stood next to each other earlier in the row (a repeated
-bigram). Small models begin to copy such tokens rather suddenly (induction heads), some trainings earlier than others,
-and a difference in perplexity between two trainings may be a difference in when that happened. compare_elastic.py
+A token is *copied* if it and the token before it already stood side by side in its sequence (a repeated bigram).
+Small models begin to copy such tokens rather suddenly (induction heads), some trainings earlier than others, and a
+difference in perplexity between two trainings may be a difference in when that happened. compare_elastic.py
 measures the same losses of the models in its tables; this command measures them at any checkpoint of a run.
 """
 
@@ -34,7 +34,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 def repeated_bigrams(input_ids: Tensor) -> Tensor:
-    """Whether a token and the one before it already stood next to each other earlier in the row (rows × length, bool).
+    """Whether a token and the one before it already stood side by side earlier in the row (rows × length, bool).
 
     The earlier bigram may overlap this one, as in a row of equal tokens.
     """
@@ -67,7 +67,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         (r["model"], f"{r['step']:,}", *(f"{r[kind][0]:.3f}" for kind in ("all", "copied", "other"))) for r in rows
     ]
-    return markdown_table(("model", "step", "all tokens", "tokens to copy", "other tokens"), lines)
+    return markdown_table(("model", "step", "all tokens", "copied", "not copied"), lines)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a user should conclude: a sentence per purpose, made of recorded numbers; None if a number is missing.
 
-A sentence compares models over the seeds that all of them were measured with, and ends with the number of these seeds.
+A sentence compares models over the seeds that all of them were measured with, and ends with these seeds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import megabytes
 from scripts.reproduction.evidence import the_row
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, Model, Trainings, not_copied_over
-from scripts.results_tables.elastic import bench_of
+from scripts.results_tables.elastic import bench_of, named_seeds
 
 ELASTIC = "[elastic](elastic/README.md)"
 PAIR = ("salaad", "full_rank")
@@ -74,7 +74,7 @@ def full_size(results: Path) -> str | None:
 def _besides(trainings: Trainings) -> str:
     """Return in parentheses what SALAAD's X is over the tokens that are not copied; an empty string if not measured."""
     over = not_copied_over(trainings.rows, Model("SALAAD"))
-    return "" if over is None else f" (over the tokens that do not repeat a bigram of their row: {over})"
+    return "" if over is None else f" (over the tokens that are not copied: {over})"
 
 
 def rates(results: Path) -> str | None:
@@ -167,8 +167,8 @@ def _without_copies(results: Path) -> str:
     losses = {row["model"]: row["other"][0] for row in read_json(path)["rows"]}  # of the last checkpoint measured
     half, fifth = (exp(losses[f"dense-{share:g}-0"] - losses["full-rank-0"]) - 1 for share in (HALF, FIFTH))
     return (
-        f" Over tokens that do not repeat a bigram of their row, seed 0, it is {half:+.1%} and {fifth:+.1%}; the rest "
-        "of the distance is in tokens that can be copied from the context."
+        f" Over the tokens that are not copied, seed 0, it is {half:+.1%} and {fifth:+.1%} (over [fewer "
+        "tokens](elastic/README.md#nano-20) than in the table above); the rest of the distance is in copied tokens."
     )
 
 
@@ -178,8 +178,8 @@ def way_to_cut(results: Path) -> str | None:
         results,
         "**How to cut**: at half and at a fifth, a model trained as in the paper is {by_HPA} in perplexity relative to "
         "the uncut full-rank model when cut by HPA at κ*, and {by_energy} by energy with equal weights and the head "
-        "dense. Trained with our settings (a weaker pull towards L + S) and cut with our defaults (weighted entries, "
-        "the head split), SALAAD's model is {ours}",
+        "dense. Trained with `--preset elastic` (a weaker pull towards L + S) and cut with our defaults (weighted "
+        "entries, the head split), SALAAD's model is {ours}",
         by_HPA=("SALAAD, as in the paper", "hpa"),
         by_energy=("SALAAD, as in the paper", "energy"),
         ours=("SALAAD", "cut, head"),
@@ -199,7 +199,7 @@ def headline(results: Path) -> str | None:
     return (
         f"**The paper's model L + S** at {scale} is {of['L+S'] / of['X'] - 1:+.1%} in perplexity relative to X, with "
         f"{share:.0%} of X's parameters, and {of['L+S'] / of['full'] - 1:+.1%} relative to full-rank training "
-        f"({_page(scale)})."
+        f"({_page(scale)}; a training of its own, not that of the table above)."
     )
 
 
@@ -264,8 +264,7 @@ def _advice(trainings: Trainings, ways: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _seeds(trainings: Trainings, *models: Model) -> str:
-    count = len(trainings.seeds(FULL_RANK, *models))
-    return f"{count} seeds" if count > 1 else "one seed"
+    return named_seeds(trainings.seeds(FULL_RANK, *models))
 
 
 def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | None]]:

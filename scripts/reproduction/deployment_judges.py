@@ -62,7 +62,7 @@ def _elastic(results: Results, way: str) -> list[Number]:
         ),
         Number("PPL of SALAAD over vanilla + RPCA", _gaps(curve)),
         Number(
-            "largest step of PPL between sizes from L + S down, smaller than for vanilla + RPCA",
+            "largest ratio of PPL of neighbouring sizes from L + S down, smaller than for vanilla + RPCA",
             f"×{steps[0]:.2f}, ×{steps[1]:.2f}",
             is_below(*steps),
         ),
@@ -120,7 +120,7 @@ def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
     entries = {"cut": "weighted by the optimizer's second moments", "energy": "of equal weights"}[way]
     return [
         *_beside_dense(pairs),
-        Number("entries of a block in the cut (trainings and cuts of elastic/README.md)", entries),
+        Number("these cuts are those of elastic/README.md, with the head dense and entries", entries),
     ]
 
 

@@ -1,23 +1,25 @@
 """The report, from the stored JSON: results/README.md, the claims, and a page of tables and figures per scale."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from salaad.common.files import read_json
 from scripts.reproduction.claims import CLAIMS, text_table, verdicts
-from scripts.reproduction.conclusions import conclusions
+from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
 from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, folder_of, scale_page
-from scripts.results_tables.elastic import bench_of, fair_table
+from scripts.results_tables.compared import AGAINST_DENSE, WAYS
+from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table
 
 TITLE = "Results"
 ABOUT = (
     "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no number is "
     "typed by hand. Every item has its command, with which `--again` repeats the measurement.",
-    "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/); with -20, "
-    "they see twenty training tokens per parameter.",
+    "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/). With -20, "
+    "they see twenty training tokens per parameter; nano sees 1.1 and micro 2.",
     "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
     "surrogate cut to a budget of parameters. *Vanilla* is full-rank training without SALAAD; *RPCA* (robust PCA) "
     "splits its weights into L + S after training. κ is the fraction of the removed parameters that is taken from L, "
@@ -26,8 +28,8 @@ ABOUT = (
     "half. Items measured before commit 25bcf70 use the whole text, and choose κ* on it too; notes below the tables "
     "tell the number of tokens. Tables of κ, and the demo's and nano's own pages, are of the text that chose κ*.",
     "*Legacy* perplexity, as older tables of the field have it, is exp of the batches' mean losses, summed and divided "
-    "by the number of batches + 1. The fewer the batches, the lower it is. Batches have 32 rows in the items and 16 in "
-    "the first table.",
+    "by the number of batches + 1. The fewer the batches, the lower it is. Batches have 32 sequences in the items and "
+    "16 in the first table.",
     "A claim agrees only if all parts of its measure hold. It is *not shown* where a part was not recorded, or holds "
     "only because the thing that it is about is missing.",
     "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
@@ -42,7 +44,7 @@ PAGES = {
     "demo/README.md": "the demo: a model trained and cut in minutes",
     "nano/README.md": "nano: the search for its settings, and its models cut in every way",
     "micro/README.md": "micro: what L + S costs at every size",
-    "elastic/README.md": "one training cut to every size, compared with small dense models and all other methods",
+    "elastic/README.md": "one training cut to every size, compared with small dense models and other methods",
     "methods/README.md": "all training methods compared",
     "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
     "bench/README.md": "time and memory of training, inference and compression",
@@ -53,7 +55,7 @@ PAGES = {
 }
 
 CLAIMS_PAGE = "claims.md"
-FAIR = "nano-20"  # the scale whose table of all methods opens the report
+FAIR = REPORTED  # the scale whose table of all methods opens the report
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
 
@@ -91,17 +93,28 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     """Claim by scale: yes, no, not shown, or not measured; with a mark where the code has changed since."""
     columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
     lines = [
-        (claim.name, *(verdict.answer for verdict in row))
+        (f"[{claim.name}]({CLAIMS_PAGE}#{anchor(claim.name)})", *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
     once = [scale.name for scale in scales if len(scale.seeds) == 1]
     told = (
         f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
-        "end. The first table and the conclusions cover the settings that we recommend too. One seed at "
-        f"{', '.join(once)}. {LEGEND}"
+        f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)} "
+        f"One seed at {', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
+
+
+def beside_dense(results: Path) -> str:
+    """Return a sentence, after a space, on cuts that we recommend beside small dense models; empty if not measured."""
+    worst = AGAINST_DENSE(recorded(results, FAIR), WAYS["without text"])
+    if worst is None:
+        return ""
+    return (
+        f" With these settings, cuts of SALAAD's model at {FAIR} are at most {worst:+.1%} in perplexity relative to "
+        "dense models trained at their sizes (seed 0)."
+    )
 
 
 def fair(results: Path) -> list[str]:
@@ -109,7 +122,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{FAIR}.json"
     if not measured.exists():
         return []
-    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh)
+    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh, "elastic/")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
     return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 
@@ -124,12 +137,20 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
     """
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
-        parts += ["## What to conclude", "\n".join(f"- {sentence}" for sentence in said)]
+        rows = recorded(results, FAIR).rows
+        level = f"Models whose perplexities differ by less than {LEVEL:.0%} count as equally good."
+        level += earlier_preset(rows, "elastic/")
+        parts += ["## What to conclude", level, "\n".join(f"- {sentence}" for sentence in said)]
     parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "## Other pages"]
     pages = {CLAIMS_PAGE: "what each claim says, by what it is judged, and the paper's numbers"}
     pages |= {page_of(scale): f"{scale.name}: the paper's tables and figures, and our numbers" for scale in measured}
     parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in (pages | PAGES).items()))
     return "\n\n".join(parts) + "\n"
+
+
+def anchor(heading: str) -> str:
+    """Return the part of a link after # that leads to a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def page_of(scale: Scale) -> str:

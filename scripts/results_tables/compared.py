@@ -1,12 +1,22 @@
 """Ratios of the perplexities that compare_elastic.py measured, seed by seed, and the table of goals."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
-from scripts.results_tables.elastic import by_label, named_seeds, not_copied, perplexity, results, score, size_of
+from scripts.results_tables.elastic import (
+    COPIED,
+    by_label,
+    named_seeds,
+    not_copied,
+    perplexity,
+    results,
+    score,
+    size_of,
+)
 from scripts.shares import all_shares
 
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
@@ -28,6 +38,7 @@ class Way(NamedTuple):
 
 
 FULL_RANK = Model("full-rank")
+UNMEASURED = "–"
 CHOSEN_ON = 0  # the seed with which settings of SALAAD were compared
 WAYS = {
     "without text": Way("cut, head", "rpca, head"),
@@ -120,12 +131,18 @@ def elastic_score(trainings: Trainings, way: Way) -> float | None:
     return trainings.score("SALAAD", way.salaad)
 
 
+def uncut(trainings: Trainings, way: Way) -> float | None:
+    """Return SALAAD's X over the full-rank model; None for ways that use text, since the uncut model is not tuned."""
+    return trainings.over(Model("SALAAD")) if way == WAYS["without text"] else None
+
+
+AGAINST_DENSE = at_worst(lambda _, share: Model(f"dense, {share:.2g}"))
 GOALS: Mapping[str, tuple[float, Measure]] = {
-    "uncut, over full-rank training": (0.0, lambda trainings, _: trainings.over(Model("SALAAD"))),
+    "uncut, over full-rank training": (0.0, uncut),
     "half, over full-rank training": (0.005, of_size(HALF)),
     "a fifth, over full-rank training": (0.05, of_size(FIFTH)),
     "the elastic score": (0.015, elastic_score),
-    "over the dense model trained at the size": (0.0, at_worst(lambda _, share: Model(f"dense, {share:.2g}"))),
+    "over the dense model trained at the size": (0.0, AGAINST_DENSE),
     "over the full-rank model, split and cut the same way": (
         0.0,
         at_worst(lambda way, share: Model("full-rank", way.full_rank, share)),
@@ -159,6 +176,8 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
         if any(value is not None for value in values):
             copying = True
             lines.append((f"{name}, not copied", f"{limit:.1%}", *(_judged(value, limit) for value in values)))
+    ways = [any(cell != UNMEASURED for cell in column) for column in zip(*lines, strict=True)]
+    header, *lines = ([*compress(line, ways)] for line in (("goal", "at most", *WAYS), *lines))
     told = (
         "Perplexity of SALAAD's model over that of the other model, minus 1, as a mean over the seeds that both have. "
         "Where no size is named, the worst size counts."
@@ -166,11 +185,10 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if copying:
         seeds = named_seeds(over_others.seeds(FULL_RANK, Model("SALAAD")))
         told += (
-            " *Not copied*: over the tokens that do not repeat a bigram of their row, of models whole, at half and at "
-            f"a fifth, with {seeds}."
+            f" *Not copied*: over the other tokens ({COPIED}), of models whole, at half and at a fifth, with {seeds}."
         )
     told += _of_other_seeds(rows)
-    return f"{markdown_table(('goal', 'at most', *WAYS), lines)}\n\n{told}"
+    return f"{markdown_table(header, lines)}\n\n{told}"
 
 
 def _of_other_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -188,4 +206,8 @@ def _of_other_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _judged(value: float | None, limit: float) -> str:
-    return "–" if value is None else f"{value:+.1%}, {'met' if value <= limit else 'missed'}"
+    """Return a value in percent, with two decimals where one would hide its sign, and whether it is in the limit."""
+    if value is None:
+        return UNMEASURED
+    digits = 1 if abs(value) >= 0.0005 else 2
+    return f"{value:+.{digits}%}, {'met' if value <= limit else 'missed'}"

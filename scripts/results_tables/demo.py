@@ -8,7 +8,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import FULL_RANK, Model, Trainings, not_copied_over
-from scripts.results_tables.elastic import by_label, not_copied, size_of
+from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, not_copied, size_of
 
 Row = Mapping[str, Any]
 
@@ -41,24 +41,21 @@ def summary_table() -> str:
         f"± {_deviation(trainings):.1%}), after 20 training tokens per parameter; lower is better."
     )
     if Trainings(rows, not_copied).seeds(FULL_RANK):
-        told += " In parentheses: over the tokens that do not repeat a bigram of their row."
+        told += f" In parentheses: over the tokens that are not copied; {COPIED}."
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
             " *Tuned* models are sizes of one folder, tuned on a twentieth of the training text for "
             f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
         )
-    if not all("--salaad.onset" in row.get("command", "") for row in rows if row["label"] == "SALAAD"):
-        told += (
-            " SALAAD was trained with an earlier preset than today's, pulled from the first step "
-            "([what differs](results/elastic/tried.md))."
-        )
+    told += earlier_preset(rows, "results/elastic/")
     told += (
-        " Small dense models have the learning rates of the large one, which were not searched for them, and had not "
-        f"begun to copy from their context. [All sizes, and how they were measured]({ELASTIC})."
+        " Small dense models have the learning rates of the large one, which were not searched for them, and copy "
+        f"less from their context. [All sizes, and how they were measured]({ELASTIC}); there the cuts are called *cut, "
+        "head* and *rpca, head*."
     )
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
     columns = zip(names, columns_at(SHARES[-1]), strict=True)
-    header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
+    header = ("size", "parameters", *(f"{name}{_seeds(trainings, FULL_RANK, model)}" for name, model in columns))
     parts = [part for part, *_ in lines[2:]]
     return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)} {told}"
 
@@ -74,9 +71,9 @@ def columns_at(share: float | None) -> list[Model]:
 NOTHING = Model("")  # has no measurements
 
 
-def _seeds(trainings: Trainings, model: Model) -> str:
-    """Return in parentheses how many seeds the figures of a model are means of."""
-    count = len(trainings.seeds(FULL_RANK, model))
+def _seeds(trainings: Trainings, *models: Model) -> str:
+    """Return in parentheses how many seeds the figures that compare some models are means of."""
+    count = len(trainings.seeds(*models))
     return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
 
 
@@ -110,7 +107,13 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
             "a full-rank model cut the same way": Model("full-rank", CUTS["full-rank"], share),
         }
         found = {name: trainings.over(ours, rival) for name, rival in rivals.items()}
-        said.append(" and ".join(f"{compared(value)} {name}" for name, value in found.items() if value is not None))
+        said.append(
+            " and ".join(
+                f"{compared(value)} {name}{_seeds(trainings, ours, rivals[name])}"
+                for name, value in found.items()
+                if value is not None
+            )
+        )
     half, fifth = said
     return (
         f"**At half of the compressible parameters ({parts[0]} of all) SALAAD's model is {half}; at a fifth "

@@ -25,7 +25,9 @@ FAIR_WAYS = (
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
 REFERENCE = "full-rank"
+REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 TRIED = ("nano-20-95", "nano-5")  # settings that were given up, or shorter runs: on tried.md, by their curves alone
+COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
 SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
@@ -37,7 +39,7 @@ def perplexity(of: Row) -> float:
 
 
 def not_copied(of: Row) -> float | None:
-    """The perplexity over tokens that do not repeat a bigram of their row; None if not measured."""
+    """The perplexity over the tokens that are not `COPIED`; None if not measured."""
     return math.exp(of["in_context"]["other"][0]) if "in_context" in of else None
 
 
@@ -66,7 +68,8 @@ def sections() -> dict[str, str]:
         found[f"elastic-cost-{scale}"] = cost_table(rows)
         if any(row.get("samples") for row in rows):
             found[f"elastic-samples-{scale}"] = samples_table(rows)
-        found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
+        if scale != REPORTED:
+            found[f"fair-{scale}"] = fair_table(rows, bench_of(RESULTS, scale))
     for path in sorted((ELASTIC / "in-context").glob("*.json")):
         found[f"in-context-{path.stem}"] = in_context_table(read_json(path))
     probed = {path.stem: read_json(path) for path in sorted((ELASTIC / "probes").glob("*.json"))}
@@ -88,8 +91,8 @@ def in_context_table(result: Mapping[str, Any]) -> str:
     _, others = rows[0]["other"]
     commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "machine"))
     told = (
-        f"Mean loss in nats over {copied:,} validation tokens that repeat a bigram of their row, and over {others:,} "
-        f"others. Commits of the measurements: {commits}; {machines}."
+        f"Mean loss in nats over {copied:,} validation tokens that are copied and {others:,} that are not: {COPIED}. "
+        f"Commits of the measurements: {commits}; {machines}."
     )
     return f"{in_context.table(rows)}\n\n{told}"
 
@@ -116,7 +119,9 @@ def samples_table(rows: Sequence[Row]) -> str:
     return markdown_table(("folder", "seed", "size", "text"), lines)
 
 
-def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True) -> str:
+def fair_table(
+    rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True, folder: str = ""
+) -> str:
     """Return the table of all methods: each model whole, and its best cuts to half and to a fifth, with their costs.
 
     Args:
@@ -124,32 +129,40 @@ def fair_table(rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[st
         bench: JSON file with the step time of every method at these shapes.
         is_fresh: whether the code behind measurements at some commits is unchanged; lines for which it is not get a
             mark.
+        folder: path to results/elastic from the page of the table.
     """
     lines = list(_fair_lines(rows, read_json(bench)["methods"]))
     old = [not is_fresh(commits) for _, commits, _ in lines]
     marks = ["" if not one or all(old) else f" {MARK}" for one in old]
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
-    header = ("model", "seeds", "over full-rank", *PERPLEXITIES, "stored", "trained", "bytes", "state", "step time")
+    header = (
+        "model",
+        "share",
+        "seeds",
+        "over full-rank",
+        *PERPLEXITIES,
+        "stored",
+        "trained",
+        "bytes",
+        "state",
+        "step time",
+    )
     measured = [bool(any(column)) for column in zip(*shown, strict=True)]
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
-    copying = (
-        "*Not copied* is the perplexity over tokens that do not repeat a bigram of their row. "
-        if "not copied" in header
-        else ""
-    )
+    copying = f"*Not copied* is the perplexity over the other tokens: {COPIED}. " if "not copied" in header else ""
     told = (
         f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
-        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds. Of cuts "
-        "with one name, the first row keeps half of the compressible parameters and the second a fifth; those of "
-        "MatFormer are its own widths. *Dense, s* was trained small, with the share s of the compressible "
-        f"parameters, and κ* is HPA's allocation that was best on other text. {copying}*Legacy* is the perplexity of "
-        "older tables, from means of batches of 16 rows, *C4* that on C4 text; a figure that not all seeds of its row "
-        "have names its seeds. *Stored* and "
-        "*trained* count parameters; *bytes* is the size of the model in float32; *state* is the memory of the "
-        "optimizer and the method; *step time* is relative to full-rank training, of SALAAD while its weights are "
-        f"pulled (results/bench/{bench.name}). ± is the root mean square deviation of the seeds from their mean."
+        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds. *Share* "
+        "is the part of the compressible parameters (those of embedding and projections) that a cut keeps; *dense, s* "
+        "was trained small, with the share s of them. κ* is HPA's allocation that was best on other text. "
+        f"{copying}*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 "
+        "text; a figure that not all seeds of its row have names its seeds. *Stored* and *trained* count parameters; "
+        "*bytes* is the size of the model in float32; *state* is the memory of the optimizer and the method; *step "
+        "time* is relative to full-rank training, of SALAAD while its weights are pulled "
+        f"(results/bench/{bench.name}). ± is the root mean square deviation of the seeds from their mean."
     )
+    told += earlier_preset(rows, folder)
     told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
 
@@ -160,8 +173,8 @@ def _fair_lines(
     """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
     references = references_of(rows)
 
-    def figures(there: Sequence[Row], of: Callable[[Row], Row]) -> tuple[str, ...]:
-        return seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
+    def figures(there: Sequence[Row], of: Callable[[Row], Row], share: str = "") -> tuple[str, ...]:
+        return share, seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
 
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
@@ -176,13 +189,32 @@ def _fair_lines(
                 size = partial(size_of, way=way, share=share)
                 there = [row for row in mine if size(row)]
                 made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
-                yield f"{label}: {way}{_kappas(map(size, there))}", (*trained, *made), (*figures(there, size), "", "")
+                yield (
+                    f"{label}: {way}{_kappas(map(size, there))}",
+                    (*trained, *made),
+                    (*figures(there, size, f"{share:.2g}"), "", ""),
+                )
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
     """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths."""
     measured = dict.fromkeys(size["share"] for row in rows for size in row["ways"].get(way, ()))
     return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
+
+
+def earlier_preset(rows: Sequence[Row], folder: str) -> str:
+    """Return a sentence, after a space, if any SALAAD row has no onset, which --preset elastic now gives; else nothing.
+
+    Args:
+        rows: rows of compare_elastic.py.
+        folder: path to results/elastic from the page of the sentence, with a slash at its end unless empty.
+    """
+    if all("--salaad.onset" in row.get("command", "") for row in rows if row["label"] == "SALAAD"):
+        return ""
+    return (
+        " SALAAD was trained with an earlier `--preset elastic` than today's, pulled from the first step "
+        f"([what differs]({folder}tried.md#when-the-penalty-acts))."
+    )
 
 
 def seeds_text(rows: Sequence[Row]) -> str:

@@ -163,7 +163,7 @@ DISAGREEING = (
     ("against_full_rank", "PPL of L + S", change("table1", "perplexity", spread(107.0, 104.0), method="full_rank")),
     ("elastic_by_hpa", "below", change("flexible", "perplexity", 130.0, **SALAAD, refine=0)),
     ("elastic_by_hpa", "below", change("flexible", "perplexity", float("nan"), **SALAAD, refine=0)),
-    ("elastic_by_hpa", "largest step", change("flexible", "perplexity", 150.0, label="vanilla + RPCA", refine=0)),
+    ("elastic_by_hpa", "largest ratio", change("flexible", "perplexity", 150.0, label="vanilla + RPCA", refine=0)),
     ("elastic_by_hpa", "at least 53%", change("flexible", "perplexity", 107.0, **SALAAD, refine=0, kappa=0.6)),
     ("elastic_by_energy", "below", change("flexible", "perplexity", 130.0, **SALAAD, refine=20)),
     ("against_small_dense", "at 0.90 M", change("one_training", "perplexity", 103.9, label="dense", budget="0.5")),
@@ -263,7 +263,7 @@ def test_the_first_step_of_the_elastic_curve_counts(rows, judged):
     change("flexible", "perplexity", 20.0, label="SALAAD", variant="L+S")(rows)
     found = judged(rows)["elastic_by_hpa"]
     assert found.agrees is False
-    assert any("largest step" in number.what and number.ours.startswith("×5.00") for number in found.numbers)
+    assert any("largest ratio" in number.what and number.ours.startswith("×5.00") for number in found.numbers)
 
 
 def test_what_older_results_do_not_say_is_not_shown(rows, judged):

@@ -36,10 +36,10 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
     )
     # Only seed 0 has cuts of both models; the sentence on the head has two seeds: 10 % and 15 %, 80 % and 100 %.
     assert "SALAAD's model is +2.0% and +10.0% in perplexity relative to the uncut full-rank model" in many
-    assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), one seed)" in many
+    assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), seed 0)" in many
     assert many.endswith("So train SALAAD for both sizes.")
     assert "is +12.5% in perplexity relative to the uncut full-rank model with the head split, and +90.0% with" in head
-    assert head.endswith("2 seeds).")
+    assert head.endswith("seeds 0, 1).")
 
 
 def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_says_its_price(tmp_path):
@@ -89,7 +89,7 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
     for one, loss in zip(others, (4.0, 4.0 + log(1.03)), strict=False):
         one["X"]["in_context"] = {"other": [loss, 9], "copied": [1.0, 1]}
     [whole] = said(tmp_path, *others)
-    assert "to full-rank training (over the tokens that do not repeat a bigram of their row: +3.0%), its" in whole
+    assert "to full-rank training (over the tokens that are not copied: +3.0%), its" in whole
     assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
 
 
@@ -121,11 +121,11 @@ def test_small_dense_models_are_compared_over_tokens_that_cannot_be_copied_too(t
     [plain] = said(tmp_path, *rows)
     assert plain.endswith(
         "is +20.0% (half) and +50.0% (a fifth) in perplexity relative to the full-rank model of full "
-        "size ([elastic](elastic/README.md), one seed)."
+        "size ([elastic](elastic/README.md), seed 0)."
     )
     (tmp_path / "elastic" / "in-context").mkdir()
     losses = {"full-rank-0": 3.0, "dense-0.5-0": 3.0 + log(1.1), "dense-0.2-0": 3.0 + log(1.25)}
     measured = [{"model": model, "other": [loss, 9]} for model, loss in losses.items()]
     (tmp_path / "elastic" / "in-context" / "nano-20.json").write_text(json.dumps({"rows": measured}))
     [more] = said(tmp_path, *rows)
-    assert more.startswith(plain) and "do not repeat a bigram of their row, seed 0, it is +10.0% and +25.0%;" in more
+    assert more.startswith(plain) and "are not copied, seed 0, it is +10.0% and +25.0% (over" in more

@@ -48,4 +48,4 @@ def test_the_table_has_a_line_per_checkpoint_and_the_number_of_tokens():
     for text in (table([row]), in_context_table({"rows": [row]})):
         cells = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
         assert cells == ["full-rank-1", "12,000", "3.800", "2.250", "3.955"]
-    assert "over 100 validation tokens that repeat a bigram of their row, and over 1,000 others" in text
+    assert "over 100 validation tokens that are copied and 1,000 that are not: a token is" in text

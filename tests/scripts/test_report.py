@@ -51,6 +51,12 @@ def pages(results, scales=None) -> dict[str, str]:
     return {str(page.relative_to(results)): page.read_text() for page in results.rglob("*.md")}
 
 
+def link(claim: int) -> str:
+    """A claim in the table of claims, as a link to its heading."""
+    words = "".join(letter for letter in CLAIMS[claim].name.lower() if letter.isalnum() or letter in " -")
+    return f"[{CLAIMS[claim].name}](claims.md#{words.replace(' ', '-')})"
+
+
 @pytest.fixture
 def results(tmp_path, rows, monkeypatch):
     """A folder of results at nano in which one item is missing, all of commits since which nothing has changed."""
@@ -123,7 +129,7 @@ def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
     path.write_text(json.dumps(kept))
     written = pages(results)
     text = written["README.md"]
-    assert f"| {CLAIMS[0].name} | yes † | not measured |" in text and f"| {CLAIMS[2].name} | yes | not" in text
+    assert f"| {link(0)} | yes † | not measured |" in text and f"| {link(2)} | yes | not" in text
     text = written["nano/reproduce/README.md"]
     assert "1 of 22 items" in text and "not committed: table1." in text and f"| **{CLAIMS[0].name}**: yes † |" in text
 
@@ -173,8 +179,8 @@ def test_two_scales_have_a_page_each_and_one_table_of_claims(results, rows):
     written = pages(results)
     text, micro = written["README.md"], written["micro/reproduce/README.md"]
     assert text.index("(nano/reproduce/README.md)") < text.index("(micro/reproduce/README.md)")
-    assert f"| {CLAIMS[0].name} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
-    assert f"| {CLAIMS[2].name} | yes | not measured | not measured | not measured |" in text
+    assert f"| {link(0)} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
+    assert f"| {link(2)} | yes | not measured | not measured | not measured |" in text
     assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in micro
     missing = micro[micro.index("## Not measured yet") :]
     assert "--scale micro kappa`" in missing and "--scale micro cost`" not in missing  # `cost` trains nothing
