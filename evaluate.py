@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from salaad.common.errors import run_command
+from salaad.common.errors import UserError, run_command
 from salaad.common.validation import split_list
 from salaad.config.command_line import read_options
 from salaad.config.commands import (
@@ -86,6 +86,8 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     own.check(variants)
     if options.vanilla is not None:
         vanilla = ModelOnDisk.open(Path(options.vanilla), "--vanilla")
+        if (method := vanilla.run.get("method", "full_rank")) != "full_rank":
+            raise UserError(f"--vanilla {options.vanilla} is of method {method}; give a run of method full_rank")
         for method in options.ways_to_split:
             split = PostHoc(source.blocks, method)
             deployments[f"vanilla + {split.label}"] = CheckpointDeployment(vanilla, split)

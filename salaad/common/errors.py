@@ -16,6 +16,7 @@ _LONGEST = 1000  # characters of a sentence
 
 # Errors of a disk or of its permissions, which are no faults of this program.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+_DISK |= {errno.ENAMETOOLONG}
 # Classes by name, since torch may not be imported yet; what else torch's compiler raises is a fault of the program.
 _COMPILER = {"BackendCompilerFailed", "TritonMissing", "GPUTooOldForTriton"}
 
@@ -86,7 +87,7 @@ def is_lack_of_memory(error: Exception, of_a_file: bool = False) -> bool:
 
 
 def of_the_machine(error: Exception) -> UserError | None:
-    """Return the sentence of an error that lies in the machine: memory, or a compiler that fails; None for others."""
+    """Return the sentence of an error that lies in the machine: memory, disk or compiler; None for others."""
     why = " ".join(str(error).split()) or type(error).__name__
     if is_lack_of_memory(error):
         return UserError(
@@ -94,7 +95,10 @@ def of_the_machine(error: Exception) -> UserError | None:
             "--train.micro_batch, or --train.gradient_checkpointing true; evaluate.py: --batch, of lm-eval "
             "--batch-size; compress.py: --match)"
         )
-    if _COMPILER & {one.__name__ for one in type(error).__mro__}:
+    names = {one.__name__ for one in type(error).__mro__}
+    if "SafetensorError" in names and "I/O error" in why:  # what safetensors makes of an OSError in writing
+        return UserError(f"a file cannot be written ({why}); mend that and start again")
+    if _COMPILER & names:
         return UserError(f"torch cannot compile the model here ({why}); train with --train.compile false")
     return None
 

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from salaad.common.errors import UserError
+from salaad.common.locks import held
 
 CHECKOUT = Path(__file__).resolve().parents[2]  # the project's root, unless it was installed from a wheel
 CHECKSUMS = "checksums.json"
@@ -77,9 +79,9 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(value: Any, path: Path) -> None:
-    """Write `value` as indented JSON."""
-    with replacing(path) as temporary:
+def write_json(value: Any, path: Path, to_disk: bool = False) -> None:
+    """Write `value` as indented JSON; `to_disk` as for `replacing`."""
+    with replacing(path, to_disk) as temporary:
         temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
@@ -147,10 +149,25 @@ def inside(folder: Path, name: Any) -> Path:
     return path
 
 
-def require_new(folder: Path) -> None:
-    """Raise a UserError if `folder` exists."""
+def require_new(folder: Path, option: str = "--output ") -> None:
+    """Raise a UserError if `folder`, which `option` names, exists."""
     if folder.exists() or folder.is_symlink():
-        raise UserError(f"--output {folder} exists, and nothing is overwritten; give a folder that is new")
+        raise UserError(f"{option}{folder} exists, and nothing is overwritten; give a folder that is new")
+
+
+def require_place(folder: Path) -> None:
+    """Make what is above `folder`, before the work for it begins.
+
+    Raises:
+        UserError: `folder` exists, or cannot be made.
+    """
+    try:
+        require_new(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".partial-", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made ({error}); give a folder in a place you can write") from None
 
 
 def json_file(name: str) -> Path:
@@ -181,20 +198,31 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a hidden folder to write into, which is renamed to `folder` at the end and deleted after an error.
 
     Raises:
-        UserError: `folder` exists or cannot be created.
+        UserError: `folder` exists, is being written by another process, or cannot be created.
     """
     require_new(folder)
     partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder} cannot be made ({error}); give a folder in a place you can write") from None
-    try:
-        yield partial
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with held(partial) as alone:
+        if not alone:
+            raise UserError(f"--output {folder} is being written by another process; wait for its end, or give another")
+        try:
+            _empty(partial)  # what a killed process left
+            yield partial
+            partial.replace(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def write_checksums(folder: Path, known: Mapping[str, str] | None = None, written: Iterable[str] | None = None) -> None:

@@ -9,7 +9,8 @@ import fcntl
 import os
 import shutil
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from salaad.common.errors import UserError
@@ -54,6 +55,22 @@ def release() -> None:
         os.close(_claimed.popitem()[1])
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Lock an existing folder while the context lasts; yield False if another process, or context, holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        alone = True
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                alone = False
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
 def keep_from_deletion(folder: Path) -> bool:
     """Protect the checkpoint `folder` from deletion until this process ends; False if it does not exist."""
     with suppress(OSError):
@@ -65,14 +82,6 @@ def keep_from_deletion(folder: Path) -> bool:
 
 def delete_unless_kept(folder: Path) -> None:
     """Delete a checkpoint unless a process protects it; files that cannot be deleted stay, without an error."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return
+    with suppress(OSError), held(folder) as alone:
+        if alone:
             shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(descriptor)

@@ -51,7 +51,7 @@ class CalibrationText:
 
     @cached_property
     def _text(self) -> Text:
-        return open_text(self.data, vocab_size=self.vocab_size)
+        return open_text(self.data, vocab_size=self.vocab_size, validation=False)
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or has too few sequences."""

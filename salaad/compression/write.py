@@ -10,7 +10,7 @@ import torch
 
 from salaad.common.budgets import format_count, parse_budget, parse_count
 from salaad.common.errors import UserError
-from salaad.common.files import new_folder, require_new, write_checksums, write_json
+from salaad.common.files import new_folder, require_place, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.common.validation import split_list
@@ -65,7 +65,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         data: where the text is that --calibrate, --match and --distill read.
     """
     output = Path(options.output)
-    require_new(output)
+    require_place(output)
     deployment, budgets = _opened(source, options)
     asked = [(replace(options, budget=word), budget) for word, budget in budgets.items()] or [(options, None)]
     variants = [deployment.variant_for(one, budget) for one, budget in asked]

@@ -77,6 +77,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     words = _find_configs(with_lists(arguments, kinds))
     parsed, instantiated = parse(parser, words, *kinds)
     if parsed.preset is not None:
+        typed = any(word.startswith("--preset") for word in words)
+        method = instantiated["method"]
+        check(not typed or method == "salaad", f"--preset is of method salaad, but method is {method}; leave it out")
         words = _with_preset(parsed.preset, instantiated["train"].steps, words, parser)
         parsed, instantiated = parse(parser, words, *kinds)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
@@ -99,6 +102,9 @@ def _with_preset(preset: str, steps: int, words: list[str], parser: OptionParser
 
     The preset of a --config file has no place among the words; its settings become defaults of the parser, beneath
     those that the file gives.
+
+    Raises:
+        UserError: the preset stands before a --config that overrides parts of it, or after options that it overrides.
     """
     elastic = preset == "elastic"
     suggested = settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
@@ -107,6 +113,13 @@ def _with_preset(preset: str, steps: int, words: list[str], parser: OptionParser
     if last is None:
         parser.set_defaults(settings)
         return words
+    for word in words[last + 1 :]:
+        check(
+            not word.startswith("--config"), f"{word} stands after --preset and overrides parts of it; give it before"
+        )
+    for word in words[:last]:
+        late = word.removeprefix("--").partition("=")[0] not in settings
+        check(late, f"{word} stands before --preset {preset}, which overrides it; give it after")
     return [*words[: last + 1], *_as_options(settings), *words[last + 1 :]]
 
 

@@ -247,6 +247,9 @@ class CompressOptions:
         check(learns, f"--text-share is {self.text_share}, but nothing is distilled; give --distill TOKENS too")
         fitted = self.match or self.distill
         check(self.budget is not None or not fitted, "--match and --distill fit what is cut; give a --budget too")
+        if self.allocation is not None:
+            nothing = f"--allocation is {self.allocation}, but nothing is cut; give a --budget too"
+            check(self.budget is not None or self.elastic, nothing)
         if self.kappa is not None:
             check(0 <= self.kappa <= 1, f"--kappa is {self.kappa}, outside [0, 1]; give the low-rank side's part")
             by_energy = self.elastic or self.allocation == "energy"

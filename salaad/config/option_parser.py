@@ -150,14 +150,15 @@ def _sentence(message: str, parser: OptionParser) -> str:
     """Turn a message of jsonargparse into one sentence, which names the nearest known option for an unknown one."""
     message = " ".join(message.split())
     unknown = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    key = f"{unknown[1]}.{unknown[2]}" if unknown else None
+    key, plain = (f"{unknown[1]}.{unknown[2]}" if unknown else None), None
     if key is None:
         plain = re.search(r"Option '([\w.]+)' is not accepted|[Uu]nrecognized arguments: --([\w.-]+)", message)
         key = (plain[1] or plain[2]) if plain else None
     if key is not None:
         near = nearest(key, (option.lstrip("-") for action in parser._actions for option in action.option_strings))
         cure = f"did you mean {typed(near)}?" if near else f"see {parser.prog} --help for those there are"
-        return f"there is no option {typed(key)}; {cure}"
+        same = near and typed(near) == typed(key)  # as for --dry_run, which has to be typed with a dash
+        return f"there is no option {f'--{key}' if same else typed(key)}; {cure}"
     missing = re.search(r"arguments are required: (.*)", message)
     if missing:
         names = ", ".join(typed(name.strip()) for name in missing[1].split(","))

@@ -102,16 +102,21 @@ class DataConfig:
         at_least(self, 2, "sequence_length")
         at_least(self, 1, "shuffle_window", "streams")
         at_least(self, 0, "workers", "max_bad_documents", "retries", "max_lost_files")
-        if self.source == "files":
-            check(
-                bool(self.validation_files),
-                "data.source is files, but data.validation_files is empty; give files that training does not read",
-            )
-        else:
-            check(
-                not self.files and not self.validation_files,
-                f"data.files is given, but data.source is {self.source}; set data.source to files",
-            )
+        check(
+            self.source == "files" or not (self.files or self.validation_files),
+            f"data.files is given, but data.source is {self.source}; set data.source to files",
+        )
+
+    def require(self, *, training: bool, validation: bool) -> None:
+        """Raise a UserError if files are to be read for training or for validation, and none are named."""
+        check(
+            self.source != "files" or not training or bool(self.files),
+            "data.source is files, but data.files is empty; give at least one path or glob",
+        )
+        check(
+            self.source != "files" or not validation or bool(self.validation_files),
+            "data.source is files, but data.validation_files is empty; give files that training does not read",
+        )
 
     def name_of(self, part: Literal["training", "validation"]) -> str:
         """Return a description of the training or the validation text, in words."""
@@ -242,10 +247,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         settings_class(self.method)
         check(0 <= self.seed < 2**53, "seed is no number from 0 to 2^53, which every generator takes; give one")
-        check(
-            self.data.source != "files" or bool(self.data.files),
-            "data.source is files, but data.files is empty; give at least one path or glob",
-        )
+        self.data.require(training=True, validation=True)
 
     def __getattr__(self, name: str) -> MethodConfig:
         # Called only for names that are no fields: the section of a method, by its name in a YAML file.

@@ -51,33 +51,39 @@ class Text:
         return 0 if pad is None else pad
 
 
-def open_text(config: DataConfig, *, vocab_size: int, training: bool = True) -> Text:
+def open_text(config: DataConfig, *, vocab_size: int, training: bool = True, validation: bool = True) -> Text:
     """Find the files, open the tokenizer, and check both before anything is trained.
 
-    Without `training` only the validation files are opened.
+    Args:
+        config: where the text is.
+        vocab_size: vocabulary size of the model.
+        training: whether to open the training files.
+        validation: whether to open the validation files.
 
     Raises:
-        UserError: a file is missing, empty, unreadable or in both lists, there is no network, or the tokenizer has
-            more ids than the model.
+        UserError: no file is named, or one is missing, empty, unreadable or in both lists, there is no network, or the
+            tokenizer has more ids than the model.
     """
+    config.require(training=training, validation=validation)
     corpus_hash, tokenizer = None, config.tokenizer or DEFAULT_TOKENIZER
     if config.source == "python-docs":
         corpus = python_docs.corpus()
-        train, validation, corpus_hash = corpus.train_files, corpus.validation_files, corpus.hash
+        train, held_out, corpus_hash = corpus.train_files, corpus.validation_files, corpus.hash
         tokenizer = config.tokenizer or str(python_docs.tokenizer(corpus, vocab_size))
     elif config.source == "c4":
-        train, validation = c4_files("train") if training else (), c4_files("validation")
+        train, held_out = c4_files("train") if training else (), c4_files("validation") if validation else ()
     else:
-        train, validation = expand(config.files) if training else (), expand(config.validation_files)
+        train = expand(config.files) if training else ()
+        held_out = expand(config.validation_files) if validation else ()
         resolved = {Path(file).resolve() for file in train}
-        for file in validation:
+        for file in held_out:
             if Path(file).resolve() in resolved:
                 raise UserError(f"{file} is in data.files and in data.validation_files; leave it in one of them")
     # Of C4 only one shard is checked, since each check is a request to the hub.
-    for file in validation[:1] if config.source == "c4" else (*train, *validation):
+    for file in (held_out or train)[:1] if config.source == "c4" else (*train, *held_out):
         require_document(file, _field(config), config.max_bad_documents, config.retries)
-    sizes = {file: size for file in (*train, *validation) if (size := size_of(file)) is not None}
-    text = Text(load_tokenizer(tokenizer), train, validation, corpus_hash, vocab_size, sizes)
+    sizes = {file: size for file in (*train, *held_out) if (size := size_of(file)) is not None}
+    text = Text(load_tokenizer(tokenizer), train, held_out, corpus_hash, vocab_size, sizes)
     pieces = text_pieces(text.tokenizer)
     if pieces > vocab_size:
         raise UserError(

@@ -44,8 +44,8 @@ class ExpertStack(nn.Module):
         return torch.stack([dense_weight(layer) for layer in self._modules.values()])
 
     def __getitem__(self, index: int | Tensor) -> "Expert":
-        """Return one expert, as a model's code indexes the parameter."""
-        return Expert(self._modules[str(int(index))])
+        """Return one expert, as a model's code indexes the parameter; negative numbers count from the end."""
+        return Expert(self._modules[str(range(len(self))[int(index)])])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,19 +10,26 @@ from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding
 from salaad.factored.slr_weight import SlrWeight
 from salaad.model.weights import tied_modules
 
+# Linear layers that write their forward anew, by name, since importing their models takes seconds.
+_LINEAR = {"FalconLinear"}
+
 
 def always_dense(model: nn.Module) -> set[str]:
     """Names of the modules whose weight cannot be replaced by a layer of U·V + S.
 
-    These are modules with a tied weight, which another module reads as a whole, and embeddings that do more than look
-    rows up.
+    These are modules with a tied weight, which another module reads as a whole, and those that do more with it than a
+    linear layer or a table.
     """
     return {*tied_modules(model), *(name for name, module in model.named_modules() if _does_more(module))}
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Whether this is an embedding that does more than look rows up, such as Gemma's, which scales them."""
-    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+    """Whether a module with a matrix computes something else than x·Wᵀ or a row of W, as Gemma's scaled embedding."""
+    if isinstance(module, SlrWeight) or getattr(module._parameters.get("weight"), "ndim", 0) != 2:
+        return False
+    if isinstance(module, nn.Embedding):
+        return type(module).forward is not nn.Embedding.forward or module.max_norm is not None
+    return type(module).__name__ not in _LINEAR and type(module).forward not in (nn.Linear.forward, Conv1D.forward)
 
 
 def outline_of(

@@ -26,12 +26,12 @@ _SIDES = ("rows", "columns")
 
 
 @torch.no_grad()
-def second_moments(model: nn.Module, optimizer: Optimizer) -> Moments:
-    """Return the moments of every matrix for which `optimizer` keeps one per entry, float32 on the CPU."""
+def second_moments(model: nn.Module, *optimizers: Optimizer) -> Moments:
+    """Return the moments of every matrix for which one of the optimizers keeps one per entry, float32 on the CPU."""
     found = {}
     for name, place in matrices(model).items():
-        state = optimizer.state.get(place.parameter, {})
-        moment = next((state[key] for key in _KEYS if torch.is_tensor(state.get(key))), None)
+        states = [optimizer.state.get(place.parameter, {}) for optimizer in optimizers]
+        moment = next((state[key] for state in states for key in _KEYS if torch.is_tensor(state.get(key))), None)
         if moment is not None and moment.shape == place.parameter.shape:
             square = (moment if place.index is None else moment[place.index]).float()
             found[name] = (square.mean(1).cpu(), square.mean(0).cpu())

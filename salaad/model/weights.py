@@ -76,7 +76,7 @@ def matrices(model: nn.Module) -> dict[str, Place]:
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if key == "weight" and parameter.ndim == 2:
+            if key == "weight" and parameter.ndim == 2 and parameter.numel():
                 found[name] = Place(module, key)
             elif parameter.ndim == 3 and not isinstance(module, _ConvNd):
                 for i in range(len(parameter)):
@@ -112,10 +112,10 @@ def weights_of(model: nn.Module, names: Mapping[str, object] | list[str]) -> Wei
 
 
 def tied_modules(model: nn.Module) -> set[str]:
-    """Names of the modules that share a weight with another module."""
-    if hasattr(model, "all_tied_weights_keys"):  # a model of transformers, which takes a second to import
-        return {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    """Names of the modules that share a weight with another module, or that a model of transformers says to tie."""
+    declared = getattr(model, "all_tied_weights_keys", {})
     holders: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return {name for names in holders.values() if len(names) > 1 for name in names}
+    shared = {name for names in holders.values() if len(names) > 1 for name in names}
+    return shared | {name.rpartition(".")[0] for pair in declared.items() for name in pair}

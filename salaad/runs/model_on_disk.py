@@ -85,6 +85,8 @@ class ModelOnDisk:
             return _model_folder(newest)
         if is_file(path / "config.json"):
             return _model_folder(path)
+        if (path / "checkpoints").is_dir() and is_file(path / "config.yaml"):
+            raise UserError(f"{option} {path} is a run without a checkpoint yet; wait for its first, or give another")
         raise UserError(
             f"{option} {path} is no run, no checkpoint and no Hugging Face folder; give one such as "
             "runs/NAME, runs/NAME/checkpoints/step-0001000 or a folder with a config.json"

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from salaad.common.errors import UserError
 from salaad.common.files import json_lines, read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
 from salaad.runs.records import PHASES
@@ -20,6 +21,8 @@ def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, 
     by phase since the last of these lines.
     """
     metrics = read_json_lines(folder / "metrics.jsonl")
+    if not metrics:
+        raise UserError(f"{folder / 'metrics.jsonl'} has no lines, so there is nothing to sum up; give a whole run")
     last = metrics[-1]
     evaluations = [row for row in read_json_lines(folder / "evaluations.jsonl") if row["step"] == last["step"]]
     active = [sum(row["seconds"].values()) - row["seconds"]["evaluate"] for row in metrics]
@@ -46,7 +49,7 @@ def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
 def summarize(folder: Path, after_last_line: Mapping[str, float]) -> str:
     """Write summary.json into the run's folder and return it as Markdown."""
     summary = summary_of(folder, after_last_line)
-    write_json(summary, folder / "summary.json")
+    write_json(summary, folder / "summary.json", to_disk=True)  # a run that has it counts as finished
     return summary_table(summary)
 
 

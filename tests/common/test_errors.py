@@ -55,6 +55,24 @@ def test_errors_of_the_machine_are_a_sentence_with_a_cure(failure: str, said: st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "failure, said",
+    [
+        (
+            "raise_(__import__('safetensors').SafetensorError('I/O error: File too large (os error 27)'))",
+            "a file cannot be written (I/O error: File too large (os error 27)); mend that and start again",
+        ),
+        (
+            f"raise_(OSError({errno.ENAMETOOLONG}, {os.strerror(errno.ENAMETOOLONG)!r}, 'aaaa'))",
+            f"aaaa cannot be written or read ({os.strerror(errno.ENAMETOOLONG)}); mend that and start again",
+        ),
+    ],
+)
+def test_errors_of_a_disk_are_a_sentence_too(failure: str, said: str) -> None:
+    done = ended(failure)
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, f"error: {said}")
+
+
 @pytest.mark.parametrize("failure, said", FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_the_program_keeps_its_traceback(failure: str, said: str) -> None:
     done = ended(failure)

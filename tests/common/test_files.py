@@ -15,6 +15,7 @@ from salaad.common.files import (
     new_folder,
     read_json,
     require_new,
+    require_place,
     verify,
     write_checksums,
     write_json,
@@ -273,8 +274,10 @@ def test_what_another_program_puts_there_meanwhile_stays(tmp_path):
 
 def test_what_a_crash_left_is_replaced(tmp_path):
     target = tmp_path / "model"
-    crashed = new_folder(target)  # never left, as when the machine goes down
-    remains = crashed.__enter__()
+    with new_folder(tmp_path / "other") as found:
+        remains = target.with_name(found.name.replace("other", "model"))
+    shutil.rmtree(tmp_path / "other")
+    remains.mkdir()
     fill(remains)
     (remains / "inner" / "file").write_text("old")
     (remains / "stale").write_text("old")
@@ -283,7 +286,25 @@ def test_what_a_crash_left_is_replaced(tmp_path):
         fill(partial)
     assert listing(tmp_path) == ["model", "model/inner", "model/inner/file"]
     assert (target / "inner" / "file").read_text() == "new"
-    del crashed
+
+
+def test_of_two_writers_of_one_folder_the_second_is_refused_and_the_first_goes_on(tmp_path):
+    target = tmp_path / "model"
+    with new_folder(target) as partial:
+        fill(partial)
+        with pytest.raises(UserError, match="is being written by another process; wait"), new_folder(target):
+            pass
+        assert listing(partial) == ["inner", "inner/file"]
+    assert listing(tmp_path) == ["model", "model/inner", "model/inner/file"]
+
+
+def test_where_no_folder_can_be_made_is_said_before_the_work(tmp_path):
+    require_place(tmp_path / "new" / "model")
+    assert listing(tmp_path) == ["new"]
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "model", tmp_path / ("a" * 300) / "model"):
+        with pytest.raises(UserError, match=r"--output .* cannot be made \(.*\); give a folder"):
+            require_place(place)
 
 
 def test_neighbours_are_left_alone(tmp_path):

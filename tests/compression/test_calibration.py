@@ -354,6 +354,9 @@ def test_the_check_says_so_before_anything_is_computed(config):
         CalibrationText(config, 512, HELD + 1).check()
     with pytest.raises(UserError, match=r"more than model\.vocab_size 100"):
         CalibrationText(config, 100, 1).check()
+    with pytest.raises(UserError, match=r"data\.files is empty; give at least one path or glob"):
+        CalibrationText(replace(config, files=()), 512, 1).check()
+    CalibrationText(replace(config, validation_files=()), 512, HELD).check()  # they are not read
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 20])

@@ -78,6 +78,7 @@ def compressed(runs: Path, tmp_path: Path) -> Path:
         (("--kappa", 1.5), "outside [0, 1]"),
         (("--kappa", 0.5), "give a --budget too"),
         (("--budget", "0.9", "--allocation", "energy", "--kappa", 0.5), "energy finds its own"),
+        (("--allocation", "hpa"), "--allocation is hpa, but nothing is cut; give a --budget too"),
         (("--kapa", 1), "did you mean --kappa?"),
         (("--format", "gguf"), "format"),
         (("--roles", "q"), "--roles needs --rpca or --godec"),
@@ -206,6 +207,8 @@ def test_a_budget_is_refused_of_a_folder_of_one_size(runs, tmp_path, form):
 def test_a_vanilla_run_that_is_none_is_named_by_its_own_option(runs, tmp_path):
     arguments = ("--checkpoint", runs / "salaad", "--budgets", "0.7", "--vanilla", tmp_path)
     assert refused("evaluate.py", "sweep", *arguments).startswith(f"error: --vanilla {tmp_path} is no run")
+    arguments = ("--checkpoint", runs / "salaad", "--budgets", "0.7", "--vanilla", runs / "salaad")
+    assert "is of method salaad; give a run of method full_rank" in refused("evaluate.py", "sweep", *arguments)
 
 
 def test_a_rival_that_is_none_is_named(runs):

@@ -96,6 +96,7 @@ def test_every_list_of_the_commands_is_one():
         (["--lr", "3"], "there is no option --lr; did you mean --optimizer.lr?"),
         (["--batch", "3"], "there is no option --batch; did you mean --train.batch?"),
         (["--train.precison", "fp32"], "there is no option --train.precison; did you mean --train.precision?"),
+        (["--dry_run"], "there is no option --dry_run; did you mean --dry-run?"),
         (["--zzzz", "3"], "there is no option --zzzz; see train.py --help for those there are"),
         (["--train.batch", "ten"], "--train.batch is ten, but has to be a whole number"),
         (["--salaad.rho", "x"], "--salaad.rho is x, but has to be a number"),

@@ -35,8 +35,8 @@ REFUSED = [
         "give at least one",
     ),
     (
-        DataConfig,
-        {"source": "files", "files": ("a",)},
+        RunConfig,
+        {"data": DataConfig(source="files", files=("a",))},
         "data.validation_files is empty",
         "source is files",
         "give files",

@@ -214,6 +214,9 @@ def test_a_stack_multiplies_by_the_layer_and_is_dense_for_all_else():
     expected = torch.stack([weights[0], layer.weight + 0, weights[2]])
     torch.testing.assert_close(F.linear(x, stack[1], gaussian(5)), x @ expected[1].mT + gaussian(5))
     assert stack[1].shape == (5, 4)
+    assert torch.equal(F.linear(x, stack[-2]), layer(x)) and len([*stack]) == 3
+    with pytest.raises(IndexError):
+        stack[3]
     torch.testing.assert_close(torch.bmm(gaussian(3, 2, 5), stack), torch.bmm(gaussian(3, 2, 5), expected))
     torch.testing.assert_close(x @ stack[2].mT, x @ expected[2].mT)
     torch.testing.assert_close(torch.matmul(gaussian(2, 5), stack[1]), gaussian(2, 5) @ expected[1])

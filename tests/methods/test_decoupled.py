@@ -49,6 +49,36 @@ def test_a_step_is_the_optimizers_and_then_a_part_of_the_way_to_T(rho):
     salaad.close()
 
 
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer that lets another one step."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_wraps_another_pulls_once_and_tells_the_moments_of_both():
+    distances = []
+    for wrap in (lambda optimizer: optimizer, Wrapped):
+        model = llama()
+        salaad = Salaad(model, SalaadConfig(**SETTINGS | {"every": 10**6, "rho": 1e-4, "pull_rate": 10.0}))
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0))
+        X = salaad.weights["model.layers.0.mlp.up_proj"].detach()
+        T = salaad.surrogates["model.layers.0.mlp.up_proj"].T
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # only the pull moves the weights
+        before = (X - T).norm()
+        optimizer.step()
+        distances.append((X - T).norm() / before)
+        assert salaad.second_moments().keys() >= salaad.weights.keys()
+        salaad.close()
+    # All blocks have one ρ, so λ is 10: a step goes lr·λ = 0.1 of the way.
+    torch.testing.assert_close(torch.stack(distances), torch.full((2,), 0.9), rtol=1e-5, atol=0)
+
+
 def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
     """A step of 5e-4 of the distance is below what bfloat16 resolves: rounded to nearest, no weight would move."""
     distances = {}

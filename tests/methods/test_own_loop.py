@@ -1,6 +1,8 @@
 """Salaad in a user's own training loop: it saves, resumes to the bit, and compresses to a small model."""
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,31 @@ def test_save_overwrites_nothing(saved):
         Salaad.load(model, saved).save(saved)
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_second_moments_are_found_again_of_a_wrapped_model(wrap, tmp_path):
+    model = llama()
+    salaad = Salaad(model, CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=IDS[0], labels=IDS[0]).loss.backward()
+    optimizer.step()
+    salaad.step()
+    salaad.save(tmp_path / "saved")
+    salaad.close()
+    again = Salaad.load(wrap(model), tmp_path / "saved")
+    assert again.second_moments().keys() == salaad.second_moments().keys() != set()
+    again.close()
+
+
+def test_a_setting_of_a_newer_version_is_named(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "newer")
+    index = tmp_path / "newer" / "surrogate" / "index.json"
+    about = json.loads(index.read_text())
+    index.write_text(json.dumps(about | {"settings": about["settings"] | {"newer": 1}}))
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    with pytest.raises(UserError, match=r"index\.json has 'newer' as 1 in its SalaadConfig"):
+        Salaad.load(model, tmp_path / "newer")
+
+
 def test_a_folder_without_l_and_s_is_refused_in_a_sentence(tmp_path):
     llama().save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="cannot be read"):
@@ -277,6 +304,61 @@ def test_any_module_can_be_compressed_a_tied_weight_stays_dense():
         expected = model(x)
     torch.testing.assert_close(small(x), expected, rtol=1e-4, atol=1e-5)
     assert small[2].weight is small[0].weight
+
+
+class Thrice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Spread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm((3, 24))  # with a matrix as its weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("more", [lambda: Thrice(24, 24), Times, Spread])
+def test_a_module_that_does_more_with_its_matrix_keeps_doing_it(more):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), more())
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.5, rank_ratio=0.2, density=0.1, every=1))
+    small = salaad.compress()
+    assert list(slr_modules(small)) == ["0"]
+    x = torch.randn(3, 24)
+    with salaad.deployed():
+        expected = model(x)
+    torch.testing.assert_close(small(x), expected, rtol=1e-4, atol=1e-5)
+    salaad.close()
+
+
+def test_weights_that_layers_share_undeclared_stay_dense_in_one_copy():
+    model = llama()
+    first, second = model.model.layers
+    for layer in ("gate_proj", "up_proj", "down_proj"):
+        getattr(second.mlp, layer).weight = getattr(first.mlp, layer).weight
+    salaad = Salaad(model, CONFIG)
+    loop = Loop(model, salaad)
+    loop.run(0, 4)
+    small = salaad.compress(lm_head=False)
+    assert not any(".mlp." in name for name in slr_modules(small))
+    ours, theirs = (layer.mlp.up_proj.weight for layer in small.model.layers)
+    assert ours is theirs
+    with salaad.deployed():
+        expected = model(IDS[0]).logits
+    torch.testing.assert_close(small(IDS[0]).logits, expected, rtol=1e-4, atol=1e-4)
+    salaad.close()
 
 
 @pytest.mark.parametrize(

@@ -122,14 +122,16 @@ def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
     assert not salaad.suggest(llama(16), 100).embedding
     assert not salaad.suggest(llama(2000, tie_word_embeddings=True), 100).embedding
     assert not salaad.suggest(torch.nn.Linear(2, 3), 100).embedding
+    plain = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(50, 8), "lm_head": torch.nn.Linear(8, 50, False)})
+    assert salaad.suggest(plain, 100).embedding
+    plain["lm_head"].weight = plain["embed_tokens"].weight
+    assert not salaad.suggest(plain, 100).embedding
 
 
 def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
     config, _ = read_command_line(["--preset", "auto", "--train.steps", "500", "--salaad.every", "3"])
     assert (config.salaad.every, config.salaad.rho_constant) == (3, 0.3)
     assert config.salaad.delta_alpha == settings_for(500)["delta_alpha"]
-    micro, _ = read_command_line(["--preset", "auto", "--config", "micro", "--train.steps", "500"])
-    assert (micro.salaad.every, micro.salaad.rho_constant) == (5, 0.12)  # its file gives them
     suggested = settings_for(5000, elastic=True)
     for words in (["--preset", "elastic"], ["--preset=elastic"]):
         micro, _ = read_command_line(["--config", "micro", *words, "--salaad.delta_alpha", "1"])
@@ -140,3 +142,20 @@ def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
     assert (
         own.salaad.delta_alpha == suggested["delta_alpha"] and own.salaad.rho_constant == 0.2 and own.salaad.embedding
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--preset auto --config micro", "--config stands after --preset and overrides parts of it; give it before"),
+        (
+            "--salaad.rho_constant 0.5 --preset auto",
+            "--salaad.rho_constant stands before --preset auto, which overrides it; give it after",
+        ),
+        ("--method galore --preset auto", "--preset is of method salaad, but method is galore; leave it out"),
+    ],
+)
+def test_a_preset_is_not_mixed_with_what_it_overrides_or_is_overridden_by(words, said):
+    with pytest.raises(UserError) as error:
+        read_command_line(words.split())
+    assert said in str(error.value)

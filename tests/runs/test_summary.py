@@ -3,6 +3,9 @@
 import json
 import tracemalloc
 
+import pytest
+
+from salaad.common.errors import UserError
 from salaad.runs.records import PHASES
 from salaad.runs.summary import origin_of, summary_of, summary_table
 
@@ -20,6 +23,13 @@ def test_a_run_too_short_for_its_thresholds_says_so_with_the_cure():
     assert "compress.py --budget" in summary_table(summary(81))
     assert "more parameters" not in summary_table(summary(80))
     assert "train 50.0%, admm 50.0%" in summary_table(summary(80))
+
+
+def test_a_run_without_records_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl has no lines, so there is nothing to sum up; give a whole run"
+    ):
+        summary_of(tmp_path, {})
 
 
 def test_where_a_run_went_on_from_is_told_without_a_path_of_the_machine(tmp_path):

@@ -148,7 +148,7 @@ class Tuning:
 
     @cached_property
     def _text(self) -> Text:
-        return open_text(self.data, vocab_size=self.source.folder.config.vocab_size)
+        return open_text(self.data, vocab_size=self.source.folder.config.vocab_size, validation=False)
 
     @cached_property
     def _sequences(self) -> CalibrationText:

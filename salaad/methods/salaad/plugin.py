@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
+from salaad.common.validation import section
 from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
@@ -307,9 +308,9 @@ class Salaad:
         return write
 
     def second_moments(self) -> Moments:
-        """Return the second moments of the weights' optimizer; before its first step, those that `load` has read."""
-        optimizer = self._watch.optimizer
-        return self._moments_found if optimizer is None else second_moments(self.model, optimizer)
+        """Return the second moments of the weights' optimizers; before the first step, those that `load` has read."""
+        optimizers = self._watch.optimizers
+        return second_moments(self.model, *optimizers) if optimizers else self._moments_found
 
     @classmethod
     def load(
@@ -340,11 +341,12 @@ class Salaad:
                 f"{surrogates} does not say settings and steps, so an older version wrote it; go on with train.py, or "
                 "with that version"
             )
-        salaad = cls(model, config or SalaadConfig(**about["settings"]), scaler=scaler, total_steps=total_steps)
+        config = config or section(SalaadConfig, about["settings"], surrogates / "index.json")
+        salaad = cls(model, config, scaler=scaler, total_steps=total_steps)
         try:
             storage.load_surrogates(salaad.surrogates, surrogates, salaad.weights)
             salaad.load_counts(about)
-            salaad._moments_found = moments_in(Path(folder), model)
+            salaad._moments_found = moments_in(Path(folder), salaad.model)
         except UserError:
             salaad.close()
             raise

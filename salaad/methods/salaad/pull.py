@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
@@ -136,15 +136,18 @@ class DecoupledPull:
         self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
         self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
         self.renew(0, active=True)
-        self._hook = register_optimizer_step_post_hook(weakly(self._pull))
+        before, after = weakly(self._enter), weakly(self._pull)
+        self._hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
 
     def end(self) -> None:
         """Stop pulling."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def renew(self, steps: int, *, active: bool) -> None:
         """Pull after the optimizer's step that follows `steps` others, or not if not `active`."""
         self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
+        self._depth = 0  # of optimizers that step within another's step, as where one wraps another
         if not active:
             self._others.clear()
             self._is_stale = True
@@ -172,8 +175,14 @@ class DecoupledPull:
     def _T(self, name: str) -> Tensor | None:
         return self._surrogates[name].T if name in self._surrogates else self._others.get(name)
 
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
     @torch.no_grad()
     def _pull(self, optimizer: Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
         rates = {id(X): group["lr"] for group in optimizer.param_groups for X in group["params"]}
         trained = {name: rates.get(id(X)) for name, X in self._weights.parameters.items()}
         if not self._active or all(rate is None for rate in trained.values()):

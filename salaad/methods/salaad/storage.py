@@ -93,7 +93,7 @@ def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callabl
         write_checksums(partial)
         partial.replace(folder)
 
-    distributed.first_decides(lambda: require_new(folder))
+    distributed.first_decides(lambda: require_new(folder, option=""))
     try:
         write_whole(partial, partial / "surrogate", writer, finish)
     except NotSavedError as error:

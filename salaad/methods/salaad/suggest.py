@@ -8,7 +8,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.config.suggestion import settings_for
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import role_of
-from salaad.model.weights import Weights, matrices
+from salaad.model.weights import Weights, matrices, tied_modules
 
 _LARGE = 0.1  # share of the parameters from which an embedding is worth compressing
 
@@ -37,6 +37,7 @@ def suggest(model: nn.Module, steps: int, *, elastic: bool = False, **settings: 
 
 
 def _has_large_embedding(model: nn.Module) -> bool:
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    tables = [X.numel() for name, X in Weights(matrices(model)).items() if role_of(name) == "embedding"]
-    return bool(tables) and not tied and max(tables) > _LARGE * count_parameters(model)
+    tied = tied_modules(model)
+    tables = {name: X.numel() for name, X in Weights(matrices(model)).items() if role_of(name) == "embedding"}
+    free = [size for name, size in tables.items() if name not in tied]
+    return max(free, default=0) > _LARGE * count_parameters(model)

@@ -56,7 +56,7 @@ class Watch:
         self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
-        self._optimizer: weakref.ref[Optimizer] | None = None  # the one that took the newest step
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their newest steps
         # After the step and not before it, as a closure may run the backward in it.
         self._hook = register_optimizer_step_post_hook(weakly(self._notice))
         for X in self._weights.values():
@@ -69,9 +69,9 @@ class Watch:
             _WATCHED.pop(X, None)
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer that moved the weights last; None if there was none or it no longer exists."""
-        return self._optimizer and self._optimizer()
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that moved the weights and still exist, the newest step first."""
+        return [found for reference in reversed(self._optimizers) if (found := reference()) is not None]
 
     def _notice(self, optimizer: Optimizer, *_: Any) -> None:
         """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them.
@@ -90,7 +90,8 @@ class Watch:
             )
         self.moved.add(optimizer)
         self._missed |= self._joined_nothing()
-        self._optimizer = weakref.ref(optimizer)
+        others = [other for other in self.optimizers[::-1] if other is not optimizer]
+        self._optimizers = [weakref.ref(one) for one in (*others, optimizer)]
         if self._scalers is None:
             self._scalers = _scalers_of(optimizer)
             self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
