@@ -39,7 +39,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     can differ by more than two ways do.
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
-    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>P"
+    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>PpXhHd"
     references = references_of(rows)
     models = by_label([row for row in rows if row["seed"] in references])
     for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if ways_of(v)), strict=False):
@@ -69,6 +69,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
     panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")
+    figure.set_figheight(max(5, 0.24 * len(panel.get_legend_handles_labels()[0]) + 0.5))  # room for every entry
     figure.legend(loc="outside right upper", frameon=False, title="way (its seeds)")
     save(figure, path)
 
