@@ -1,4 +1,4 @@
-"""What energy leaves on the table: budgets dealt to blocks by measured losses instead, an upper bound.
+"""A budget dealt to the blocks by measured losses instead of energy, to see how much another split could gain.
 
     python scripts/research/probe_allocation.py --checkpoints RUN --head --output results/elastic/probes/nano-20.json
 
