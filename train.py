@@ -118,10 +118,10 @@ class Trainer:
         if sharded:
             shard(self.optimizer)
         self.gradients = Gradients(self.model, config.optimizer.clip)
+        loss = SummedLoss(self.model)
         if config.train.compile:
             self.model.base_model.compile()
-        apart = self.method.float32_gradients()
-        self.loss = distribute(accelerator, SummedLoss(self.model), apart, config)
+        self.loss = distribute(accelerator, loss, self.method.float32_gradients(), config)
         self.method.discard()
         self.stream = TrainingStream(
             text,

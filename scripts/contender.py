@@ -36,9 +36,9 @@ class Contender:
         self.method = method(self.model, config)
         self.optimizer, _ = self.method.build_optimizer()
         self.steps, self.taken = 0, torch.zeros((), device=device)
+        self.loss = SummedLoss(self.model)
         if config.train.compile:
             self.model.base_model.compile()
-        self.loss = SummedLoss(self.model)
         self._marks = Marks(device)
         self.seconds: list[float] = []
         self.updates: list[float] = []  # the part of each step's seconds that can contain periodic work

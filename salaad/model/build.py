@@ -144,6 +144,10 @@ def _checked(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
         raise UserError(f"{place} asks for attention from the hub; take attn_implementation out of it")
     with _in_a_sentence(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if config.get_text_config() is not config:
+            raise UserError(
+                f"{folder} is a {config.model_type} model of more than text; give the folder of a language model alone"
+            )
         with few_parameters(len(headers)):
             model = outline(config)
     entry = getattr(config, "quantization_config", None)

@@ -191,7 +191,15 @@ class _SummedDivergence(torch.autograd.Function):
 
 
 # Settings by which some architectures change the logits after the head.
-_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+_LOGIT_CHANGES = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)
+_ROUNDING = 0.05  # of logits computed in two ways in bfloat16, relative; a scale or a bias changes them by more
 
 
 class SummedLoss(nn.Module):
@@ -199,6 +207,9 @@ class SummedLoss(nn.Module):
 
     The loss is a sum, so that the caller can divide by the number of tokens of the whole batch, and the result does not
     depend on how rows are spread over micro-batches and ranks.
+
+    The model is run once on two tokens, to see that its logits are what this loss takes them to be, unless it has no
+    values yet (on the meta device).
 
     Raises:
         UserError: the logits are more than a linear head without bias, or transformers does not know the head's input.
@@ -212,11 +223,18 @@ class SummedLoss(nn.Module):
                 "needs; give a model of another family"
             )
         head = model.get_output_embeddings()
-        changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        config = model.config.get_text_config()
+        changed = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
         if head is None or getattr(head, "bias", None) is not None or changed:
             what = ", ".join(changed) or ("no head" if head is None else "a bias")
             raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
         self.model = model
+        self.training = model.training  # so that whoever restores the mode of this module restores the model's
+        if head.weight.device.type != "meta" and not self._gives_the_logits():
+            raise UserError(
+                f"the logits of a {type(model).__name__} are not the product of its last hidden states and its head, "
+                "as this loss takes them to be; give a model of another family"
+            )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The loss in nats (0-d) of `input_ids` and `labels` (rows × length), labels equal to ids or −100 (ignored)."""
@@ -227,6 +245,22 @@ class SummedLoss(nn.Module):
         with without_mask(self.model):
             hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1), self.model.get_output_embeddings().weight
+
+    @torch.no_grad()
+    def _gives_the_logits(self) -> bool:
+        """Whether the product of `hidden_and_head` is the model's logits, as far as rounding lets one see."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()  # without dropout
+        try:
+            device = self.model.get_output_embeddings().weight.device
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            hidden, head = self.hidden_and_head(ids)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        error = torch.linalg.vector_norm(hidden.to(head.dtype) @ head.mT - logits, dtype=torch.float32)
+        return not error > _ROUNDING * torch.linalg.vector_norm(logits, dtype=torch.float32)  # NaN is another matter
 
 
 class SummedDivergence(SummedLoss):

@@ -167,12 +167,12 @@ def test_what_is_called_on_some_tokens_alone_has_none_though_one_batch_fits():
 
     def now_and_then(x: Tensor) -> Tensor:
         calls.append(x)
-        up = mlp.up_proj(x) if len(calls) == 1 else F.pad(mlp.up_proj(x[:, :4]), (0, 0, 0, x.shape[1] - 4))
+        up = mlp.up_proj(x) if len(calls) <= 3 else F.pad(mlp.up_proj(x[:, :4]), (0, 0, 0, x.shape[1] - 4))
         return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * up)
 
     mlp.forward = now_and_then
     assert set(moments(model, [name, "model.layers.0.mlp.down_proj"], 3, 4)) == {"model.layers.0.mlp.down_proj"}
-    assert len(calls) == 2
+    assert len(calls) == 4  # the first two are the loss's, which looks at the logits
 
 
 def test_a_model_whose_body_transformers_cannot_name_is_refused():

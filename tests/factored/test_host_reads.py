@@ -61,23 +61,25 @@ def factored_llama():
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda model, cache: model(input_ids=IDS),
-        lambda model, cache: model(input_ids=IDS[:, :1], past_key_values=cache),
-        lambda model, cache: SummedLoss(model)(IDS, IDS),
+        lambda loss, cache: loss.model(input_ids=IDS),
+        lambda loss, cache: loss.model(input_ids=IDS[:, :1], past_key_values=cache),
+        lambda loss, cache: loss(IDS, IDS),
     ],
     ids=["a text", "the next token", "the loss"],
 )
 def test_a_whole_model_given_no_mask_reads_nothing(off_the_cpu, forward):
     model = factored_llama()
+    loss = SummedLoss(model)
     with torch.no_grad():
         cache = model(input_ids=IDS).past_key_values  # this call also makes the sparse tensors
         with HostReads() as reads:
-            forward(model, cache)
+            forward(loss, cache)
     assert reads.count == 0
 
 
 def test_training_a_whole_model_reads_nothing(off_the_cpu):
     model = factored_llama()
+    loss = SummedLoss(model)
     with HostReads() as reads:
-        SummedLoss(model)(IDS, IDS).backward()
+        loss(IDS, IDS).backward()
     assert reads.count == 0 and all(p.grad is not None for p in model.parameters() if p.numel())

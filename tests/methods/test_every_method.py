@@ -194,10 +194,10 @@ def test_an_ordinary_step_waits_for_no_device(variant):
     method_of(config).rebuild(model, config)
     method = method_of(config)(model, config)
     optimizer, _ = method.build_optimizer()
-    found = {}
+    loss, found = SummedLoss(model), {}
     for step in (1, 2):  # step 1 makes the optimizer's state and a subspace
         with HostReads() as reads:
-            SummedLoss(model)(IDS, IDS).backward()
+            loss(IDS, IDS).backward()
             method.after_backward()
             step_unless(torch.zeros(()), optimizer)
             optimizer.zero_grad()

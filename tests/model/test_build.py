@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -141,6 +143,42 @@ def test_a_head_with_a_bias_is_counted_or_refused_but_never_passed_over():
     except UserError:
         return
     assert summed.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Sharper(LlamaForCausalLM):
+    """A LLaMA whose logits are doubled, which no setting tells."""
+
+    def forward(self, *inputs, **named):
+        output = super().forward(*inputs, **named)
+        output.logits = 2 * output.logits
+        return output
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("recurrent_gemma", "logits_soft_cap"),
+        ("falcon_h1", "lm_head_multiplier"),
+        ("gemma2", "final_logit_softcapping"),
+    ],
+)
+def test_a_family_that_changes_its_logits_is_refused_by_its_setting(family, setting):
+    changed = AutoConfig.for_model(family, num_hidden_layers=1, **{setting: 0.5})
+    with torch.device("meta"), pytest.raises(UserError, match=f"logits have {setting}"):
+        SummedLoss(AutoModelForCausalLM.from_config(changed))
+
+
+def test_logits_that_a_model_changes_without_a_setting_are_found_by_running_it():
+    with pytest.raises(UserError, match="logits of a Sharper are not the product"):
+        SummedLoss(Sharper(llama().config))
+
+
+def test_looking_at_the_logits_changes_neither_the_mode_nor_what_is_drawn_next():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2))  # with dropout
+    for mode in (True, False):
+        state = torch.get_rng_state()
+        assert SummedLoss(model.train(mode)).training == model.training == mode
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_ignored_labels_add_nothing_and_rows_add_up():

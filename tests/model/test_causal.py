@@ -29,10 +29,10 @@ PLAIN = {
 }
 
 
-def loss_and_gradients(model, ids):
-    loss = SummedLoss(model.train())(ids, ids)
+def loss_and_gradients(wrapper, ids):
+    loss = wrapper(ids, ids)
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {name: p.grad for name, p in wrapper.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -41,13 +41,13 @@ def test_without_a_mask_loss_and_gradients_are_the_same_bits_and_nothing_is_read
     sizes = {**PLAIN[kind], "attention_dropout": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     model = model_of(family, **sizes)
     assert is_plainly_causal(model)
+    wrapper = SummedLoss(model.train())
     with HostReads() as reads:
-        mine = loss_and_gradients(model, IDS)
+        mine = loss_and_gradients(wrapper, IDS)
     assert reads.count == 0
     assert model.config._attn_implementation == "sdpa" and CAUSAL not in model.config.to_json_string()
     monkeypatch.setattr("salaad.model.causal._PLAIN", ())
-    other = model_of(family, **sizes)
-    usual = loss_and_gradients(other, IDS)
+    usual = loss_and_gradients(SummedLoss(model_of(family, **sizes).train()), IDS)
     assert torch.equal(mine[0], usual[0])
     assert all(torch.equal(mine[1][name], value) for name, value in usual[1].items())
 
@@ -84,14 +84,14 @@ def test_another_implementation_of_attention_is_left_alone():
 
 def test_compiled_attention_has_no_mask_and_is_causal():
     model = model_of("llama", **LLAMA)
-    seen = []
+    wrapper, seen = SummedLoss(model), []
 
     def note(graph, inputs):
         seen.extend(node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target))
         return graph
 
     model.base_model.compile(backend=note)
-    SummedLoss(model)(IDS, IDS)
+    wrapper(IDS, IDS)
     assert len(seen) == 2
     for node in seen:
         mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
@@ -100,8 +100,8 @@ def test_compiled_attention_has_no_mask_and_is_causal():
 
 def test_recomputed_activations_see_the_same(monkeypatch):
     model = model_of("llama", **LLAMA)
-    usual = loss_and_gradients(model_of("llama", **LLAMA), IDS)
+    usual = loss_and_gradients(SummedLoss(model_of("llama", **LLAMA).train()), IDS)
     model.activation_checkpointing_enable()
-    found = loss_and_gradients(model, IDS)
+    found = loss_and_gradients(SummedLoss(model.train()), IDS)
     assert torch.equal(found[0], usual[0])
     assert all(torch.equal(found[1][name], value) for name, value in usual[1].items())

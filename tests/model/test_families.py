@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from salaad import Salaad, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.factored.fixed_size import slr_modules
+from salaad.model.build import ModelFolder
 from salaad.model.coverage import left_out, said
 from salaad.model.roles import find_blocks
 from tests.helpers.families import FAMILIES, IDS, model_of
@@ -113,3 +114,12 @@ def test_print_says_how_much_of_the_model_is_blocks_and_what_is_not():
 def test_a_model_of_no_known_family_is_asked_for_a_pattern():
     with pytest.raises(UserError, match=r"no known family; name its weights by the role re:PATTERN.*such as 0, 1"):
         find_blocks(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), SalaadConfig())
+
+
+def test_a_model_of_more_than_text_is_refused_in_a_sentence(tmp_path):
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+    text = {**heads, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config={**heads, "image_size": 28})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is a gemma3 model of more than text; give the folder of a language model al"):
+        ModelFolder(tmp_path)
