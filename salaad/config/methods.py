@@ -11,10 +11,12 @@ from salaad.common.validation import at_least, check, one_or_more, require_types
 class MethodConfig:
     """What the settings of all methods share.
 
-    `tunable` names those that a new run may change when it goes on from another run's checkpoint.
+    `tunable` names those that a new run may change when it goes on from another run's checkpoint, `free` those that any
+    run may change when it goes on, as they do not change what is computed.
     """
 
     tunable: ClassVar[tuple[str, ...]] = ()
+    free: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class SalaadConfig(MethodConfig):
         *("rank_ratio", "density", "every", "inner", "delta_alpha", "delta_beta", "rho_constant", "rho"),
         *("pull", "pull_rate", "onset", "release", "owners"),
     )
+    free = ("overlap",)
 
     rank_ratio: float = 0.15
     density: float = 0.05

@@ -8,7 +8,7 @@ import itertools
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -20,7 +20,7 @@ from salaad.common.signals import StopRequest
 from salaad.config.run import DataConfig
 from salaad.data.rows import Cursor, Plan, RowStream
 from salaad.data.text import Text, fingerprint, reading_plan, to_batch
-from salaad.data.tokenizer import Encoder
+from salaad.data.tokenizer import Encoder, beginning_id, tokenizer_digest
 from salaad.data.workers import Workers
 from salaad.model.loss import IGNORED
 
@@ -59,13 +59,20 @@ class TrainingStream:
         stop: StopRequest | None = None,
     ) -> None:
         self._text, self._stop = text, stop
-        files = fingerprint(text.train_files, text.sizes)
-        self._order = {"files": files, "seed": seed, "shuffle_window": config.shuffle_window}
+        self._order = {
+            "files": fingerprint(text.train_files, text.sizes),
+            "validation": fingerprint(text.validation_files, text.sizes),
+            "tokenizer": tokenizer_digest(text.tokenizer),
+            "bos": beginning_id(text.tokenizer),
+            "seed": seed,
+            "shuffle_window": config.shuffle_window,
+        }
         self._rows = 0
         streams = gcd(config.streams, batch)
         cursors: dict[int, Cursor] = {}
         if state is not None:
             _require_same_order(state, self._order)
+            self._order["bos"] = state.get("bos")  # a run of a version that began documents with none goes on so
             self._rows, streams = state["rows"], state["streams"]
             cursors = {int(number): Cursor(**cursor) for number, cursor in state["cursors"].items()}
             if len(cursors) < streams:
@@ -73,7 +80,7 @@ class TrainingStream:
                     f"the data state holds {len(cursors)} of {streams} streams, so some ranks' files are missing; "
                     f"resume from a complete checkpoint"
                 )
-        plan = reading_plan(text, config, text.train_files, streams, seed)
+        plan = replace(reading_plan(text, config, text.train_files, streams, seed), bos=self._order["bos"])
         self._share = _Share(plan, Encoder(text.tokenizer), self._rows, batch, rank, world_size, cursors)
         self._cursors = dict(self._share.cursors)
         self._count = min(config.workers, len(self._cursors))
@@ -195,11 +202,17 @@ def count_targets(labels: torch.Tensor) -> int:
 
 
 def _require_same_order(state: dict, order: dict) -> None:
-    if state["files"] != order["files"]:
-        raise UserError(
-            "the checkpoint was made with other training files than data.files names now (by name and size); "
-            "give the same files, or start a new run from the model with model.path"
-        )
+    for key, what, option in (
+        ("files", "other training files", "data.files"),
+        ("validation", "other validation files", "data.validation_files"),
+        ("tokenizer", "another tokenizer", "data.tokenizer"),
+    ):
+        if state.get(key, order[key]) != order[key]:  # an older version kept less of it
+            by = "what it does" if key == "tokenizer" else "name and size"
+            raise UserError(
+                f"the checkpoint was made with {what} than {option} names now (by {by}); give the same, or start a new "
+                "run from the model with model.path"
+            )
     for name, option in (("seed", "seed"), ("shuffle_window", "data.shuffle_window")):
         if state[name] != order[name]:
             raise UserError(

@@ -42,6 +42,7 @@ class Plan:
         length: tokens in a row.
         packing: cut rows from concatenated documents instead of one document per row.
         eos: id that ends every document.
+        bos: id that begins every document, if any.
         retries: how often reading a file is tried again when it fails.
         max_lost: units that a stream may lose in a pass; None raises at the first.
         sizes: bytes of the local files, which must not change.
@@ -59,6 +60,7 @@ class Plan:
     eos: int
     retries: int = 0
     max_lost: int | None = 0
+    bos: int | None = None
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -128,6 +130,7 @@ class RowStream:
         if not plan.packing:
             self.cursor.token = 0
         self._encoder = encoder
+        self._ends = [np.array([] if mark is None else [mark], np.int32) for mark in (plan.bos, plan.eos)]
         self._units = plan.units(number, cursor.epoch)
         self._reader: Iterator[tuple[int, str | Skipped]] | None = None
         self._records: list[str | Skipped] | None = None
@@ -165,7 +168,7 @@ class RowStream:
         return np.concatenate(parts) if parts else None
 
     def _document(self) -> np.ndarray | None:
-        """The document at the cursor as ids ending in eos; records without text are skipped and counted."""
+        """The document at the cursor as ids from bos to eos; records without text are skipped and counted."""
         cursor = self.cursor
         while True:
             if cursor.epoch == self.plan.epochs:
@@ -178,7 +181,7 @@ class RowStream:
             record = self._records[cursor.position]
             if isinstance(record, str):
                 ids = self._tokenised(cursor.position)
-                if len(ids) > 1:
+                if len(ids) > len(self._ends[0]) + 1:
                     self._epochs_without_document = 0
                     return ids
             if record is Skipped.BAD:
@@ -257,8 +260,8 @@ class RowStream:
                     places.append(place)
                     characters += len(self._records[place])
             encoded = self._encode([self._records[place] for place in places])
-            eos = np.array([self.plan.eos], np.int32)
-            self._ids = {place: np.concatenate([ids, eos]) for place, ids in zip(places, encoded, strict=True)}
+            bos, eos = self._ends
+            self._ids = {place: np.concatenate([bos, ids, eos]) for place, ids in zip(places, encoded, strict=True)}
         return self._ids[position]
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from salaad.config.run import DataConfig
 from salaad.data import python_docs
 from salaad.data.documents import c4_files, expand, require_document, size_of
 from salaad.data.rows import Cursor, Plan, RowStream
-from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenizer_digest
+from salaad.data.tokenizer import Encoder, beginning_id, load_tokenizer, text_pieces, tokenizer_digest
 from salaad.model.loss import IGNORED
 
 DEFAULT_TOKENIZER = "t5-base"
@@ -244,6 +244,7 @@ def reading_plan(text: Text, config: DataConfig, files: tuple[str, ...], streams
         length=config.sequence_length,
         packing=config.packing,
         eos=text.tokenizer.eos_token_id,
+        bos=beginning_id(text.tokenizer),
         retries=config.retries,
         max_lost=config.max_lost_files if seed is not None else None,
         sizes=text.sizes,

@@ -193,6 +193,12 @@ def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
     return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
 
 
+def beginning_id(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the id that a tokenizer puts before every text (BOS); None if it puts none there, as T5's and GPT-2's."""
+    ids = tokenizer("a").input_ids
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """A digest of how a tokenizer turns text into ids, whatever its name and its place are."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -18,7 +18,7 @@ from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.documents import is_remote
 from salaad.data.text import Text, fingerprint, open_text, validation_batches
-from salaad.data.tokenizer import tokenizer_digest
+from salaad.data.tokenizer import beginning_id, tokenizer_digest
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
 
@@ -72,6 +72,11 @@ class VariantEvaluation:
         """A digest of what the tokenizer does; folders of one name or path may get another tokenizer."""
         return tokenizer_digest(self.text.tokenizer)
 
+    @cached_property
+    def bos(self) -> int | None:
+        """The id that begins every document, if any."""
+        return beginning_id(self.text.tokenizer)
+
     def __call__(self, variant: Variant) -> dict[str, Any]:
         """Return the row of results of a variant: perplexity, parameters and the settings they belong to.
 
@@ -89,6 +94,7 @@ class VariantEvaluation:
             "dtype": self.dtype,
             "batch": self.batch,  # on which the legacy figure depends
             **({"half": self.half} if self.half else {}),
+            **({} if self.bos is None else {"bos": self.bos}),  # which an older version left out
         }
         key = json.dumps(of)
         if key not in self.cached:

@@ -20,8 +20,9 @@ from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState, patience_for
 from salaad.runs.records import RECORDS
 
 _LOOKS = 20  # how often ranks look at a folder that another machine has written into
-# Settings that may change when a run goes on, as they do not change what is computed; and the size of the batch, as the
-# data goes on at any size without losing or repeating text.
+# Settings that may change when a run goes on. Most do not change what is computed. The data goes on at any size of the
+# batch without losing or repeating text, and says itself whether files or tokenizer in another place are the same. What
+# to do about numbers that are not finite and about broken text is for the user to decide anew.
 _FREE = (
     "train.batch",
     "train.micro_batch",
@@ -36,6 +37,9 @@ _FREE = (
     "train.keep_every",
     "train.on_nonfinite",
     "train.max_skipped",
+    "data.files",
+    "data.validation_files",
+    "data.tokenizer",
     "data.workers",
     "data.max_bad_documents",
     "data.retries",
@@ -152,6 +156,7 @@ def _compare(
     """
     # The settings of other methods change nothing that is computed.
     others = {name for name in SETTINGS if name != config.method}
+    free = [f"{config.method}.{name}" for name in config.settings.free]
     trees = [{key: value for key, value in tree.items() if key not in others} for tree in (old, config.to_dict())]
     before_all, now_all = map(_flat, trees)
     # A version that did not know a setting yet trained as if the setting had its default.
@@ -159,10 +164,9 @@ def _compare(
     before_all = _flat(defaults) | before_all
     for key in sorted(before_all.keys() | now_all.keys(), key=lambda key: (key != "method", key)):
         before, now = before_all.get(key), now_all.get(key)
-        if before != now and key not in (*_FREE, *tunable):
+        if before != now and key not in (*_FREE, *free, *tunable):
             cure = "keep it, or begin a new run with another --output"
-            if key in elsewhere:
-                start = proposed or Checkpoints(place / "checkpoints").latest()
+            if key in elsewhere and (start := proposed or Checkpoints(place / "checkpoints").latest()):
                 cure = f"keep it, or go on from there with it in a new folder: --resume {start} --output NEW"
             raise UserError(f"{place} was begun with {key} {before}, but {now} is asked for; {cure}")
 
@@ -190,7 +194,8 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     locks.claim(folder)
     if checkpoint is None and checkpoints.begun():
         raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
-    (folder / "summary.json").unlink(missing_ok=True)  # of a finished run that now goes on from an earlier checkpoint
+    for name in ("summary.json", "diagnosis.json"):  # of a run that had finished or diverged, and now goes on
+        (folder / name).unlink(missing_ok=True)
     start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
     path = folder / "config.yaml"
     earlier = (

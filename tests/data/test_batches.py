@@ -1,5 +1,6 @@
 """Batches against hand-written loops over the same files; ranks, workers and resumes against one plain run."""
 
+import copy
 import itertools
 import json
 from collections import Counter
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig
@@ -248,6 +251,40 @@ def test_a_state_of_another_order_is_refused(text, config, changes, seed, senten
     other = replace(config, **changes)
     with pytest.raises(UserError, match=sentence):
         TrainingStream(open_text(other, vocab_size=512), other, batch=8, seed=seed, state=state)
+
+
+@pytest.fixture
+def marked(text, config, tmp_path):
+    """The text under a tokenizer that puts a mark before every text, as those of LLaMA and Gemma do."""
+    tokenizer = copy.deepcopy(text.tokenizer)
+    mark = ("<unk>", tokenizer.unk_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[mark])
+    tokenizer.bos_token = "<unk>"
+    tokenizer.save_pretrained(tmp_path / "marked")
+    return open_text(replace(config, tokenizer=str(tmp_path / "marked")), vocab_size=512)
+
+
+def test_documents_begin_with_the_mark_that_the_tokenizer_puts_before_a_text(marked, config):
+    texts, eos = texts_of(marked.validation_files), marked.tokenizer.eos_token_id
+    documents = [[*marked.tokenizer(text).input_ids, eos] for text in texts]
+    assert all(ids[0] == marked.tokenizer.bos_token_id for ids in documents)
+    batches = validation_batches(marked, config, rows=8, max_tokens=10**6)
+    for row, whole in zip([row for batch in batches for row in rows_of(batch)], documents, strict=True):
+        assert list(row) == (whole if len(whole) <= LENGTH else [*whole[: LENGTH - 1], eos])
+    batches = validation_batches(marked, replace(config, packing=True), rows=8, max_tokens=10**6)
+    assert [i for batch in batches for row in rows_of(batch) for i in row] == [i for ids in documents for i in ids]
+
+
+def test_a_run_that_began_without_the_mark_goes_on_without(marked, text, config):
+    old, new = (TrainingStream(one, config, batch=8) for one in (text, marked))
+    rows = [next(stream)["input_ids"] for stream in (old, new)]
+    assert not torch.equal(*rows)
+    state = {key: value for key, value in old.state_dict().items() if key not in ("bos", "tokenizer", "validation")}
+    again = TrainingStream(marked, config, batch=8, state=state)
+    assert torch.equal(next(again)["input_ids"], next(old)["input_ids"])
+    assert again.state_dict()["bos"] is None
+    after = TrainingStream(marked, config, batch=8, state=new.state_dict())
+    assert torch.equal(next(after)["input_ids"], next(new)["input_ids"])
 
 
 def test_files_may_move_to_another_folder(tmp_path, text):
