@@ -69,7 +69,7 @@ class ModelOnDisk:
 
         Args:
             path: a run, a checkpoint, a Hugging Face folder, the output folder of a Trainer, whose newest checkpoint is
-                taken, or the name of a model on the hub.
+                taken if that has L and S or the folder itself no model, or the name of a model on the hub.
             option: the option by which the user gave `path`, for error messages.
 
         Raises:
@@ -81,7 +81,7 @@ class ModelOnDisk:
             path = _newest_of(Checkpoints(path / "checkpoints"))
         if is_file(path / "model" / "config.json"):
             return _checkpoint(path)
-        if not is_file(path / "config.json") and (newest := _newest_of_trainer(path)):
+        if (newest := _newest_of_trainer(path)) and not _is_whole(path, newest):
             return _model_folder(newest)
         if is_file(path / "config.json"):
             return _model_folder(path)
@@ -101,10 +101,28 @@ def _newest_of(checkpoints: Checkpoints) -> Path:
 
 
 def _newest_of_trainer(path: Path) -> Path | None:
-    """The newest checkpoint in the output folder of a Trainer of transformers."""
+    """The newest checkpoint in the output folder of a Trainer of transformers, of those with L and S if there are any.
+
+    A checkpoint without them beside others with them is one whose saving was cut off.
+    """
     found = [place for place in path.glob("checkpoint-*") if is_file(place / "config.json")]
     numbered = [place for place in found if place.name.removeprefix("checkpoint-").isdigit()]
-    return max(numbered, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
+    return max(
+        numbered, key=lambda place: (_has_surrogate(place), int(place.name.removeprefix("checkpoint-"))), default=None
+    )
+
+
+def _is_whole(path: Path, newest: Path) -> bool:
+    """Whether the output folder of a Trainer holds a model itself, and L and S if its `newest` checkpoint has them.
+
+    `Trainer.save_model` writes the weights alone there.
+    """
+    alone = _has_surrogate(newest) and not (_has_surrogate(path) or is_file(path / RECORD))
+    return is_file(path / "config.json") and not alone
+
+
+def _has_surrogate(folder: Path) -> bool:
+    return is_file(folder / "surrogate" / "index.json")
 
 
 def _checkpoint(folder: Path) -> ModelOnDisk:
@@ -139,8 +157,10 @@ def _model_folder(folder: Path, hub_name: str | None = None) -> ModelOnDisk:
     surrogate = folder / "surrogate" if is_file(folder / "surrogate" / "index.json") else None
     moments = folder / "surrogate" / SECOND_MOMENTS
     if not is_file(folder / CHECKSUMS):
-        places = [folder] if surrogate is None else [folder, surrogate]
-        digest = digest_of(sorted(path for place in places for path in place.iterdir() if is_file(path)))
+        # All that is opened as a model, and not what a Trainer keeps to resume, such as optimizer.pt.
+        kinds = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "surrogate/*")
+        found = {path for kind in kinds for path in folder.glob(kind) if is_file(path)}
+        digest = digest_of(sorted(found - {folder / "trainer_state.json"}))
     elif elastic:
         verify(folder, "config.json", or_else=_CHANGED)  # this file alone, as opening a size reads a part of the others
         digest = digest_of([folder / CHECKSUMS])

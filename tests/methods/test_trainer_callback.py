@@ -25,6 +25,7 @@ from salaad import Salaad, SalaadCallback, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.methods.salaad import round as admm_round
 from salaad.methods.salaad import storage
+from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers import deploying
 from tests.helpers.ranks import run_ranks
 from tests.methods.test_own_loop import llama
@@ -308,29 +309,58 @@ def test_a_callback_that_is_added_twice_is_refused(tmp_path):
         trainer.train()
 
 
-def test_a_full_disk_is_said_in_a_sentence_and_an_older_checkpoint_is_gone_on_from(whole, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_in_a_sentence_and_costs_no_older_checkpoint(whole, tmp_path, monkeypatch):
     write = storage.write_tensors
 
     def write_until_full(tensors: dict[str, Tensor], path: Path) -> str:
-        if "checkpoint-8" not in str(path):
-            return write(tensors, path)
-        path.write_bytes(b"half a file")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        if (tmp_path / "checkpoint-4").is_dir():
+            path.write_bytes(b"half a file")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(tensors, path)
 
     monkeypatch.setattr(storage, "write_tensors", write_until_full)
-    with pytest.raises(
-        UserError, match=r"cannot be written to .*checkpoint-8.* \(.*No space left.*\); make room, delete"
-    ):
-        train(tmp_path, save_strategy="steps", save_steps=4)
-    assert not list((tmp_path / "checkpoint-8").glob("*surrogate*"))
-    trainer, _ = trainer_in(tmp_path)
-    SalaadCallback(trainer, CONFIG)
-    with pytest.raises(UserError, match=r"checkpoint-8 holds no L and S.* give trainer\.train an older one"):
-        trainer.train(resume_from_checkpoint=True)
+    limit = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    with pytest.raises(UserError, match=r"of step 8 cannot be written into .* \(.*No space left.*\); make room there"):
+        train(tmp_path, **limit)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
-    shutil.rmtree(tmp_path / "checkpoint-8")
     monkeypatch.setattr(storage, "write_tensors", write)
+    trainer, _ = trainer_in(tmp_path, **limit)
+    callback = SalaadCallback(trainer, CONFIG)
+    trainer.train(resume_from_checkpoint=True)
+    assert_equal(numbers(callback.salaad), numbers(whole.salaad))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+def test_a_start_killed_between_the_trainers_save_and_ours_leaves_a_checkpoint_to_go_on_from(whole, tmp_path):
+    class Killed(SalaadCallback):
+        def on_save(self, *given: Any, **named: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer, _ = trainer_in(tmp_path, save_strategy="steps", save_steps=4)
+    Killed(trainer, CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-4" / "surrogate").exists()
     trainer, _ = trainer_in(tmp_path)
     callback = SalaadCallback(trainer, CONFIG)
     trainer.train(resume_from_checkpoint=True)
     assert_equal(numbers(callback.salaad), numbers(whole.salaad))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+def test_a_model_saved_at_the_end_beside_the_checkpoints_does_not_hide_l_and_s(
+    tmp_path, tiny_tokenizer_dir, own_caches
+):
+    trainer, _ = trainer_in(tmp_path, save_strategy="steps", save_steps=6)
+    SalaadCallback(trainer, CONFIG)
+    trainer.train()
+    trainer.save_model()
+    shutil.rmtree(tmp_path / "checkpoint-12" / "surrogate")  # as if its saving had been cut off
+    found = ModelOnDisk.open(tmp_path)
+    assert found.surrogate == tmp_path / "checkpoint-6" / "surrogate"
+    before = found.digest
+    (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
+    assert ModelOnDisk.open(tmp_path).digest == before  # what is derived from the model does not need it
+    shutil.rmtree(tmp_path / "checkpoint-6" / "surrogate")
+    assert ModelOnDisk.open(tmp_path).folder.path == tmp_path

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.plugin import Salaad
@@ -50,6 +51,7 @@ class SalaadCallback(TrainerCallback):
         self.config = config or SalaadConfig()
         self.salaad: Salaad | None = None
         self._trainer, self._folder = trainer, resume_from_checkpoint
+        self._written: int | None = None  # the step whose L and S are in a folder of their own
         self._figures: dict[str, float] | None = None  # for the log of the step that has just been taken
         # After the callback that says which steps are logged, and before those that report the logs.
         callbacks = trainer.callback_handler.callbacks
@@ -76,6 +78,8 @@ class SalaadCallback(TrainerCallback):
             self.salaad = Salaad(model, self.config, scaler=scaler, total_steps=state.max_steps)
             return
         folder = Path(self._folder or _checkpoint(args, state.global_step))
+        if distributed.first_decides(lambda: _waiting(folder).is_dir()):  # a start was killed before it moved them
+            _complete(folder)
         if not (folder / "surrogate" / "index.json").is_file():
             raise UserError(
                 f"the Trainer goes on at step {state.global_step}, but {folder} holds no L and S; name the checkpoint "
@@ -93,6 +97,8 @@ class SalaadCallback(TrainerCallback):
         self.salaad.step()
         if last:
             self.salaad.finish()
+        if control.should_save:
+            self._write(args, state.global_step)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -114,27 +120,48 @@ class SalaadCallback(TrainerCallback):
         }
         return {**figures, "salaad/penalty": float(self.salaad.penalty())}
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write L, S and the thresholds beside the weights that the Trainer has just written; replace older ones.
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write L and S of a checkpoint that the end of an epoch asks for."""
+        if control.should_save:
+            self._write(args, state.global_step)
+
+    def _write(self, args: TrainingArguments, step: int) -> None:
+        """Write L, S and the thresholds into a folder of their own; collective.
+
+        The Trainer deletes older checkpoints as soon as it has written a new one. So L and S, which make it complete,
+        are written before it, and only moved into it afterwards.
 
         Raises:
             UserError: on every rank, if they cannot be written, such as for lack of room on the disk.
         """
-        final = _checkpoint(args, state.global_step) / "surrogate"
-        partial = final.with_name(".partial-surrogate")
+        waiting = _waiting(_checkpoint(args, step))
+        partial = waiting.with_name(".partial-surrogate")
 
         def finish() -> None:
-            if final.exists():  # of an earlier training into this folder, whose weights the Trainer has replaced
-                shutil.rmtree(final)
-            partial.replace(final)
+            for old in waiting.parent.glob(_waiting(Path("*")).name):  # of starts that were killed
+                shutil.rmtree(old)
+            partial.replace(waiting)
 
         try:
             write_whole(partial, partial, self.salaad.writer, finish)
         except NotSavedError as error:
             raise UserError(
-                f"L and S cannot be written to {final} ({error}); make room, delete {final.parent}, which cannot be "
-                "gone on from without them, and go on from an older checkpoint"
+                f"L and S of step {step} cannot be written into {args.output_dir} ({error}); make room there, and go "
+                "on from the newest checkpoint"
             ) from None
+        self._written = step
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put L, S and the thresholds beside the weights that the Trainer has just written; replace older ones.
+
+        Raises:
+            UserError: on every rank, if they cannot be written, such as for lack of room on the disk.
+        """
+        if self._written != state.global_step:  # the checkpoint was asked for after this callback's turn
+            self._write(args, state.global_step)
+        _complete(_checkpoint(args, state.global_step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -158,3 +185,27 @@ class SalaadCallback(TrainerCallback):
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def _waiting(checkpoint: Path) -> Path:
+    """Return where L and S of a checkpoint lie until the Trainer has written its part."""
+    return checkpoint.with_name(f".surrogate-of-{checkpoint.name}")
+
+
+def _complete(checkpoint: Path) -> None:
+    """Move L and S, which wait for it, into a checkpoint, in place of older ones; collective.
+
+    Raises:
+        UserError: on every rank, if they cannot be moved.
+    """
+    final = checkpoint / "surrogate"
+
+    def move() -> None:
+        if final.exists():  # of an earlier training into this folder, whose weights the Trainer has replaced
+            shutil.rmtree(final)
+        _waiting(checkpoint).replace(final)
+
+    try:
+        distributed.together(move, only=0)
+    except NotSavedError as error:
+        raise UserError(f"L and S cannot be moved to {final} ({error}); move {_waiting(checkpoint)} there") from None
