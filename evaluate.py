@@ -52,7 +52,7 @@ from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer, tokenizer_digest
 from salaad.evaluation import lm_harness, sweep
 from salaad.evaluation.figures import elastic_figure, sweep_figure
-from salaad.evaluation.structure import model_statistics, structure_table
+from salaad.evaluation.structure import RpcaRow, model_statistics, structure_table
 from salaad.evaluation.tables import accuracy_table, keep_rows, perplexity_table
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.model.roles import find_blocks
@@ -137,17 +137,21 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
         about |= {"refine": variant.refine, "limit": options.limit, "max_length": options.max_length}
         about |= {"tokenizer": tokenizer_digest(tokenizer)}
         rows += [{**about, **asdict(score), "harness": lm_harness.harness_version()} for score in scores]
+        keep_rows(rows, path)  # as the next variant may take hours and be interrupted
     show(accuracy_table(rows), rows, path)
 
 
 def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
     """Print the rank and density that robust PCA finds in the weights and in noise of the same shapes."""
     path = result_file(source, options, "rpca")
-    model = source.folder.load(torch.float32)
+    model = source.folder.load(torch.float32, best_device())
     blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))
     statistics = model_statistics(blocks, growth=options.growth)
-    found = list(tqdm(statistics, total=len(blocks), desc="robust PCA", unit="matrix", leave=False, disable=None))
     about = {"model": source.name, "digest": source.digest[:16], "growth": options.growth}
+    found: list[RpcaRow] = []
+    for row in tqdm(statistics, total=len(blocks), desc="robust PCA", unit="matrix", leave=False, disable=None):
+        found.append(row)
+        keep_rows([{**about, **asdict(row)}], path)
     show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
 
 

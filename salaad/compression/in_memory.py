@@ -3,8 +3,8 @@
 import copy
 import math
 from collections.abc import Mapping
-from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from salaad.common import distributed
@@ -88,14 +88,31 @@ def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Part
         split: how the weights in `beside` are split after the fact, by rank 0 for all.
         beside: name → weight to split.
     """
+    device = next(salaad.model.parameters()).device
     mine = {name: Slr.from_parts(s.low_rank().cpu(), s.sparse().cpu(), s.rank) for name, s in salaad.surrogates.items()}
     if distributed.rank() == 0:
-        device = next(salaad.model.parameters()).device
         X = {name: X.detach().float() for name, X in beside.items()}
         mine |= dict(post_hoc_parts(split, X, device))
-    every = dict(chain.from_iterable(part.items() for part in distributed.gather(mine)))
+    every: Parts = {}
+    # Block by block: together they may not fit into the host's memory as often as there are ranks.
+    for owner, sizes in enumerate(distributed.gather({name: (slr.rank, slr.nnz) for name, slr in mine.items()})):
+        for name, size in sizes.items():
+            shape = tuple((beside if name in beside else salaad.weights)[name].shape)
+            slr = mine[name] if owner == distributed.rank() else Slr.empty(shape, *size)
+            every[name] = _sent(slr, owner, device)
     order = ownership.dearest_first(ownership.costs_of(salaad.weights))
     return {name: every[name] for name in (*order, *beside)}
+
+
+def _sent(slr: Slr, owner: int, device: torch.device) -> Slr:
+    """Return the owner's block on the CPU of every rank; `device` is one whose tensors ranks can exchange."""
+    if distributed.world_size() == 1:
+        return slr
+    tensors = {key: tensor.to(device) for key, tensor in slr.tensors().items()}
+    for tensor in tensors.values():
+        if tensor.numel():
+            distributed.broadcast(tensor, owner)
+    return Slr.from_tensors(tensors).to("cpu")
 
 
 # `salaad.methods` imports nothing of `salaad.compression`, so the class gets its method here.

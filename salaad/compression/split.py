@@ -15,6 +15,7 @@ from tqdm import tqdm
 from salaad.common.errors import Stopped, UserError
 from salaad.common.files import save_if_possible
 from salaad.common.hashed_files import write_tensors
+from salaad.common.save_pace import SavePace
 from salaad.common.signals import StopRequest
 from salaad.compression.refinement import refine
 from salaad.config.methods import SalaadConfig
@@ -28,6 +29,7 @@ Parts = dict[str, Slr]
 Shapes = Mapping[str, tuple[int, int]]
 Make = Callable[[Collection[str]], Iterator[tuple[str, Slr]]]  # names → each name with its parts, one after the other
 _ALTERNATIONS = 50  # of GoDec at the most; it ends at a plateau
+_SECONDS = 300  # between two saves of the blocks that are done
 _ROOM = 1.15  # parameters of GoDec's L + S over those a budget keeps, so that blocks may keep different shares
 
 
@@ -77,9 +79,9 @@ class PostHoc:
         if self.method == "godec":
             rank, nnz = round(self.rank_ratio * min(X.shape)), round(self.density * X.numel())
             return refine(X, rank=rank, nnz=nnz, iterations=_ALTERNATIONS).to("cpu")
-        L, S = (part.cpu() for part in rpca(X))
+        L, S = rpca(X)
         rank = effective_rank(torch.linalg.svdvals(L), self.blocks.gamma, self.blocks.energy)
-        return Slr.from_parts(L, S, rank)
+        return Slr.from_parts(L, S, rank).to("cpu")
 
 
 def beside_trained(model: nn.Module, trained: Collection[str]) -> PostHoc:
@@ -149,6 +151,8 @@ def post_hoc_parts(post_hoc: PostHoc, weights: Mapping[str, Tensor], device: tor
 def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") -> Parts:
     """Return the parts that the file at `path` holds, the rest from `make`; all are saved there, even if interrupted.
 
+    What is done is also saved every few minutes, for a process that is killed.
+
     On SIGTERM, SIGUSR1 or Ctrl-C the block in work is given up, as it may take longer than a scheduler waits.
 
     Args:
@@ -164,18 +168,28 @@ def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") ->
     left = [name for name in shapes if name not in parts]
     if not left:
         return {name: parts[name] for name in shapes}
-    there = len(parts)
+    there = saved = len(parts)
     bar = with_bar(make(left), len(shapes), there, done)
+    pace = SavePace(_SECONDS)
+
+    def save() -> None:
+        kept = {f"{name}/{key}": part for name, slr in parts.items() for key, part in slr.tensors().items()}
+        save_if_possible(path, partial(write_tensors, kept))
+
     with StopRequest() as request:
         try:
             with suppress(Stopped), request.ends_waiting():
-                # In the memory layout of the file, on which the last bits of products depend.
-                parts.update((name, Slr.from_tensors(slr.tensors())) for name, slr in bar)
+                for name, slr in bar:
+                    # In the memory layout of the file, on which the last bits of products depend.
+                    parts[name] = Slr.from_tensors(slr.tensors())
+                    if pace.is_due():
+                        with pace.save():
+                            save()
+                        saved = len(parts)
         finally:
             bar.close()
-            if len(parts) > there:
-                kept = {f"{name}/{key}": part for name, slr in parts.items() for key, part in slr.tensors().items()}
-                save_if_possible(path, partial(write_tensors, kept))
+            if len(parts) > saved:
+                save()
         if request.asked:  # during the save, too
             raise UserError(
                 f"interrupted after {len(parts)} of {len(shapes)} blocks were {done}; the same command goes on from "

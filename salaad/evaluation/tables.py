@@ -76,7 +76,9 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """
     accuracies = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "others")
     figures = ("perplexity", "legacy_perplexity", "loss", "parameters", "implied_kappa", "tokens", *accuracies)
-    measured = (*figures, "device", "triton")  # no settings: rows that differ only in these replace each other
+    structure = ("rank_ratio", "density", "control_rank_ratio", "control_density", "error")
+    # No settings: rows that differ only in these replace each other.
+    measured = (*figures, *structure, "device", "triton")
 
     def settings(row: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in row.items() if key not in measured}

@@ -48,6 +48,13 @@ class Slr:
         return cls(tuple(S.shape), Q @ W[:, order], V[order], *_entries(S))
 
     @classmethod
+    def empty(cls, shape: tuple[int, int], rank: int, nnz: int) -> "Slr":
+        """Uninitialised float32 tensors of an n×m matrix, to be filled."""
+        n, m = shape
+        positions = torch.empty(nnz, dtype=position_dtype(n, m))
+        return cls(shape, torch.empty(n, rank), torch.empty(rank, m), positions, torch.empty(nnz))
+
+    @classmethod
     def joined(cls, first: "Slr", second: "Slr") -> "Slr":
         """The sum of both, the units of `first` before those of `second`; no position may be in both."""
         tensors = (
@@ -118,7 +125,8 @@ class Slr:
 
     def resorted(self) -> "Slr":
         """The same matrix, with singular terms and entries in descending order again."""
-        return Slr.from_parts(self.U @ self.V, self.sparse(), self.rank)
+        Q, R = torch.linalg.qr(self.U)
+        return Slr.from_factors(Q, R @ self.V, self.sparse())
 
     def transposed(self) -> "Slr":
         """The transposed matrix (m×n)."""

@@ -79,6 +79,19 @@ def test_a_split_that_is_interrupted_goes_on_with_the_blocks_that_are_left(tmp_p
     assert same(cached_parts(path, SHAPES, third)) and third.asked == []
 
 
+def test_blocks_are_saved_while_others_are_still_to_be_done_so_that_a_kill_costs_little(tmp_path, monkeypatch):
+    monkeypatch.setattr(split, "_SECONDS", -1)  # of patience between two saves
+    path, there = tmp_path / "parts.safetensors", []
+
+    def make(names):
+        for name in names:
+            there.append(path.is_file() and {key.partition("/")[0] for key in load_file(path)})
+            yield name, parts_of(name)
+
+    assert same(cached_parts(path, SHAPES, make))
+    assert there[0] is False and there[1] == {"a"}  # later ones may wait, as saving may take a twentieth of the time
+
+
 def test_a_signal_while_the_blocks_are_saved_ends_the_command_once_they_are(tmp_path, monkeypatch):
     path, again, exact = tmp_path / "parts.safetensors", Splitting(), split.write_tensors
 

@@ -64,6 +64,8 @@ def test_a_size_is_that_of_the_cut_parts(tuned):
     torch.testing.assert_close(tuned.weights()[f"{Q}.weight"], parts[Q].dense())
     inside = tuned.weights(prefix="model.layers.1")
     assert set(inside) == {"self_attn.q_proj.weight"}
+    outside = tuned.weights(prefix="model", without="model.layers")
+    assert set(outside) == {name for name in tuned.weights(prefix="model") if not name.startswith("layers.")} != set()
 
 
 def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):

@@ -11,7 +11,6 @@ logarithm of the compressible parameters, so that any run of consecutive steps c
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from salaad.common.errors import Stopped, UserError
+from salaad.common.save_pace import SavePace
 from salaad.common.signals import StopRequest
 from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.saved import SavedTuning
@@ -81,7 +81,7 @@ class Distillation:
         Raises:
             UserError: the text cannot be read any further, or repeats, or a stop was requested; what was done is saved.
         """
-        fitting, steps, since = self._fitting, self._steps, time.monotonic()
+        fitting, steps, pace = self._fitting, self._steps, SavePace(_SECONDS)
         bar = tqdm(total=steps, initial=fitting.done, desc="distilling", unit="step", leave=False, disable=None)
         with closing(self._stream), bar:
             try:
@@ -89,9 +89,9 @@ class Distillation:
                     loss = self._step()
                     bar.update()
                     bar.set_postfix_str(f"divergence {loss:.3f}", refresh=False)
-                    if time.monotonic() - since > _SECONDS:
-                        self._save()
-                        since = time.monotonic()
+                    if pace.is_due():
+                        with pace.save():
+                            self._save()
             except Stopped:  # while text was waited for
                 pass
             except UserError:

@@ -74,7 +74,8 @@ class Matching:
         layers = [model.get_submodule(name) for name in names]
         one_of_each_shape = {ids.shape: ids for ids in self._ids}
         of_shape = {shape: arguments_of(model, layers, ids) for shape, ids in one_of_each_shape.items()}
-        by_cut = partial(tuned.call_inside, model.base_model_prefix)
+        # No layer is run, so none needs its weights.
+        by_cut = partial(tuned.call_inside, model.base_model_prefix, without=names[0].rpartition(".")[0])
         dense = [hidden_before(layers[0], model.base_model, ids) for ids in self._ids]
         cut = [hidden_before(layers[0], by_cut, ids) for ids in self._ids]
         for i, (name, layer) in enumerate(zip(names, layers, strict=True)):

@@ -33,7 +33,7 @@ class TunedBlock(nn.Module):
         self.U = nn.Parameter(slr.U.float() * share)
         self.V = nn.Parameter(slr.V.float() / share[:, None])
         self.values = nn.Parameter(slr.values.float().clone())
-        self.register_buffer("positions", slr.positions.long())
+        self.register_buffer("positions", slr.positions.long(), persistent=False)  # never changed, so not saved
 
     def dense(self, rank: int | None = None, nnz: int | None = None) -> Tensor:
         """The n×m matrix of the first `rank` terms and `nnz` entries, or of all."""
@@ -79,37 +79,43 @@ class TunedModel(nn.Module):
                 yield from self.blocks[_flat(name)].parameters()
         yield from (self.others[_flat(name)] for name in self.other_names if _is_inside(name, prefix))
 
-    def weights(self, kept: Kept | None = None, prefix: str = "") -> dict[str, Tensor]:
+    def weights(self, kept: Kept | None = None, prefix: str = "", without: str | None = None) -> dict[str, Tensor]:
         """Return the trained weights of a module: parameter, by its name there → current values, in the model's dtype.
 
         Args:
             kept: block → (rank, number of entries) that are used; all units for None.
             prefix: name of the module; "" is the whole model.
+            without: name of a module in it whose weights are left out.
         """
-        chosen = [name for name in self.names if _is_inside(name, prefix)]
+
+        def is_asked_for(name: str) -> bool:
+            return _is_inside(name, prefix) and (without is None or not _is_inside(name, without))
+
+        dtype = next(self.model.parameters()).dtype
+        chosen = [name for name in self.names if is_asked_for(name)]
         found: dict[str, Tensor] = {}
         stacks: dict[str, list[Tensor]] = {}  # 3-D parameter → its matrices
         for name, place in weights_of(self.model, chosen).places.items():
             W = self.blocks[_flat(name)].dense(*(kept[name] if kept else ()))
             key = self._keys[id(place.parameter)]
             if place.index is None:
-                found[key] = W
+                found[key] = W.to(dtype)
             else:
                 stacks[key] = stacks.get(key) or [*place.parameter.float()]
                 stacks[key][place.index] = W
-        found |= {key: torch.stack(matrices) for key, matrices in stacks.items()}
-        found |= {name: self.others[_flat(name)] for name in self.other_names if _is_inside(name, prefix)}
-        dtype = next(self.model.parameters()).dtype
-        return {name[len(prefix) + 1 if prefix else 0 :]: W.to(dtype) for name, W in found.items()}
+        found |= {key: torch.stack(matrices).to(dtype) for key, matrices in stacks.items()}
+        found |= {name: self.others[_flat(name)].to(dtype) for name in self.other_names if is_asked_for(name)}
+        return {name[len(prefix) + 1 if prefix else 0 :]: W for name, W in found.items()}
 
     def call(self, wrapper: nn.Module, *inputs: Any, kept: Kept | None = None) -> Any:
         """Return the output of `wrapper`, whose attribute `model` is the dense model, with the current weights."""
         weights = {f"model.{name}": W for name, W in self.weights(kept).items()}
         return functional_call(wrapper, weights, inputs)
 
-    def call_inside(self, prefix: str, *inputs: Any, **options: Any) -> Any:
-        """Return the output of the module named `prefix` with the current weights."""
-        return functional_call(self.model.get_submodule(prefix), self.weights(prefix=prefix), inputs, options)
+    def call_inside(self, prefix: str, *inputs: Any, without: str | None = None, **options: Any) -> Any:
+        """Return the output of the module named `prefix` with the current weights, but in `without` the dense ones."""
+        weights = self.weights(prefix=prefix, without=without)
+        return functional_call(self.model.get_submodule(prefix), weights, inputs, options)
 
     def parts(self) -> Parts:
         """Return block → its units with their current values, on the CPU."""
