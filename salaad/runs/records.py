@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -204,17 +205,25 @@ class _Lines:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines up to `step`; a resumed run writes the later ones again."""
-    if not path.exists():
+    """Keep the lines up to `step`; a resumed run writes the later ones again.
+
+    They are in the order of the steps, and looked for from the end, as those of a long run fill gigabytes.
+    """
+    if not path.exists() or not path.stat().st_size:
         return
-    with replacing(path, to_disk=True) as temporary, path.open(errors="replace") as old, temporary.open("w") as new:
-        for line in old:
-            # A line cut off by a kill has no end; everything behind the checkpoint is written again anyway.
-            if line.endswith("\n") and _step_of(line) <= step:
-                new.write(line)
+    with path.open("rb+") as file:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+            end = text.rfind(b"\n") + 1  # a line cut off by a kill has no end
+            while end:
+                begin = text.rfind(b"\n", 0, end - 1) + 1
+                if _step_of(text[begin:end]) <= step:
+                    break
+                end = begin
+        file.truncate(end)
+        os.fsync(file.fileno())
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """Return the step of a line; infinity for a line that is not ours, as after a power cut, so that it is dropped."""
     try:
         return json.loads(line)["step"]
