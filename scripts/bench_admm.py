@@ -151,8 +151,8 @@ class Updates:
     def __call__(self) -> str:
         """Update all blocks once and return the solver of the first block."""
         for block, state in zip(self._blocks, self._states, strict=True):
-            block.take(state)
-            block.know(*self._known)
+            block.set_state(state)
+            block.set_host_copies(*self._known)
         rows = update_round([(block, self._Z) for block in self._blocks])
         self.rank, self.density = (float(number) for number in rows[0][:2])
         return update.SOLVERS[int(rows[0][-1])]

@@ -23,7 +23,7 @@ def matrices(dtype: torch.dtype, *shape: int):
 def used(monkeypatch):
     """A list that gets the name of every kernel that is launched."""
     names: list[str] = []
-    for name in ("divide", "add_penalty"):
+    for name in ("second_half", "add_penalty"):
         usual = getattr(gpu_kernels, name)
         monkeypatch.setattr(gpu_kernels, name, lambda *args, name=name, usual=usual: names.append(name) or usual(*args))
     return names
@@ -34,20 +34,23 @@ def used(monkeypatch):
 def test_an_update_is_that_of_torch_to_the_bit(dtype, shape, used):
     X, L, R = matrices(dtype, *shape)
     for tau, thresholded in ((HIGH, True), (ZERO, False)):
-        found, wanted = passes.divide(X, L, R, tau, thresholded), passes.divide_in_torch(X, L, R, tau, thresholded)
+        found, wanted = (
+            passes.second_half(X, L, R, tau, thresholded),
+            passes.second_half_in_torch(X, L, R, tau, thresholded),
+        )
         assert torch.equal(found.R, wanted.R) and torch.equal(found.T, wanted.T)
         assert torch.equal(found.nnz, wanted.nnz)
         # Sums of up to 2257 numbers of size 1 in float32, added up program by program.
         torch.testing.assert_close(found[3:], wanted[3:], rtol=1e-5, atol=1e-3)
-    alone = passes.divide(X[0], L[0], R[0], passes.Thresholds(*(tau[0] for tau in HIGH)), True)
-    together = passes.divide(X, L, R, HIGH, True)
+    alone = passes.second_half(X[0], L[0], R[0], passes.Thresholds(*(tau[0] for tau in HIGH)), True)
+    together = passes.second_half(X, L, R, HIGH, True)
     assert all(torch.equal(one, many[0]) for one, many in zip(alone, together, strict=True))
-    assert used == ["divide"] * 4
+    assert used == ["second_half"] * 4
 
 
 def test_columns_of_another_layout_are_left_to_torch(used):
     X, L, R = matrices(torch.float32, 8, 8)
-    found, wanted = (way(X.mT, L, R, HIGH, True) for way in (passes.divide, passes.divide_in_torch))
+    found, wanted = (way(X.mT, L, R, HIGH, True) for way in (passes.second_half, passes.second_half_in_torch))
     assert not used and torch.equal(found.T, wanted.T)
 
 
@@ -56,7 +59,7 @@ def test_columns_of_another_layout_are_left_to_torch(used):
 def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
     X, L, R = matrices(torch.float32, 7, 13)
     (X, L)[place][0, 3, 4] = wrong
-    found = passes.divide(X, L, R, HIGH, True)
+    found = passes.second_half(X, L, R, HIGH, True)
     seen = found.delta + found.total
     assert not seen[0].isfinite() and seen[1:].isfinite().all()
 

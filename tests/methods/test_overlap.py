@@ -157,7 +157,7 @@ def fake_block(streams: Streams, index: int = 0) -> tuple[SimpleNamespace, Simpl
         return torch.zeros(8)
 
     kept = SimpleNamespace(record_stream=lambda stream: streams.note(f"keeps T for {stream.name}"))
-    block = SimpleNamespace(state=SimpleNamespace(T=kept), update=update, unfit=False)
+    block = SimpleNamespace(state=SimpleNamespace(T=kept), update=update, avoid_products=False)
     return block, SimpleNamespace(device=torch.device("cuda", index))
 
 

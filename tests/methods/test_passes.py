@@ -22,7 +22,7 @@ def test_blocks_together_are_divided_as_by_the_three_equations():
     tau = passes.Thresholds(*torch.tensor([[0.7, 0.1, 2.0], [0.2, 0.0, 0.4], [0.3, 0.5, 0.1]]).double())
     dual = R.clamp(-tau.tau_R[:, None, None], tau.tau_R[:, None, None])
 
-    found = passes.divide(X, L, R, tau, True)
+    found = passes.second_half(X, L, R, tau, True)
     S = soft(X - L + dual, tau.tau_S[:, None, None])  # eq. 4
     Y = dual + X - L - S  # eq. 5
     torch.testing.assert_close(found.R, S + Y)

@@ -73,8 +73,8 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
     tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-def divide(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the fields of `passes.Divided` in order, from the arguments of `passes.divide`."""
+def second_half(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the fields of `passes.SecondHalf` in order, from the arguments of `passes.second_half`."""
     blocks, size = tau[0].numel(), X.shape[-2] * X.shape[-1]
     tiles = triton.cdiv(size, _BLOCK)
     after, T, partial = torch.empty_like(R), torch.empty_like(R), R.new_empty(blocks, tiles, 4)

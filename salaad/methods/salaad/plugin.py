@@ -159,13 +159,19 @@ class Salaad:
         self._begin(due)
         if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()
-        self._pull.send(due)
+        self._pull.broadcast_targets(due)
 
     def _begin(self, names: Iterable[str]) -> None:
-        # X does not follow L + S while nothing draws it, and the controller would raise the thresholds all the same.
-        # After the pull, L + S would lose what X learns. Before it, the pull would begin towards an L + S far from X.
+        """Begin the updates of blocks, which depend on whether the step that has just been taken was pulled.
+
+            before the pull      L becomes X, S and the dual 0: no ADMM update, as nothing draws X towards L + S
+            during the pull      the ADMM update and the controller's step
+            after the pull       the ADMM update alone: L + S follow X, with the thresholds that they had
+
+        Without a pull X does not come nearer to L + S, and the controller would raise the thresholds without end.
+        """
         if self.steps <= self._pulled_steps.start:
-            names = self._updates.follow(names, self.steps)
+            names = self._updates.reset_to_weights(names, self.steps)
         held = self.steps - 1 not in self._pulled_steps
         for surrogate in self._surrogates.values():
             surrogate.held = held
@@ -178,7 +184,7 @@ class Salaad:
 
     def skip(self) -> None:
         """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away."""
-        self._pull.renew(self.steps, active=self.is_pulled)
+        self._pull.begin_step(self.steps, active=self.is_pulled)
         self._watch.moved.clear()
 
     def finish(self) -> None:
@@ -186,7 +192,7 @@ class Salaad:
         self._updates.end()
         self._begin([name for name, last in self._updates.last.items() if last != self.steps])
         self._updates.end()
-        self._pull.send(self.blocks)
+        self._pull.broadcast_targets(self.blocks)
 
     @property
     def surrogates(self) -> Mapping[str, Surrogate]:
@@ -238,7 +244,7 @@ class Salaad:
         self.steps = counts["steps"]
         self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
-        self._pull.forget()
+        self._pull.mark_targets_stale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that `load_state_dict` needs to continue bit for bit: tensors and plain values; collective.

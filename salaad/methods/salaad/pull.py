@@ -28,8 +28,8 @@ from salaad.model.weights import Weights
 class CoupledPull:
     """The gradient of the penalty, which joins the gradients of the blocks that this rank owns.
 
-    Only the first gradient after `renew` is joined: with gradient accumulation ℓ_ρ still counts once. Only the owner
-    adds the penalty of a block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
+    Only the first gradient after `begin_step` is joined: with gradient accumulation ℓ_ρ still counts once. Only the
+    owner adds the penalty of a block, scaled by the number of ranks: the mean over the ranks is the coupled gradient.
 
     Args:
         weights: the weights of the blocks of all ranks.
@@ -53,7 +53,7 @@ class CoupledPull:
     ) -> None:
         self._weights, self._owned, self._surrogates, self._scaler = weights, tuple(owned), surrogates, scaler
         self._number = {name: i for i, name in enumerate(weights)}
-        self.renew(0, active=True)
+        self.begin_step(0, active=True)
         join = weakly(self.join)
         self._hooks = [
             weights.places[name].parameter.register_post_accumulate_grad_hook(partial(join, name))
@@ -65,14 +65,14 @@ class CoupledPull:
         for hook in self._hooks:
             hook.remove()
 
-    def renew(self, steps: int, *, active: bool) -> None:
+    def begin_step(self, steps: int, *, active: bool) -> None:
         """Let the penalty join the gradients that follow `steps` optimizer steps, or none of them if not `active`."""
         self._steps, self._scale = steps, None
         self.pending: set[str] = set(self._owned) if active else set()
 
     @property
     def has_joined(self) -> bool:
-        """Whether the penalty has joined a gradient since `renew`."""
+        """Whether the penalty has joined a gradient since `begin_step`."""
         return self._scale is not None
 
     def join(self, name: str, *_: Tensor) -> None:
@@ -101,10 +101,10 @@ class CoupledPull:
         seed = self._steps * len(self._number) + self._number[name]
         surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
 
-    def send(self, names: Iterable[str]) -> None:
+    def broadcast_targets(self, names: Iterable[str]) -> None:
         """Do nothing: no other rank needs T."""
 
-    def forget(self) -> None:
+    def mark_targets_stale(self) -> None:
         """Do nothing: nothing was sent."""
 
 
@@ -135,7 +135,7 @@ class DecoupledPull:
         self._rates = {name: rate * value / mean for name, value in rho.items()}
         self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
         self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
-        self.renew(0, active=True)
+        self.begin_step(0, active=True)
         before, after = weakly(self._enter), weakly(self._pull)
         self._hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
 
@@ -144,7 +144,7 @@ class DecoupledPull:
         for hook in self._hooks:
             hook.remove()
 
-    def renew(self, steps: int, *, active: bool) -> None:
+    def begin_step(self, steps: int, *, active: bool) -> None:
         """Pull after the optimizer's step that follows `steps` others, or not if not `active`."""
         self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
         self._depth = 0  # of optimizers that step within another's step, as where one wraps another
@@ -152,7 +152,7 @@ class DecoupledPull:
             self._others.clear()
             self._is_stale = True
 
-    def forget(self) -> None:
+    def mark_targets_stale(self) -> None:
         """Let the next step of the optimizer, which is then collective, send every T: the surrogates were changed."""
         self._is_stale = True
 
@@ -161,7 +161,7 @@ class DecoupledPull:
         """Bytes of the T that other ranks sent."""
         return sum(T.nbytes for T in self._others.values())
 
-    def send(self, names: Iterable[str]) -> None:
+    def broadcast_targets(self, names: Iterable[str]) -> None:
         """Send the current T of these blocks to every rank, if the next step pulls at all; collective."""
         if distributed.world_size() == 1 or not self._active:
             return
@@ -188,7 +188,7 @@ class DecoupledPull:
         if not self._active or all(rate is None for rate in trained.values()):
             return
         if self._is_stale:
-            self.send(self._weights)
+            self.broadcast_targets(self._weights)
             self._is_stale = False
         # 1 if a fused optimizer has skipped a step whose gradient was not finite.
         left_out: Any = getattr(optimizer, "found_inf", None)

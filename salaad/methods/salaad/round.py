@@ -115,7 +115,7 @@ class Round:
             for i, (surrogate, X) in enumerate(self._blocks):
                 if rows[i] is None:
                     rows[i] = surrogate.update(X)
-                    surrogate.unfit = tried.get(i) == "products"
+                    surrogate.avoid_products = tried.get(i) == "products"
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return rows
@@ -133,8 +133,8 @@ class Round:
                 if holds:
                     surrogate = self._blocks[i][0]
                     sigma = None if tried.sigma is None else tried.sigma[place].clone()
-                    surrogate.know(int(rank), int(width), bool(thresholded), sigma)
-                    surrogate.unfit = bool(unfit)
+                    surrogate.set_host_copies(int(rank), int(width), bool(thresholded), sigma)
+                    surrogate.avoid_products = bool(unfit)
                     rows[i] = tried.rows[place]
         return rows
 
@@ -170,7 +170,7 @@ def _kind(surrogate: Surrogate, rates: Rates) -> Kind:
     n, m = sorted(surrogate.T.shape)
     method = surrogate.config.method
     solver: Solver = "gram" if rates.waits else "ladder"
-    if surrogate.thresholded and not surrogate.unfit and surrogate.config.gamma <= MOST_ENERGY:
+    if surrogate.thresholded and not surrogate.avoid_products and surrogate.config.gamma <= MOST_ENERGY:
         if method == "products":
             solver = "products"
         elif method == "auto":
@@ -205,7 +205,7 @@ def _attempt(kind: Kind, blocks: Sequence[Block]) -> Attempt:
     assert isinstance(found, StackResult)
     holds &= figures.total.isfinite()
     for place, (surrogate, _) in enumerate(blocks):
-        surrogate.take(_chosen(place, holds, before, after, surrogate.T.shape))
+        surrogate.set_state(_chosen(place, holds, before, after, surrogate.T.shape))
     rows = statistics(after, figures, kind.rho, found.bound, found.solver)
     unfit = torch.zeros_like(holds)  # products that held are tried again; `holds` tells if they fail then
     if found.sigma is not None:

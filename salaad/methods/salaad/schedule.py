@@ -87,7 +87,7 @@ class Updates:
         most = None if most_records is None else most_records * len(surrogates)
         self._records: deque[tuple[int, str, Tensor]] = deque(maxlen=most)
 
-    def follow(self, names: Iterable[str], steps: int) -> list[str]:
+    def reset_to_weights(self, names: Iterable[str], steps: int) -> list[str]:
         """Let L be X after `steps` optimizer steps, which is not recorded, in blocks in `names` that this rank owns.
 
         Returns:
@@ -102,7 +102,7 @@ class Updates:
         for name in (name for name, is_finite in zip(free, finite, strict=True) if not is_finite):
             raise NotFiniteError(name, steps)
         for name in free:
-            self._surrogates[name].follow(self._weights[name])
+            self._surrogates[name].reset_to(self._weights[name])
             self.last[name] = steps
         return [name for name in mine if name not in free]
 

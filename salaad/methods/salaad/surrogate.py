@@ -33,10 +33,11 @@ class Surrogate:
         thresholded: whether τ_L > 0.
         kept: whether the last update changed nothing, as no solver converged or the result was not finite.
         held: whether updates leave the thresholds as they are, without a step of the controller.
-        unfit: whether the next update must not use the solver `products` (see `round`), since it failed in the last
-            update or τ_L is too small for it.
+        avoid_products: whether the next update must not use the solver `products` (see `round`), since it failed in
+            the last update or τ_L is too small for it.
 
-    `rank`, `width`, `thresholded` and `unfit` are the host's copies of numbers on the device, read once an update.
+    `rank`, `width`, `thresholded` and `avoid_products` are the host's copies of numbers on the device, read once an
+    update.
     """
 
     def __init__(self, X: Tensor, rho: float, config: SalaadConfig) -> None:
@@ -46,21 +47,21 @@ class Surrogate:
         X = X.detach().float()
         L, sigma = truncate(X, max(1, round(config.rank_ratio * min(X.shape))))
         self._begin_from(L)
-        self.look(sigma)
+        self.read_host_copies(sigma)
 
     @torch.no_grad()
-    def follow(self, X: Tensor) -> None:
+    def reset_to(self, X: Tensor) -> None:
         """Let L be X (n×m), and S and the dual 0, as after an update with thresholds of 0.
 
         The singular values are not computed, so the effective rank counts as min(n, m).
         """
         self._begin_from(X.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format))
-        self.know(min(X.shape), min(X.shape), thresholded=False)
+        self.set_host_copies(min(X.shape), min(X.shape), thresholded=False)
 
     def _begin_from(self, L: Tensor) -> None:
         """Set L; S, the dual and the thresholds become 0."""
         zero = L.new_zeros(())
-        self.take(State(L, torch.zeros_like(L), zero, zero, zero))
+        self.set_state(State(L, torch.zeros_like(L), zero, zero, zero))
 
     @torch.no_grad()
     def update(self, X: Tensor) -> Tensor:
@@ -91,8 +92,8 @@ class Surrogate:
         seen = torch.stack([figures.total, figures.rank, kept, state.tau_L]).tolist()
         if not math.isfinite(seen[0]):
             return self._stayed(X)
-        self.take(state)
-        self.know(int(seen[1]), int(seen[2]), seen[3] > 0, found.sigma, basis)
+        self.set_state(state)
+        self.set_host_copies(int(seen[1]), int(seen[2]), seen[3] > 0, found.sigma, basis)
         return statistics(state, figures, self.rho, found.bound, found.solver)
 
     def _stayed(self, X: Tensor) -> Tensor:
@@ -109,23 +110,23 @@ class Surrogate:
         """The state from which the next update starts."""
         return State(self.T, self.R, self.tau_L, self.tau_S, self._tau_R)
 
-    def take(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         """Set the tensors of this block to those of `state`."""
         self.T, self.R = state.T, state.R
         self.tau_L, self.tau_S, self._tau_R = state.tau_L, state.tau_S, state.tau_R
 
-    def look(self, sigma: Tensor, basis: Tensor | None = None) -> None:
-        """Call `know` for an L with these singular values (min(n, m)) and this basis; the host waits for the device."""
+    def read_host_copies(self, sigma: Tensor, basis: Tensor | None = None) -> None:
+        """Read what the host knows of an L with these singular values (min(n, m)) and this basis from the device."""
         rank = effective_ranks(sigma, self.config.gamma, self.config.energy)
         rank, width, thresholded = torch.stack([rank, torch.count_nonzero(sigma), self.tau_L > 0]).tolist()
-        self.know(rank, width, bool(thresholded), sigma, basis)
+        self.set_host_copies(rank, width, bool(thresholded), sigma, basis)
 
-    def know(
+    def set_host_copies(
         self, rank: int, width: int, thresholded: bool, sigma: Tensor | None = None, basis: Tensor | None = None
     ) -> None:
         """Set what the host has read from the device, and the singular values of L and a basis if they were found."""
         self.rank, self.width, self.thresholded = rank, width, thresholded
-        self.sigma, self.basis, self.kept, self.unfit = sigma, basis, False, False
+        self.sigma, self.basis, self.kept, self.avoid_products = sigma, basis, False, False
 
     @torch.no_grad()
     def add_penalty_gradient(self, gradient: Tensor, X: Tensor, scale: float = 1.0, seed: int = 0) -> None:
@@ -203,7 +204,7 @@ class Surrogate:
             state["sigma"] = self.sigma
         else:  # from a solver that finds no singular values
             state["ranks"] = self.T.new_tensor([self.rank, self.width])
-        if self.unfit:
+        if self.avoid_products:
             state["unfit"] = self.T.new_ones(1)
         return state if self.basis is None else state | {"basis": self.basis}
 
@@ -221,13 +222,13 @@ class Surrogate:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, onto this block's device."""
         state = {key: value.to(self.T.device) for key, value in state.items()}
-        self.take(State(state["target"], state["residual"], *state["thresholds"].unbind()))
+        self.set_state(State(state["target"], state["residual"], *state["thresholds"].unbind()))
         if "sigma" in state:
-            self.look(state["sigma"], state.get("basis"))
+            self.read_host_copies(state["sigma"], state.get("basis"))
         else:
             rank, width = map(int, state["ranks"].tolist())
-            self.know(rank, width, bool(self.tau_L > 0))
-        self.unfit = "unfit" in state
+            self.set_host_copies(rank, width, bool(self.tau_L > 0))
+        self.avoid_products = "unfit" in state
 
 
 def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:

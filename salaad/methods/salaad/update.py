@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.passes import Thresholds, clip_each, divide
+from salaad.methods.salaad.passes import Thresholds, clip_each, second_half
 from salaad.prox import effective_ranks
 from salaad.spectral import SOLVERS as SPECTRAL_SOLVERS
 from salaad.spectral import SvtResult
@@ -128,7 +128,7 @@ def advance(
     R, tau_R = state.R, state.tau_R
     for _ in range(config.inner):
         found = solve((X - R).add_(clip_each(R, tau_R), alpha=2))
-        half = divide(X, found.L, R, Thresholds(state.tau_L, state.tau_S, tau_R), thresholded)
+        half = second_half(X, found.L, R, Thresholds(state.tau_L, state.tau_S, tau_R), thresholded)
         R, tau_R = half.R, state.tau_S
     rank = found.rank if isinstance(found, StackResult) else effective_ranks(found.sigma, config.gamma, config.energy)
     density = half.nnz / (X.shape[-2] * X.shape[-1])
