@@ -1,5 +1,6 @@
 """Fixtures of all tests: small text, a small tokenizer and toy runs, made here without downloads."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 from scripts.reliability.toy_run import toy_arguments, write_text, write_tokenizer
+
+
+def pytest_collection_finish() -> None:
+    """Take the millions of objects of the imports out of every later search for garbage or for live objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

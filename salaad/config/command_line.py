@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -61,29 +62,23 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         UserError: an unknown key (with the nearest known one), a wrong type, a value out of range, a missing file.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = OptionParser(
-        prog="train.py",
-        description="Pretrain a language model with SALAAD, or in one of nine other ways beside it.",
-    )
-    config_help = "a YAML file, by path or by its name in configs/; a second one is laid over the first"
-    parser.add_argument("--config", action=ActionConfigFile, help=config_help)
-    parser.add_class_arguments(TrainOptions, skip={"dry_run"})
-    parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
-    parser.add_class_arguments(RunConfig, skip={"sections"})
     settings = {name: kind for name, kind in SETTINGS.items() if fields(kind)}
-    for name, kind in settings.items():
-        parser.add_class_arguments(kind, name)
     kinds = [(RunConfig, ""), *((kind, name) for name, kind in settings.items())]
-    words = _find_configs(with_lists(arguments, kinds))
+    given = words = _find_configs(with_lists(arguments, kinds))
+    parser, defaults = _training_parser(tuple(settings.items())), {}
     parsed, instantiated = parse(parser, words, *kinds)
     if parsed.preset is not None:
-        typed = any(word.startswith("--preset") for word in words)
+        is_typed = any(word.startswith("--preset") for word in words)
         method = instantiated["method"]
-        check(not typed or method == "salaad", f"--preset is of method salaad, but method is {method}; leave it out")
-        words = _with_preset(parsed.preset, instantiated["train"].steps, words, parser)
-        parsed, instantiated = parse(parser, words, *kinds)
+        check(not is_typed or method == "salaad", f"--preset is of method salaad, but method is {method}; leave it out")
+        words, defaults = _with_preset(parsed.preset, instantiated["train"].steps, words)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
-        words = _with_table(table, instantiated["method"], words, parser)
+        words, more = _with_table(table, instantiated["method"], words)
+        defaults |= more
+    if defaults:
+        parser = _training_parser.__wrapped__(tuple(settings.items()))
+        parser.set_defaults(defaults)
+    if defaults or words != given:
         parsed, instantiated = parse(parser, words, *kinds)
     own = {f.name: instantiated[f.name] for f in fields(RunConfig) if f.name != "sections"}
     own["model"] = _with_sizes(own["model"])
@@ -97,11 +92,28 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
     return config, options
 
 
-def _with_preset(preset: str, steps: int, words: list[str], parser: OptionParser) -> list[str]:
-    """Return the words of a command line with the settings that a preset stands for, right after it.
+@cache  # as building it takes far longer than parsing a command line
+def _training_parser(settings: tuple[tuple[str, type], ...]) -> OptionParser:
+    """Return the parser of train.py; `settings` are the sections of the methods, each with its dataclass."""
+    parser = OptionParser(
+        prog="train.py",
+        description="Pretrain a language model with SALAAD, or in one of nine other ways beside it.",
+    )
+    config_help = "a YAML file, by path or by its name in configs/; a second one is laid over the first"
+    parser.add_argument("--config", action=ActionConfigFile, help=config_help)
+    parser.add_class_arguments(TrainOptions, skip={"dry_run"})
+    parser.add_argument("--dry-run", action="store_true", help="print the plan (memory, owners, operations) and stop")
+    parser.add_class_arguments(RunConfig, skip={"sections"})
+    for name, kind in settings:
+        parser.add_class_arguments(kind, name)
+    return parser
 
-    The preset of a --config file has no place among the words; its settings become defaults of the parser, beneath
-    those that the file gives.
+
+def _with_preset(preset: str, steps: int, words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the words of a command line with the settings that a preset stands for, right after it, and no defaults.
+
+    The preset of a --config file has no place among the words; its settings are returned as defaults of the parser,
+    beneath those that the file gives.
 
     Raises:
         UserError: the preset stands before a --config that overrides parts of it, or after options that it overrides.
@@ -111,27 +123,26 @@ def _with_preset(preset: str, steps: int, words: list[str], parser: OptionParser
     settings = {f"salaad.{name}": value for name, value in suggested.items()}
     last = max((i + (word == "--preset") for i, word in enumerate(words) if word.startswith("--preset")), default=None)
     if last is None:
-        parser.set_defaults(settings)
-        return words
+        return words, settings
     for word in words[last + 1 :]:
         check(
             not word.startswith("--config"), f"{word} stands after --preset and overrides parts of it; give it before"
         )
     for word in words[:last]:
-        late = word.removeprefix("--").partition("=")[0] not in settings
-        check(late, f"{word} stands before --preset {preset}, which overrides it; give it after")
-    return [*words[: last + 1], *_as_options(settings), *words[last + 1 :]]
+        is_overridden = word.removeprefix("--").partition("=")[0] in settings
+        check(not is_overridden, f"{word} stands before --preset {preset}, which overrides it; give it after")
+    return [*words[: last + 1], *_as_options(settings), *words[last + 1 :]], {}
 
 
 def _as_options(settings: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser: OptionParser) -> list[str]:
+def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words of a command line with the method's own settings added, which later options override.
 
     The settings override the --config files, which were written for another method, unless a file names this method;
-    then, or without a file, they become defaults of the parser.
+    then, or without a file, they are returned as defaults of the parser.
 
     Raises:
         UserError: an option before the last --config would be overridden without a word.
@@ -142,12 +153,12 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str], parser:
     if any(read_plain_yaml(path).get("method") == method for path in files):
         last = None
     if last is None:
-        parser.set_defaults(dict(table))
-        return words
+        return words, dict(table)
     for word in words[:last]:
-        late = word.removeprefix("--").partition("=")[0] not in table
-        check(late, f"{word} stands before --config, and the settings of {method} after it; give it after --config")
-    return [*words[: last + 1], *_as_options(table), *words[last + 1 :]]
+        is_overridden = word.removeprefix("--").partition("=")[0] in table
+        said = f"{word} stands before --config, and the settings of {method} after it; give it after --config"
+        check(not is_overridden, said)
+    return [*words[: last + 1], *_as_options(table), *words[last + 1 :]], {}
 
 
 def _with_sizes(model: ModelConfig) -> ModelConfig:

@@ -75,7 +75,7 @@ class Drills:
         """Send SIGKILL at random moments: while the trainer starts, between two steps, in the middle of a save."""
         for processes in (1, 2):
             tries = (3 if processes == 1 else 2) if self.quick else 25
-            arguments = self.options(steps=400 if self.quick else 2500)
+            arguments = self.options(steps=150 if self.quick else 2500)
             whole = self.whole(f"whole-{processes}", arguments, processes)
             row, run = Row(f"SIGKILL, {_counted(processes)}"), self.work / f"k{processes}"
             saves = 0
@@ -83,7 +83,7 @@ class Drills:
                 training = Training(arguments, run, processes)
                 moment = self._moment(number)
                 if moment == "start":
-                    time.sleep(self.pick.uniform(0, 8))
+                    time.sleep(self.pick.uniform(0, 4 if self.quick else 8))
                 else:
                     seconds = training.recovered()
                     row.recovery += [seconds] if number else []
@@ -113,7 +113,7 @@ class Drills:
     def preempt(self) -> Iterator[Row]:
         """Send SIGTERM: the trainer has to save and end within the grace time, and say how to resume."""
         for processes in (1, 2):
-            arguments = self.options(steps=400 if self.quick else 2500)
+            arguments = self.options(steps=150 if self.quick else 2500)
             whole = self.whole(f"whole-{processes}", arguments, processes)
             row, run = Row(f"SIGTERM, {_counted(processes)}"), self.work / f"t{processes}"
             longest = 0.0

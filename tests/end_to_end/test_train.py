@@ -27,6 +27,7 @@ from tests.helpers.training import (
     run_training,
     start,
     start_alone,
+    train_on_ranks,
     wait_for_steps,
     weights,
 )
@@ -102,8 +103,7 @@ def test_two_processes_train_like_one(toy, tmp_path):
     """
     arguments = toy(train__steps=30, salaad__embedding="true", optimizer__eps=1e-3)
     run_training(arguments, tmp_path / "one")
-    done = launch(arguments, tmp_path / "two", processes=2)
-    assert done.returncode == 0, done.stderr
+    train_on_ranks([(arguments, tmp_path / "two")], 2, tmp_path)
     assert_same_up_to_rounding(lines(tmp_path / "one"), lines(tmp_path / "two"))
     checkpoints = [last_checkpoint(tmp_path / name) / "surrogate" for name in ("one", "two")]
     assert len(list(checkpoints[1].glob("*.safetensors"))) == 2
@@ -119,8 +119,7 @@ def test_a_run_of_one_process_goes_on_with_two(toy, tmp_path, monkeypatch):
     run_training(toy(train__micro_batch=1), tmp_path / "whole")
     interrupt_at(monkeypatch, {5})
     run_training(toy(train__micro_batch=1), tmp_path / "parts")
-    done = launch(toy(train__micro_batch=1), tmp_path / "parts", processes=2)
-    assert done.returncode == 0, done.stderr
+    train_on_ranks([(toy(train__micro_batch=1), tmp_path / "parts")], 2, tmp_path)
     assert len(lines(tmp_path / "whole")) == 12
     assert_same_up_to_rounding(lines(tmp_path / "whole"), lines(tmp_path / "parts"))
 
@@ -403,6 +402,9 @@ def test_numbers_that_are_not_finite_stop_the_run_with_a_diagnosis(toy, tmp_path
     assert diagnosis["block"] == "model.layers.1.mlp.up_proj.weight"
     assert diagnosis["last_good_checkpoint"].endswith("step-0000002")
     assert not (tmp_path / "run" / "checkpoints" / "step-0000004").exists()
+    monkeypatch.setattr(SalaadMethod, "after_step", original)
+    run_training(toy(train__save_every=2, train__log_every=100), tmp_path / "run")
+    assert not (tmp_path / "run" / "diagnosis.json").exists()  # of a time before the run went on
 
 
 def test_dry_run_prints_the_plan_looks_at_the_text_and_leaves_nothing(toy, tmp_path, capsys):
@@ -482,6 +484,55 @@ def test_another_configuration_does_not_touch_an_existing_run(toy, tmp_path):
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is no run of this program"):
         run_training(toy(train__steps=2), tmp_path / "other")
+
+
+def test_a_run_goes_on_with_its_text_in_another_place_but_with_no_other_text(
+    toy, tmp_path, monkeypatch, text_files, tiny_tokenizer_dir
+):
+    run_training(toy(), tmp_path / "whole")
+    interrupt_at(monkeypatch, {5})
+    run_training(toy(), tmp_path / "parts")
+    place = tmp_path / "elsewhere"
+    shutil.copytree(tiny_tokenizer_dir, place / "tokenizer")
+    moved = {key: [shutil.copy(path, place) for path in paths] for key, paths in text_files.items()}
+    options = {
+        "data__files": json.dumps(moved["train"]),
+        "data__validation_files": json.dumps(moved["validation"]),
+        "data__tokenizer": place / "tokenizer",
+    }
+    file = place / "tokenizer" / "tokenizer.json"
+    told = file.read_text()
+    about = json.loads(told)
+    ids = about["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]  # two letters change places
+    file.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"made with another tokenizer than data\.tokenizer names now"):
+        run_training(toy(**options), tmp_path / "parts")
+    file.write_text(told)
+    longer = {**options, "data__validation_files": json.dumps([*moved["validation"], moved["train"].pop()])}
+    longer["data__files"] = json.dumps(text_files["train"])
+    with pytest.raises(UserError, match=r"made with other validation files than data\.validation_files names now"):
+        run_training(toy(**longer), tmp_path / "parts")
+    run_training(toy(**options), tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_an_overlap_of_updates_and_steps_may_begin_or_end_while_a_run_goes_on(toy, tmp_path, monkeypatch):
+    run_training(toy(), tmp_path / "whole")
+    interrupt_at(monkeypatch, {5})
+    run_training(toy(salaad__overlap="true"), tmp_path / "parts")
+    run_training(toy(salaad__overlap="false"), tmp_path / "parts")
+    assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_run_without_a_checkpoint_yet_does_not_propose_to_go_on_from_one(toy, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "save", lambda self, last=False: None)
+        run_training(toy(train__steps=2), tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"but 0\.1 is asked for; keep it, or begin a new run with another --output$"):
+        run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
 
 
 def test_a_user_error_on_two_processes_is_said_by_the_launched_program(toy, tmp_path):

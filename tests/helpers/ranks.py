@@ -12,6 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_SLOW_TO_IMPORT = (
+    "train",
+    "compress",
+    "evaluate",
+    "tests.helpers.training",
+    "transformers.models.llama.modeling_llama",
+)
+
 
 def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60) -> list[Any]:
     """Run `fn(*args)` on `world_size` ranks that form a gloo group, and return the results in rank order.
@@ -21,8 +29,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: An
     """
     folder = Path(mkdtemp(dir=tmp_path))
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # like the store of a launcher
-    # The ranks are forked from a process that has imported torch and the module of `fn`, which saves each rank seconds.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([fn.__module__])
+    # The ranks are forked from a process that has imported all that takes seconds.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_SLOW_TO_IMPORT, fn.__module__])
     mp.start_processes(
         _rank, (world_size, folder, store.port, fn, args, timeout), nprocs=world_size, start_method="forkserver"
     )

@@ -1,6 +1,7 @@
 """Running train.py on a toy model and reading what it wrote."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 import train
+from salaad.common import distributed
 from salaad.config.command_line import read_command_line
 from scripts.reliability.toy_run import ROOT, launch_command
+from tests.helpers.ranks import run_ranks
 
 SECONDS = ("seconds", "tokens_per_second")
 
@@ -23,6 +26,20 @@ def run_training(arguments: list[str], output: Path) -> None:
     GradientState._reset_state()
     config, options = read_command_line([*arguments, f"--output={output}"])
     train.main(config, options)
+
+
+def train_on_ranks(orders: list[tuple[list[str], Path]], processes: int, tmp_path: Path) -> None:
+    """Run `train.main` on several ranks, once for each of `orders` (options, output), without a launcher's start."""
+    run_ranks(_train_on_a_rank, processes, tmp_path, orders, timeout=300)
+
+
+def _train_on_a_rank(orders: list[tuple[list[str], Path]]) -> None:
+    rank, size = str(distributed.rank()), str(distributed.world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    train.leave_together = lambda accelerator: accelerator.wait_for_everyone()
+    for arguments, output in orders:
+        run_training(arguments, output)
 
 
 def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.Popen:

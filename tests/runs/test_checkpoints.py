@@ -28,7 +28,6 @@ from tests.helpers.training import (
     last_checkpoint,
     lines,
     run_training,
-    start,
     start_alone,
     wait_for_steps,
     weights,
@@ -248,18 +247,15 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(tmp_path):
 
 def test_a_second_run_into_the_folder_is_refused(toy, tmp_path):
     arguments = toy(train__steps=100000)
-    first = start(arguments, tmp_path / "run")
+    first = start_alone(arguments, tmp_path / "run")
     try:
         wait_for_steps(first, tmp_path / "run")
-        second = start_alone(arguments, tmp_path / "run")
-        err = second.communicate(timeout=60)[1]
+        said = rf"^--output {tmp_path / 'run'} is being written by process {first.pid} .*; wait for its end, or give an"
+        with pytest.raises(UserError, match=said):
+            run_training(arguments, tmp_path / "run")
     finally:
         first.terminate()
         first.communicate(timeout=60)
-    assert second.returncode == 2
-    assert err.startswith(f"error: --output {tmp_path / 'run'} is being written by process ")
-    assert len(err.splitlines()) == 1
-    assert "wait for its end, or give another" in err
     # When the first run has ended, its folder is free.
     run_training([*arguments, "--train.steps=1"], tmp_path / "other")
     locks.claim(tmp_path / "run")
@@ -405,7 +401,7 @@ def test_what_an_evaluation_reads_is_not_deleted_beneath_it(tmp_path, trained):
 
 def test_an_evaluation_beside_a_training_sees_complete_checkpoints_only(toy, tmp_path):
     """The run is opened again and again while checkpoints come and go; every checkpoint that is found is whole."""
-    first = start(toy(train__steps=100000, train__save_every=2, train__keep_last=1), tmp_path / "run")
+    first = start_alone(toy(train__steps=100000, train__save_every=2, train__keep_last=1), tmp_path / "run")
     seen = set()
     try:
         wait_for_steps(first, tmp_path / "run")

@@ -11,7 +11,14 @@ from torch.distributed.launcher.api import LaunchConfig
 from salaad.common.files import verify
 from salaad.runs.checkpoints import Checkpoints
 from scripts.reliability.toy_run import ROOT, launch_command
-from tests.helpers.training import assert_same_records, last_checkpoint, launch, lines, start, wait_for_steps
+from tests.helpers.training import (
+    assert_same_records,
+    last_checkpoint,
+    lines,
+    start,
+    train_on_ranks,
+    wait_for_steps,
+)
 
 
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp_path):
@@ -40,9 +47,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp
     assert Checkpoints(folder).newest_whole() == (folder / "step-0000004", [])
     verify(folder / "step-0000004", alone=True)
 
-    for output in ("run", "whole"):
-        done = launch(arguments, tmp_path / output, processes=2)
-        assert done.returncode == 0, done.stderr[-2000:]
+    train_on_ranks([(arguments, tmp_path / output) for output in ("run", "whole")], 2, tmp_path)
     assert len(lines(tmp_path / "run")) == 12
     assert_same_records(tmp_path / "run", tmp_path / "whole")
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-0000012"]

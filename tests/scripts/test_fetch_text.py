@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from salaad.data.tokenizer import load_tokenizer
+from scripts import reproduce, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["river", "Zürich", "window", "station", "garden", "letter", "carpet", "mountain", "kettle", "λόγος"]
@@ -63,7 +64,7 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_said(fetched,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
+def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path, command):
     path = tmp_path / "wikipedia.model"
     done = script("train_tokenizer.py", f"{fetched}/train-*", "--vocab-size", 380, "--output", path)
     assert done.returncode == 0, done.stderr
@@ -79,8 +80,10 @@ def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
         ((tmp_path / "other.model", 0), "--vocab-size is 0, but the least is 1"),
         ((path / "inside.model", 380), "cannot be written"),
     ):
-        refused = script("train_tokenizer.py", f"{fetched}/train-*", "--output", options[0], "--vocab-size", options[1])
-        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr
+        code, _, err = command(
+            train_tokenizer, f"{fetched}/train-*", "--output", options[0], "--vocab-size", options[1]
+        )
+        assert (code, len(err)) == (2, 1) and said in err[0]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,6 @@ def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path):
         (("--tokenizer", "README.md"), "nano has one of its own"),
     ],
 )
-def test_a_place_that_is_not_there_is_said_before_anything_is_trained(options, said):
-    refused = script("reproduce.py", "--scale", "nano", "table1", *options)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and said in refused.stderr
+def test_a_place_that_is_not_there_is_said_before_anything_is_trained(options, said, command):
+    code, _, err = command(reproduce, "--scale", "nano", "table1", *options)
+    assert (code, len(err)) == (2, 1) and said in err[0]

@@ -1,17 +1,17 @@
 """The short version of scripts/torture.py: kills, and other numbers of processes. Its other drills have own tests."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from salaad.common import errors
 from scripts import torture
+from scripts.reliability import drills as torture_drills
 from scripts.reliability import fuzz
 from scripts.reliability.drills import DRILLS, Drills
 from scripts.reliability.fault_table import Row
 from scripts.reliability.training_process import Broken, differences
+from tests.helpers.training import train_on_ranks
 
 
 @pytest.fixture
@@ -25,7 +25,18 @@ def test_kills_at_any_moment_leave_no_trace_in_one_process_and_in_two(drills):
     assert [row.lost for row in rows] == [[], []]
 
 
-def test_checkpoints_of_1_2_and_3_processes_go_on_with_1_2_and_3(drills):
+class InRanks:
+    """A training whose processes are forked, as the start of a launcher and its processes takes half a minute."""
+
+    def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
+        self.arguments, self.output, self.processes = arguments, output, processes
+
+    def finish(self) -> None:
+        train_on_ranks([(self.arguments, self.output)], self.processes, self.output.parent)
+
+
+def test_checkpoints_of_1_2_and_3_processes_go_on_with_1_2_and_3(drills, monkeypatch):
+    monkeypatch.setattr(torture_drills, "Training", InRanks)
     [row] = drills.world()
     # Seven of the nine pairs: the kills cover 1 to 1 and 2 to 2.
     assert (row.tries, row.lost) == (7, [])
@@ -41,21 +52,6 @@ def test_the_comparison_sees_a_difference(drills):
     [weights] = (again / "checkpoints").glob("step-0000010/model/model.safetensors")
     flip(weights)
     assert differences(one, again) == ["model/model.safetensors"]
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """A function that runs a script's main as its command line does; it returns exit code and lines of both outputs."""
-    monkeypatch.setattr(errors, "leave", sys.exit)  # the original would end the tests
-
-    def run(script, *arguments: object) -> tuple[int, list[str], list[str]]:
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            errors.run_command(script.main)
-        printed = capsys.readouterr()
-        return left.value.code, printed.out.splitlines(), printed.err.splitlines()
-
-    return run
 
 
 @pytest.fixture
