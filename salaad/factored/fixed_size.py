@@ -240,10 +240,11 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     open_stacks(model, in_parts)
     for name, slr in blocks.items():
         X = place_of(model, name).weight
+        # Also where the block stays dense: an elastic folder, which opens to the same bits, holds rounded parts.
+        slr = slr.to(X.device, X.dtype)
         if name not in in_parts:
-            X.data.copy_(slr.to(X.device, torch.promote_types(slr.U.dtype, torch.float32)).dense())
+            X.data.copy_(slr.to(X.device, torch.promote_types(X.dtype, torch.float32)).dense())
         else:
-            slr = slr.to(X.device, X.dtype)
             module = model.get_submodule(name)
             if isinstance(module, nn.Embedding):
                 layer = SlrEmbedding.from_slr(slr)

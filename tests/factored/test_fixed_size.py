@@ -277,14 +277,6 @@ def test_factoring_in_bfloat16_gives_bfloat16_layers(one):
     assert distance(logits(model), logits(one.dense)) < 0.03
 
 
-def test_a_block_that_stays_dense_in_bfloat16_is_the_sum_rounded_once():
-    model = llama().to(torch.bfloat16)
-    slr = parts(32, 32, 30, 400)  # larger than the dense matrix
-    factor(model, {Q: slr})
-    assert Q not in slr_modules(model)
-    assert torch.equal(model.get_submodule(Q).weight, (slr.U @ slr.V + slr.sparse()).bfloat16())
-
-
 @pytest.mark.parametrize("device_map", ["cpu", "auto"])
 def test_a_device_map_changes_nothing(one, device_map):
     opened = open_folder(one.folder, device_map=device_map)
