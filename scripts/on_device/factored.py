@@ -34,11 +34,11 @@ def layers(device: torch.device, tiny: bool) -> Iterator[Check]:
 
 def models(tiny: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a model whose embedding and projections are U·V + S, and the same model, dense, in float64."""
-    width = 32 if tiny else 512
+    width, layers = (16, 1) if tiny else (512, 2)
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=3 * width - 8,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,

@@ -34,7 +34,7 @@ def test_a_fast_run_trains_and_goes_on_to_the_bit(toy, tmp_path, monkeypatch):
     arguments = ["--config=nano.yaml", "--config=fast.yaml", *toy(model__num_hidden_layers=1, train__batch=2)]
     run_training(arguments, tmp_path / "whole")
 
-    after_step, pending = SalaadMethod.after_step, {6, 10}  # at step 6 an ADMM update is under way
+    after_step, pending = SalaadMethod.after_step, {6}  # when an ADMM update is under way
 
     def interrupted(self, *given):
         after_step(self, *given)
@@ -43,7 +43,7 @@ def test_a_fast_run_trains_and_goes_on_to_the_bit(toy, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(SalaadMethod, "after_step", interrupted)
-    for _ in range(3):
+    for _ in range(2):
         run_training(arguments, tmp_path / "parts")
     assert not pending
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # something was compiled

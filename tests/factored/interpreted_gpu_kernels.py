@@ -1,4 +1,4 @@
-"""Factored layers with their GPU kernels, which Triton interprets; `test_gpu_kernels.py` runs this file."""
+"""Factored layers with their GPU kernels, which Triton interprets."""
 
 import pytest
 import torch

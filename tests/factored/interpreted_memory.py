@@ -1,7 +1,4 @@
-"""The number of dense weights that a factored model holds at a time, with kernels that Triton interprets.
-
-`test_gpu_kernels.py` runs this file.
-"""
+"""The number of dense weights that a factored model holds at a time, with kernels that Triton interprets."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""The factored layers' GPU kernels, run by Triton's interpreter, and the rules that decide where they are used."""
+"""The rules that decide where the factored layers' GPU kernels are used."""
 
 import copy
 import math
@@ -20,21 +20,9 @@ from salaad.factored.siblings import join_siblings
 from salaad.factored.slr_tensors import column_dtype
 from salaad.spectral.cost import rates_of
 from salaad.spectral.gpu_names import known_name
-from tests.helpers.interpreted import needs_triton, passes_interpreted
 from tests.helpers.slr_weights import parts
 
 GPU = torch.device("cuda", 0)
-
-
-@needs_triton
-def test_layers_compute_with_interpreted_kernels():
-    assert passes_interpreted(Path(__file__).with_name("interpreted_gpu_kernels.py"))
-
-
-@needs_triton
-@pytest.mark.parametrize("file", ["interpreted_memory.py", "test_offloading.py"])
-def test_layers_with_interpreted_kernels_hold_no_more_than_they_must(file):
-    assert passes_interpreted(Path(__file__).with_name(file))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Running train.py on a toy model and reading what it wrote."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -28,12 +29,28 @@ def run_training(arguments: list[str], output: Path) -> None:
     train.main(config, options)
 
 
-def train_on_ranks(orders: list[tuple[list[str], Path]], processes: int, tmp_path: Path) -> None:
-    """Run `train.main` on several ranks, once for each of `orders` (options, output), without a launcher's start."""
-    run_ranks(_train_on_a_rank, processes, tmp_path, orders, timeout=300)
+def train_on_ranks(
+    orders: list[tuple[list[str], Path]], processes: int, tmp_path: Path, importing: str = "train"
+) -> None:
+    """Run `train.main` on several ranks, once for each of `orders` (options, output), without a launcher's start.
+
+    Every rank first imports the module `importing`, which may register a method.
+    """
+    run_ranks(_train_on_a_rank, processes, tmp_path, orders, importing, timeout=300)
 
 
-def _train_on_a_rank(orders: list[tuple[list[str], Path]]) -> None:
+def train_as_told(command: list[str], environment: dict[str, str]) -> None:
+    """Train in this process or in forked ones what `scripts.on_device.trainings.perform` starts as a command."""
+    *words, output = command[command.index("train.py") + 1 :]
+    folder = Path(output.removeprefix("--output="))
+    if "--num_processes" not in command:
+        run_training(words, folder)
+    else:
+        train_on_ranks([(words, folder)], int(command[command.index("--num_processes") + 1]), folder.parent)
+
+
+def _train_on_a_rank(orders: list[tuple[list[str], Path]], importing: str) -> None:
+    importlib.import_module(importing)
     rank, size = str(distributed.rank()), str(distributed.world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

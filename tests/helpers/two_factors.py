@@ -143,10 +143,3 @@ class FrozenHead(Method):
 
 register("two_factors", TwoFactors)
 register("frozen_head", FrozenHead)
-
-if __name__ == "__main__":  # started by `accelerate launch`: train.py with these methods registered
-    import train
-    from salaad.common.errors import run_command
-    from salaad.config.command_line import read_command_line
-
-    run_command(lambda: train.main(*read_command_line()))

@@ -1,4 +1,4 @@
-"""The GPU kernels of the ADMM and the penalty, which Triton interprets; `test_passes.py` runs this file."""
+"""The GPU kernels of the ADMM and the penalty, which Triton interprets."""
 
 import numpy as np
 import pytest

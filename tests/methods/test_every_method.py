@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from functools import partial
 
 import pytest
@@ -23,9 +22,9 @@ from salaad.model.build import describe_model, outline
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters
 from scripts.host_reads import HostReads
-from scripts.reliability.toy_run import ROOT, launch_command, toy_arguments
+from scripts.reliability.toy_run import toy_arguments
 from tests.helpers.tiny_llama import IDS, config_of, llama
-from tests.helpers.training import last_checkpoint, lines, moments, run_training
+from tests.helpers.training import last_checkpoint, lines, moments, run_training, train_on_ranks
 
 # The tests of the trainer itself cover full_rank and salaad.
 METHODS = tuple(name for name in SETTINGS if name not in ("full_rank", "salaad"))
@@ -149,18 +148,12 @@ def test_two_interruptions_leave_no_trace(toy, tmp_path, monkeypatch, finished, 
 
 
 def test_two_processes_train_like_one_and_the_rest_goes_on_alone(toy, tmp_path, finished):
-    """One launch of two processes trains every variant; then one process resumes each from the middle."""
+    """Two processes train every variant; then one process resumes each from the middle."""
     orders = [
-        ([*toy(**words_of(variant), train__save_every=6, train__keep_last=0)], str(tmp_path / f"{variant}-two"))
+        (toy(**words_of(variant), train__save_every=6, train__keep_last=0), tmp_path / f"{variant}-two")
         for variant in VARIANTS
     ]
-    (tmp_path / "orders.json").write_text(json.dumps(orders))
-    command, environment = launch_command([], tmp_path, processes=2)
-    place = command.index("train.py")
-    command = [*command[:place], "tests/helpers/train_each.py", str(tmp_path / "orders.json")]
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    train_on_ranks(orders, 2, tmp_path)
     for variant in VARIANTS:
         one, two = lines(finished(variant)), lines(tmp_path / f"{variant}-two")
         for alone, shared in zip(one, two, strict=True):  # another order of sums, enlarged by Adam's first steps

@@ -1,6 +1,4 @@
-"""The elementwise part of ADMM updates of several blocks and of the penalty, in torch and by interpreted kernels."""
-
-from pathlib import Path
+"""The elementwise part of ADMM updates of several blocks and of the penalty, in torch."""
 
 import pytest
 import torch
@@ -8,12 +6,6 @@ import torch
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad import passes
 from salaad.methods.salaad.surrogate import Surrogate
-from tests.helpers.interpreted import needs_triton, passes_interpreted
-
-
-@needs_triton
-def test_kernels_compute_the_same():
-    assert passes_interpreted(Path(__file__).with_name("interpreted_gpu_kernels.py"))
 
 
 def test_blocks_together_are_divided_as_by_the_three_equations():

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from salaad.common.errors import UserError
 from salaad.methods.full_rank import FullRank
 from salaad.methods.registry import register
 from tests.helpers.deploying import ok, refused, rows_of
-from tests.helpers.training import ROOT, last_checkpoint, lines, moments, run_training
+from tests.helpers.training import last_checkpoint, lines, moments, run_training, train_on_ranks
 from tests.helpers.two_factors import TwoFactors
 
 RANK, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 4, 32, 48, 2, 512
@@ -85,12 +83,7 @@ def test_two_interruptions_leave_no_trace(options, trained, tmp_path, monkeypatc
 
 
 def test_two_processes_train_like_one(options, trained, tmp_path):
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
-    command += ["--config_file", "configs/accelerate/cpu2.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    command += ["-m", "tests.helpers.two_factors", *options(), f"--output={tmp_path / 'run'}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    train_on_ranks([(options(), tmp_path / "run")], 2, tmp_path, importing="tests.helpers.two_factors")
     # Gradients summed in another order differ by rounding, 1e-7 of them; plain momentum does not amplify it.
     for mine, theirs in zip(lines(trained), lines(tmp_path / "run"), strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""The loss with its GPU kernel, which Triton interprets; `test_gpu_kernels.py` runs this file."""
+"""The loss with its GPU kernel, which Triton interprets."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The check that GPU kernels are used, with Triton's interpreter; `test_on_device.py` runs this file."""
+"""The check that GPU kernels are used, with Triton's interpreter."""
 
 import pytest
 import torch

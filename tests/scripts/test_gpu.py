@@ -1,5 +1,6 @@
 """scripts/gpu.py: all of it on the CPU with tiny shapes, how it resumes, and how it reports stages that fail."""
 
+import importlib
 import json
 import os
 import re
@@ -7,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ import torch
 from salaad.common.errors import UserError
 from salaad.common.provenance import provenance
 from scripts import gpu
-from tests.helpers.interpreted import needs_triton
+from scripts.on_device import trainings
+from tests.helpers.needs import needs_triton
+from tests.helpers.training import train_as_told
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE1 = ROOT / "results" / "micro" / "reproduce" / "table1.json"
@@ -54,9 +59,20 @@ def checks_file(folder: Path, *rows: dict) -> None:
     (folder / "checks.json").write_text(json.dumps({**about, "checks": [usual | row for row in rows]}))
 
 
+def perform_here(words: tuple[str, ...], environment: dict[str, str], log: TextIO, seconds: float) -> int:
+    """Run the script of a stage in this process, as the start of one takes ten seconds."""
+    script = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(log):
+        patch.setattr("sys.argv", list(words))
+        script.main()
+    return 0
+
+
 @needs_triton
 def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # the commit stays unknown, even if somebody commits
+    monkeypatch.setattr(gpu, "exit_code", perform_here)
+    monkeypatch.setattr(trainings, "perform", train_as_told)
     folder = tmp_path / "cpu"
     call(monkeypatch, "--device=cpu", "--tiny", f"--output={folder}")
     names = [stage.name for stage in gpu.stages("cpu", tiny=True)]

@@ -1,15 +1,14 @@
 """scripts/inspect_kernels.py: GPU kernels, run by an interpreter against float64 and compiled ahead of time."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.interpreted import needs_triton
+from scripts import inspect_kernels
+from tests.helpers.needs import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_REGISTERS = 255  # of a thread, on every architecture
@@ -19,13 +18,23 @@ LARGEST = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
 TRAINED_ONLY = {"divide_kernel", "penalty_kernel"}  # nothing is trained in float16
 
 
+# Compiled here, as what changes a kernel shows on one of them; the recorded file has each dtype on each.
+COMPILED = {"float32": 80, "bfloat16": 90, "float16": 100}
+
+
+@pytest.fixture
+def recorded() -> dict:
+    return json.loads((ROOT / "results" / "kernels" / "kernels.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    """The results that the script writes when it starts with an empty cache of kernels."""
-    folder = tmp_path_factory.mktemp("kernels")
-    command = [sys.executable, str(ROOT / "scripts" / "inspect_kernels.py"), "--output", str(folder / "kernels.json")]
-    subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")}, check=True)
-    return json.loads((folder / "kernels.json").read_text())
+def compiled(tmp_path_factory) -> list[dict]:
+    """Rows of every case on one architecture, compiled with an empty cache of kernels."""
+    from scripts.kernels import resources
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        return [resources.resources(case, COMPILED[case.dtype]) for case in resources.cases()]
 
 
 def taken_by(dtype: str, cases: set) -> set[str]:
@@ -33,34 +42,54 @@ def taken_by(dtype: str, cases: set) -> set[str]:
 
 
 @needs_triton
-def test_every_kernel_is_as_exact_as_its_dtype(found):
-    cases = {(row["kernel"], row["case"]) for row in found["errors"]}
+def test_every_kernel_is_as_exact_as_its_dtype(recorded):
+    errors = inspect_kernels.measured_errors()
+    cases = {(row["kernel"], row["case"]) for row in errors}
     assert {case for _, case in cases} >= {"empty S", "rank 0", "nothing", "long rows", "32 bits", "shifted"}
     for dtype in LARGEST:
-        assert {row["kernel"] for row in found["errors"] if row["dtype"] == dtype} == taken_by(dtype, cases)
-    wrong = [row for row in found["errors"] if not row["error"] <= LARGEST[row["dtype"]]]
-    assert not wrong
+        assert {row["kernel"] for row in errors if row["dtype"] == dtype} == taken_by(dtype, cases)
+    assert not [row for row in errors if not row["error"] <= LARGEST[row["dtype"]]]
+    assert [key_of(row) for row in errors] == [key_of(row) for row in recorded["errors"]]
+
+
+def key_of(row: dict) -> tuple:
+    return tuple(value for key, value in row.items() if key != "error")
 
 
 @needs_triton
-def test_every_kernel_compiles_for_every_architecture_and_spills_nothing(found):
-    cases = {(row["kernel"], row["case"]) for row in found["resources"]}
-    assert {kernel for kernel, _ in cases} >= {row["kernel"] for row in found["errors"]}
+def test_every_kernel_compiles_for_every_architecture_and_spills_nothing(recorded):
+    cases = {(row["kernel"], row["case"]) for row in recorded["resources"]}
+    assert {kernel for kernel, _ in cases} >= {row["kernel"] for row in recorded["errors"]}
     assert {case for _, case in cases} >= {"B=1", "B=2", "B=4", "B=8", "B=1, 2 layers", "B=1, 3 layers"}
     assert {case for _, case in cases} >= {"B=1, not aligned", "B=8, 32 bits", "chosen, 32 bits", "all, 32 bits"}
     for dtype in LARGEST:
         for architecture in ("sm_80", "sm_90", "sm_100"):
-            rows = [row for row in found["resources"] if (row["dtype"], row["architecture"]) == (dtype, architecture)]
+            rows = [
+                row for row in recorded["resources"] if (row["dtype"], row["architecture"]) == (dtype, architecture)
+            ]
             assert {row["kernel"] for row in rows} == taken_by(dtype, cases)
             assert all(0 < row["registers"] < MOST_REGISTERS and not row["spilled"] for row in rows)
 
 
 @needs_triton
-def test_what_is_recorded_is_what_is_compiled_now(found):
+def test_what_is_recorded_is_what_is_compiled_now(recorded, compiled):
     """Registers depend on Triton's version alone, which is pinned; `scripts/inspect_kernels.py` records them anew."""
-    recorded = json.loads((ROOT / "results" / "kernels" / "kernels.json").read_text())
-    assert recorded["triton"] == found["triton"], "run python scripts/inspect_kernels.py"
-    assert recorded["resources"] == found["resources"], "run python scripts/inspect_kernels.py"
+    assert recorded["triton"] == version("triton"), "run python scripts/inspect_kernels.py"
+    chosen = [row for row in recorded["resources"] if row["architecture"] == f"sm_{COMPILED[row['dtype']]}"]
+    assert chosen == compiled, "run python scripts/inspect_kernels.py"
+
+
+@needs_triton
+def test_the_script_writes_what_it_measures_and_prints_a_line_per_case(recorded, monkeypatch, tmp_path, capsys):
+    for name in ("errors", "resources"):
+        monkeypatch.setattr(inspect_kernels, f"measured_{name}", lambda name=name: recorded[name])
+    monkeypatch.setattr("sys.argv", ["inspect_kernels.py", "--output", str(tmp_path / "kernels.json")])
+    inspect_kernels.main()
+    written = json.loads((tmp_path / "kernels.json").read_text())
+    assert all(written[key] == recorded[key] for key in ("errors", "resources", "triton"))
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    for row in recorded["resources"]:
+        assert [row["kernel"], row["dtype"], row["case"]] in [line[:3] for line in lines]
 
 
 @needs_triton

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from scripts.host_reads import HostReads
 from scripts.on_device import factored, kernels, mathematics, trainings, waiting
 from scripts.on_device.check import FAILED, LEFT_OUT, PASSES, Check, not_made
 from scripts.on_device.trainings import batches_of, small_run
-from tests.helpers.interpreted import needs_triton, passes_interpreted
-from tests.helpers.training import run_training
+from tests.helpers.training import train_as_told
 
 CPU = torch.device("cpu")
 
@@ -79,11 +77,6 @@ def test_a_gpu_on_which_torch_takes_the_place_of_the_kernels_does_not_pass(monke
     monkeypatch.setenv("SALAAD_NATIVE", "0")
     [check] = kernels.kernels(torch.device("cuda"), True)
     assert (check.outcome, check.found) == (FAILED, "SALAAD_NATIVE is 0")
-
-
-@needs_triton
-def test_kernels_that_are_not_used_are_named():
-    assert passes_interpreted(Path(__file__).with_name("interpreted_gpu_checks.py"))
 
 
 # ---- graphs
@@ -222,7 +215,7 @@ def without_dual(surrogates, folder):
 def test_a_resume_that_loses_the_state_of_the_admm_does_not_pass(lost, toy_alone, monkeypatch):
     toy, alone = toy_alone
     middle = toy.work / "alone" / "checkpoints" / f"step-{trainings.MIDDLE:07d}"
-    monkeypatch.setattr(trainings, "perform", in_this_process)
+    monkeypatch.setattr(trainings, "perform", train_as_told)
     if lost:
         monkeypatch.setattr(salaad_method, "load_surrogates", lost)
     again = toy.trained(f"again-{lost and lost.__name__}", resume=middle)
@@ -235,13 +228,8 @@ def toy_alone(tmp_path_factory, text_files, tiny_tokenizer_dir):
     """A `Toy` whose trainings run in this process, and one training of it that was not interrupted."""
     toy = trainings.Toy(CPU, tmp_path_factory.mktemp("toy"), text_files, str(tiny_tokenizer_dir))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainings, "perform", in_this_process)
+        patched.setattr(trainings, "perform", train_as_told)
         return toy, toy.trained("alone", train__save_every=trainings.MIDDLE)
-
-
-def in_this_process(command, environment):
-    *words, output = command[command.index("train.py") + 1 :]
-    run_training(words, Path(output.removeprefix("--output=")))
 
 
 def test_a_training_that_never_ends_is_a_check_that_fails(monkeypatch):

@@ -11,7 +11,7 @@ from scripts.reliability import fuzz
 from scripts.reliability.drills import DRILLS, Drills
 from scripts.reliability.fault_table import Row
 from scripts.reliability.training_process import Broken, differences
-from tests.helpers.training import train_on_ranks
+from tests.helpers.training import run_training, train_on_ranks
 
 
 @pytest.fixture
@@ -19,31 +19,41 @@ def drills(tmp_path) -> Drills:
     return Drills(tmp_path / "work", quick=True, seed=1)
 
 
-def test_kills_at_any_moment_leave_no_trace_in_one_process_and_in_two(drills):
+def whole(self: Drills, name: str, arguments: list[str], processes: int = 1) -> Path:
+    Unstarted(arguments, self.work / name, processes).finish()
+    return self.work / name
+
+
+def test_kills_at_any_moment_leave_no_trace_in_one_process_and_in_two(drills, monkeypatch):
+    monkeypatch.setattr(Drills, "whole", whole)  # the runs that are not killed
     rows = list(drills.kill())
     assert [row.tries for row in rows] == [3, 2]
     assert [row.lost for row in rows] == [[], []]
 
 
-class InRanks:
-    """A training whose processes are forked, as the start of a launcher and its processes takes half a minute."""
+class Unstarted:
+    """A training in this process, or in forked ones, as a launcher and its processes take half a minute to start."""
 
     def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
         self.arguments, self.output, self.processes = arguments, output, processes
 
     def finish(self) -> None:
-        train_on_ranks([(self.arguments, self.output)], self.processes, self.output.parent)
+        if self.processes == 1:
+            run_training(self.arguments, self.output)
+        else:
+            train_on_ranks([(self.arguments, self.output)], self.processes, self.output.parent)
 
 
 def test_checkpoints_of_1_2_and_3_processes_go_on_with_1_2_and_3(drills, monkeypatch):
-    monkeypatch.setattr(torture_drills, "Training", InRanks)
+    monkeypatch.setattr(torture_drills, "Training", Unstarted)
     [row] = drills.world()
     # Seven of the nine pairs: the kills cover 1 to 1 and 2 to 2.
     assert (row.tries, row.lost) == (7, [])
 
 
-def test_the_comparison_sees_a_difference(drills):
+def test_the_comparison_sees_a_difference(drills, monkeypatch):
     """A run with another seed differs, and so does a run of which one bit was flipped."""
+    monkeypatch.setattr(torture_drills, "Training", Unstarted)
     one = drills.whole("one", drills.options(10))
     again = drills.whole("again", drills.options(10))
     assert differences(one, again) == []

@@ -20,7 +20,13 @@ def test_the_perplexity_of_a_run_in_bfloat16_is_that_of_the_folder_that_plain_tr
     text = tmp_path / "validation.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in make_documents(100, seed=5)))
     options = {"data__packing": "true", "data__sequence_length": LENGTH, "data__validation_files": text}
-    options |= {"train__precision": "bf16", "train__steps": 60, "optimizer__lr": 0.01, "train__log_every": 60}
+    options |= {
+        "train__precision": "bf16",
+        "train__steps": 60,
+        "train__batch": 2,
+        "optimizer__lr": 0.01,
+        "train__log_every": 60,
+    }
     run_training(toy(**options, method="full_rank"), tmp_path / "run")
     folder = last_checkpoint(tmp_path / "run") / "model"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

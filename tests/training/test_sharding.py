@@ -1,7 +1,5 @@
 """ZeRO-1: the same bits as plain training for every optimizer and method, and checkpoints that resume either way."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ from salaad.training.optimizer_files import load_optimizer, save_optimizer, writ
 from salaad.training.plan import memory_by_kind
 from salaad.training.saving import plan_saving
 from salaad.training.sharding import largest_share, owners_of, parameters_of, shard
-from scripts.reliability.toy_run import ROOT, launch_command
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import assert_same_records, last_checkpoint, moments, run_training
+from tests.helpers.training import assert_same_records, last_checkpoint, moments, run_training, train_on_ranks
 
 # The settings of the toy runs, such as a penalty in the gradient, a decoupled pull, and gradients that a hook sets.
 TOYS = {
@@ -65,19 +62,13 @@ def trained(tmp_path_factory, text_files, tiny_tokenizer_dir) -> Path:
     for name, options in TOYS.items():
         for how in ("none", "optimizer"):
             more = options | {"train__shard": how, "train__save_every": 6, "train__keep_last": 0}
-            orders.append((toy_arguments(text_files, tiny_tokenizer_dir, **more), str(folder / f"{name}-{how}")))
+            orders.append((toy_arguments(text_files, tiny_tokenizer_dir, **more), folder / f"{name}-{how}"))
     for before, after in (("none", "optimizer"), ("optimizer", "none")):
         more = TOYS["decoupled"] | {"train__shard": after}
         resumed = f"--resume={folder}/decoupled-{before}/checkpoints/step-0000006"
         arguments = [*toy_arguments(text_files, tiny_tokenizer_dir, **more), resumed]
-        orders.append((arguments, str(folder / f"from-{before}")))
-    (folder / "orders.json").write_text(json.dumps(orders))
-    command, environment = launch_command([], folder, processes=2)
-    place = command.index("train.py")
-    command = [*command[:place], "tests/helpers/train_each.py", str(folder / "orders.json")]
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+        orders.append((arguments, folder / f"from-{before}"))
+    train_on_ranks(orders, 2, folder)
     return folder
 
 
