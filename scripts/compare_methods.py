@@ -164,9 +164,14 @@ def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
 
 
 def best_rates(search: list[dict[str, Any]]) -> Rates:
-    """Return the rates with the lowest perplexity in the search of a method, among those that can be taken in full."""
+    """Return the rates of `best_run`."""
+    return Rates.of(best_run(search))
+
+
+def best_run(search: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run with the lowest perplexity in the search of a method, among those that can be taken in full."""
     found = [row for row in search if not set(SHOWN_ONLY) & set(Rates.of(row).settings)]
-    return Rates.of(min(found, key=_perplexity))
+    return min(found, key=_perplexity)
 
 
 def _perplexity(result: dict[str, Any]) -> float:

@@ -82,8 +82,9 @@ class Claim:
         try:
             numbers = self.judge(results)
         except (KeyError, StopIteration, TypeError, ValueError) as error:
+            lacking = str(error) if isinstance(error, KeyError | ValueError) else "a row or figure"
             files = ", ".join(f"{name}.json" for name in self.items)
-            return Verdict(missing=f"{scale.command(*self.items)} --again (for {error!r}, which {files} lack)")
+            return Verdict(missing=f"{scale.command(*self.items)} --again ({lacking} is not in {files})")
         why = [number for name in there for number in NUMBERS[name](read_json(folder / f"{name}.json")["rows"])]
         fresh = is_fresh(commit for result in results.values() for commit in commits_of(result))
         return Verdict([*numbers, *why], fresh=fresh)

@@ -10,17 +10,21 @@ from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import megabytes
+from salaad.config.methods import SETTINGS
+from scripts.compare_methods import best_run
 from scripts.reproduction.evidence import the_row
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, Model, Trainings, not_copied_over
-from scripts.results_tables.elastic import bench_of, named_seeds
+from scripts.results_tables.elastic import TODAY, bench_of, named_seeds
 
 ELASTIC = "[elastic](elastic/README.md)"
+METHODS = "[methods](methods/README.md#the-search)"
 PAIR = ("salaad", "full_rank")
 RIVALS = {"ours": "SALAAD", "theirs": "full-rank"}  # field of a sentence → what to train
 # Models whose perplexities differ by less count as equally good: SALAAD's relative to full-rank training with the same
 # seed, differs by about as much from one seed to another.
 LEVEL = 0.01
 SCALES = ("nano-20", "nano")  # in order of preference: the longer training, if it is measured
+CUT_BOTH_WAYS = ("nano-20", "nano", "micro")  # scales whose model as in the paper may be cut by HPA and in our way
 # Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
 NO_CHOICE = ("dense, ", "full-rank, one rate")
 
@@ -63,8 +67,8 @@ def full_size(results: Path) -> str | None:
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     return (
-        f"**The best model at full size**: train {how}. SALAAD's X is {costs['SALAAD']:+.1%} in perplexity relative to "
-        f"full-rank training{_besides(trainings)}, its steps take "
+        f"**The best model at full size**: of the methods measured, train {how}. SALAAD's X is "
+        f"{costs['SALAAD']:+.1%} in perplexity relative to full-rank training{_besides(trainings)}, its steps take "
         f"{methods['salaad']['over_full_rank']:.2f} times as long, and the optimizer and the "
         f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({ELASTIC}, "
         f"{_seeds(trainings, Model('SALAAD'))})."
@@ -72,9 +76,32 @@ def full_size(results: Path) -> str | None:
 
 
 def _besides(trainings: Trainings) -> str:
-    """Return in parentheses what SALAAD's X is over the tokens that are not copied; an empty string if not measured."""
-    over = not_copied_over(trainings.rows, Model("SALAAD"))
-    return "" if over is None else f" (over the tokens that are not copied: {over})"
+    """Return in parentheses what SALAAD's X is over the tokens that are not copied, and with today's preset."""
+    others, todays = not_copied_over(trainings.rows, Model("SALAAD")), trainings.over(Model(TODAY))
+    said = [] if others is None else [f"over the tokens that are not copied: {others}"]
+    said += [] if todays is None else [f"with today's preset {todays:+.1%}, {_seeds(trainings, Model(TODAY))}"]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def others(results: Path) -> str | None:
+    """Return the sentence on the other methods: trained in full, and otherwise in runs of an eighth of the length."""
+    trainings, searched = nano_20(results), _json(results / "methods" / f"{SCALES[0]}.json")
+    costs = {method: trainings.over(Model(method)) for method in SETTINGS}
+    whole = {method: over for method, over in costs.items() if over is not None}
+    if not whole or searched is None:
+        return None
+    runs = {method: best_run(entry["search"])["variants"] for method, entry in searched["methods"].items()}
+    best = {method: variants["X"]["perplexity"] for method, variants in runs.items() if variants}
+    rest = best.keys() - whole.keys() - set(PAIR) if "full_rank" in best else ()
+    short = {method: best[method] / best["full_rank"] - 1 for method in rest}
+    told = f"**Other methods** are in perplexity, relative to full-rank training: {_listed(whole)} ({ELASTIC})"
+    if short:
+        told += f"; trained for an eighth of the length alone, at the best rates found: {_listed(short)} ({METHODS})"
+    return f"{told}. One seed each."
+
+
+def _listed(costs: Mapping[str, float]) -> str:
+    return ", ".join(f"{method} {costs[method]:+.1%}" for method in sorted(costs, key=costs.get))
 
 
 def rates(results: Path) -> str | None:
@@ -173,16 +200,24 @@ def _without_copies(results: Path) -> str:
 
 
 def way_to_cut(results: Path) -> str | None:
-    """Return the sentence on HPA and energy, for a model trained as in the paper, against the recommended way."""
-    return _half_and_fifth(
-        results,
-        "**How to cut**: at half and at a fifth, a model trained as in the paper is {by_HPA} in perplexity relative to "
-        "the uncut full-rank model when cut by HPA at κ*, and {by_energy} by energy with equal weights and the head "
-        "dense. Trained with `--preset elastic` (a weaker pull towards L + S) and cut with our defaults (weighted "
-        "entries, the head split), SALAAD's model is {ours}",
-        by_HPA=("SALAAD, as in the paper", "hpa"),
-        by_energy=("SALAAD, as in the paper", "energy"),
-        ours=("SALAAD", "cut, head"),
+    """Return the sentence on HPA and our cut of one model, which is trained as in the paper."""
+    label, ways = "SALAAD, as in the paper", ("hpa", "cut, head")
+    models = [Model(label, way, share) for way in ways for share in (HALF, FIFTH)]
+    measured = {scale: recorded(results, scale) for scale in CUT_BOTH_WAYS}
+    said = []
+    for scale, trainings in measured.items():
+        if trainings.seeds(FULL_RANK, *models):
+            hpa, ours = (trainings.all_over(models)[i : i + 2] for i in (0, 2))
+            said.append(
+                f"at {scale} it is {hpa[0]:+.1%} and {hpa[1]:+.1%} by HPA at κ*, {ours[0]:+.1%} and {ours[1]:+.1%} "
+                f"with our defaults ({_seeds(trainings, *models)})"
+            )
+    if not said:
+        return None
+    return (
+        "**How to cut**: by energy with weighted entries and the head split, our default, rather than by HPA. A model "
+        "trained as in the paper, cut to half and to a fifth, in perplexity relative to the uncut full-rank model: "
+        f"{'; '.join(said)} ({ELASTIC})."
     )
 
 
@@ -214,13 +249,14 @@ def bfloat16(results: Path) -> str | None:
         costs[method] = rounded / the_row(table["rows"], method=method, variant="X")["perplexity"]["mean"] - 1
     return (
         f"**Weights in bfloat16 during training** change perplexity at {scale} by {costs['salaad']:+.1%} for SALAAD's "
-        f"X and by {costs['full_rank']:+.1%} for full-rank training, whose gradients and moments are in bfloat16 too "
-        f"({_page(scale)})."
+        f"X and by {costs['full_rank']:+.1%} for full-rank training; in both, gradients and moments are in bfloat16 "
+        f"too ({_page(scale)})."
     )
 
 
 SENTENCES: Sequence[Callable[[Path], str | None]] = (
     full_size,
+    others,
     many_sizes,
     many_sizes_with_text,
     head,
@@ -252,7 +288,7 @@ def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> st
 
 
 def _advice(trainings: Trainings, ways: Mapping[str, tuple[str, str]]) -> str:
-    """Return a sentence on which model to train for half and for a fifth, by the perplexities of their cuts."""
+    """Return a sentence on which model to train for half and for a fifth, by perplexities over all tokens."""
     choices = {}
     for name, share in (("half", HALF), ("a fifth", FIFTH)):
         ours, theirs = (Model(*ways[rival], share) for rival in RIVALS)
@@ -260,7 +296,8 @@ def _advice(trainings: Trainings, ways: Mapping[str, tuple[str, str]]) -> str:
         level = abs(difference) < LEVEL
         choices[name] = "either" if level else RIVALS["ours" if difference < 0 else "theirs"]
     half, fifth = choices.values()
-    return f" So train {half} for {'both sizes' if half == fifth else f'half, and {fifth} for a fifth'}."
+    sizes = f"{half} for both sizes" if half == fifth else f"{half} for half, and {fifth} for a fifth"
+    return f" So, judged over all tokens, train {sizes}."
 
 
 def _seeds(trainings: Trainings, *models: Model) -> str:

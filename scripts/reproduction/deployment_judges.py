@@ -186,7 +186,7 @@ def kappa(results: Results) -> list[Number]:
     winners, costs = [], {}
     coarse = max(b - a for a, b in pairwise(sorted({row["kappa"] for row in results["kappa"]["rows"]} - {None})))
     if coarse > criteria.KAPPA_STEP + _OF_A_STEP:
-        raise ValueError(f"steps of κ of at most {criteria.KAPPA_STEP}")
+        raise ValueError(f"a grid of κ with steps of {criteria.KAPPA_STEP}")
     for rows in each_seed(results["kappa"]["rows"]):
         whole = the_row(rows, variant="L+S")["parameters"]
         for winner in best(rows):

@@ -16,8 +16,8 @@ from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, f
 
 TITLE = "Results"
 ABOUT = (
-    "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no number is "
-    "typed by hand. Every item has its command, with which `--again` repeats the measurement.",
+    "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no measured "
+    "number is typed by hand. Every item has its command, with which `--again` repeats the measurement.",
     "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/). With -20, "
     "they see twenty training tokens per parameter; nano sees 1.1 and micro 2.",
     "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
@@ -37,8 +37,11 @@ ABOUT = (
     "At nano and micro all weights have one learning rate, as is usual in the field. Later searches found that a lower "
     "rate for the projections is far better for full-rank training and SALAAD alike (elastic/README.md), so the "
     "comparisons at nano and micro hold for a single rate only.",
-    "Cuts by energy weight every entry by the optimizer's second moments. Checkpoints before commit 42d0652 did not "
-    "store these moments, so cuts measured before it weight all entries of a block equally.",
+    "*SALAAD, as in the paper*, and every Table 1 here, has the embedding among the blocks. The paper's Table 1 leaves "
+    "it out; its appendix has both.",
+    "On the pages of the scales, cuts by energy weight every entry by the optimizer's second moments. Checkpoints "
+    "before commit 42d0652 did not store these moments, so there cuts measured before it weight all entries of a block "
+    "equally. On the elastic page and in the first table, *cut* is the weighted and *energy* the unweighted cut.",
 )
 PAGES = {
     "demo/README.md": "the demo: a model trained and cut in minutes",
@@ -108,12 +111,13 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
 
 def beside_dense(results: Path) -> str:
     """Return a sentence, after a space, on cuts that we recommend beside small dense models; empty if not measured."""
-    worst = AGAINST_DENSE(recorded(results, FAIR), WAYS["without text"])
-    if worst is None:
+    found = {scale: AGAINST_DENSE(recorded(results, scale), WAYS["without text"]) for scale in JUDGED}
+    worst = [f"{value:+.1%} at {scale}" for scale, value in found.items() if value is not None]
+    if not worst:
         return ""
     return (
-        f" With these settings, cuts of SALAAD's model at {FAIR} are at most {worst:+.1%} in perplexity relative to "
-        "dense models trained at their sizes (seed 0)."
+        " With our settings and the head split, the perplexity of SALAAD's cuts relative to dense models trained at "
+        f"their sizes is, at the size where it compares worst, {', '.join(worst)} (seed 0)."
     )
 
 

@@ -77,6 +77,12 @@ def _seeds(trainings: Trainings, *models: Model) -> str:
     return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
 
 
+def _besides(trainings: Trainings, model: Model, other: Model) -> str:
+    """Return after a comma what a model is relative to another over the tokens not copied; empty if not measured."""
+    others = Trainings(trainings.rows, not_copied).over(model, other)
+    return "" if others is None else f", {compared(others).removesuffix(' than')} over the tokens not copied"
+
+
 def _deviation(trainings: Trainings) -> float:
     """Return the standard deviation over the seeds of uncut SALAAD's perplexity relative to full-rank training."""
     ours, whole = (trainings.perplexities(model) for model in (Model("SALAAD"), FULL_RANK))
@@ -110,6 +116,7 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
         said.append(
             " and ".join(
                 f"{compared(value)} {name}{_seeds(trainings, ours, rivals[name])}"
+                f"{_besides(trainings, ours, rivals[name])}"
                 for name, value in found.items()
                 if value is not None
             )

@@ -132,7 +132,8 @@ def fair_table(
             mark.
         folder: path to results/elastic from the page of the table.
     """
-    lines = list(_fair_lines(rows, read_json(bench)["methods"]))
+    costs = read_json(bench)["methods"]
+    lines = list(_fair_lines(rows, costs))
     old = [not is_fresh(commits) for _, commits, _ in lines]
     marks = ["" if not one or all(old) else f" {MARK}" for one in old]
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
@@ -163,9 +164,39 @@ def fair_table(
         "time* is relative to full-rank training, of SALAAD while its weights are pulled "
         f"(results/bench/{bench.name}). ± is the root mean square deviation of the seeds from their mean."
     )
+    if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
+        told += " *State* and *step time* of SALAAD are of the paper's settings, with the embedding among the blocks."
+    told += _what_is_compared(lines, folder)
     told += earlier_preset(rows, folder)
     told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
     return f"{markdown_table(header, shown)}\n\n{told}"
+
+
+def _what_is_compared(lines: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], folder: str) -> str:
+    """Return sentences, each after a space, on the models of the table of all methods and on how rates were chosen.
+
+    Args:
+        lines: label, commits and cells of every model.
+        folder: path to results/elastic from the page of the table; empty on its own page, which defines the models.
+    """
+    labels = {label for label, *_ in lines}
+    told = ""
+    if folder:
+        told += (
+            " *Rpca* and *godec* are the full-rank model, split after training; *cut* is SALAAD's L + S, cut by "
+            "energy; *head*: the LM head is split too; *tuned*: fitted on more text ([definitions and commands]"
+            f"({folder}README.md))."
+        )
+    if "SALAAD, as in the paper" in labels:
+        told += " *SALAAD, as in the paper* has the embedding among its blocks; the paper's Table 1 leaves it out."
+    if any(label.startswith(SMALL) for label in labels):
+        told += " Small dense models have the learning rates of the large one, which were not searched for them."
+    if folder:
+        told += (
+            " The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
+            f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
+        )
+    return told
 
 
 def _fair_lines(

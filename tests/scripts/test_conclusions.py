@@ -37,7 +37,7 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
     # Only seed 0 has cuts of both models; the sentence on the head has two seeds: 10 % and 15 %, 80 % and 100 %.
     assert "SALAAD's model is +2.0% and +10.0% in perplexity relative to the uncut full-rank model" in many
     assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), seed 0)" in many
-    assert many.endswith("So train SALAAD for both sizes.")
+    assert many.endswith("So, judged over all tokens, train SALAAD for both sizes.")
     assert "is +12.5% in perplexity relative to the uncut full-rank model with the head split, and +90.0% with" in head
     assert head.endswith("seeds 0, 1).")
 
@@ -50,10 +50,11 @@ def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_s
     assert "all sizes (22.00 MB), matched" in found and "tokens, for 25% of the training's operations" in found
     assert "SALAAD's folder is -2.0% and +4.0% in perplexity relative to the uncut full-rank model" in found
     assert "a folder made of the full-rank model is -4.0% and +10.0%" in found
-    assert found.endswith("So train full-rank for half, and SALAAD for a fifth.")  # 49 to 48, and 52 to 55
+    # 49 to 48, and 52 to 55
+    assert found.endswith("So, judged over all tokens, train full-rank for half, and SALAAD for a fifth.")
     mine["ways"]["head, tuned"][0]["perplexity"] = 48.4
     [found] = said(tmp_path, full, mine)
-    assert found.endswith("So train either for half, and SALAAD for a fifth.")
+    assert found.endswith("So, judged over all tokens, train either for half, and SALAAD for a fifth.")
 
 
 def test_sizes_made_one_by_one_and_dense_models_stand_beside_the_whole_model(tmp_path):
@@ -66,12 +67,28 @@ def test_sizes_made_one_by_one_and_dense_models_stand_beside_the_whole_model(tmp
     assert "is +4.0% (half) and +20.0% (a fifth)" in dense
 
 
-def test_both_ways_to_cut_the_papers_model_stand_beside_what_is_recommended(tmp_path):
-    paper = row("SALAAD, as in the paper", 1, 55.0, hpa={0.5: 60.0, 0.2: 100.0}, energy={0.5: 55.0, 0.2: 110.0})
-    mine = row("SALAAD", 1, 51.0, cut_head={0.5: 51.0, 0.2: 55.0})
-    [cut] = said(tmp_path, row("full-rank", 0, 9.0), row("full-rank", 1, 50.0), paper, mine)
-    assert "+20.0% and +100.0% in perplexity relative to the uncut full-rank model when cut by HPA" in cut
-    assert "+10.0% and +120.0% by energy" in cut and "SALAAD's model is +2.0% and +10.0%" in cut
+def test_both_ways_to_cut_are_compared_on_one_model_at_every_scale_that_has_both(tmp_path):
+    paper = row("SALAAD, as in the paper", 1, 55.0, hpa={0.5: 60.0, 0.2: 100.0}, cut_head={0.5: 55.0, 0.2: 110.0})
+    hpa_alone = row("SALAAD, as in the paper", 0, 55.0, hpa={0.5: 60.0, 0.2: 100.0})
+    rows = [row("full-rank", 0, 9.0), row("full-rank", 1, 50.0)]
+    assert said(tmp_path, *rows, hpa_alone) == []
+    (tmp_path / "elastic" / "micro.json").write_text(json.dumps({"rows": [*rows, paper]}))
+    [cut] = said(tmp_path, *rows, hpa_alone)
+    assert "model: at micro it is +20.0% and +100.0% by HPA at κ*, +10.0% and +120.0% with our defaults (seed 1)" in cut
+
+
+def test_other_methods_stand_by_their_whole_trainings_and_else_by_their_best_short_ones(tmp_path):
+    def tried(*perplexities: float) -> dict:
+        runs = [{"lr": 1.0, "variants": {"X": {"perplexity": value}}} for value in perplexities]
+        return {"search": [*runs, {"lr": 2.0, "variants": {}}]}  # the last has diverged
+
+    (tmp_path / "methods").mkdir()
+    methods = {"full_rank": tried(90.0, 80.0), "galore": tried(1.0), "lora": tried(84.0, 99.0), "cola": tried(82.0)}
+    (tmp_path / "methods" / "nano-20.json").write_text(json.dumps({"methods": methods | {"salaad": tried(1.0)}}))
+    rows = [row("full-rank", 0, 50.0), row("galore", 0, 60.0), row("matformer", 0, 51.0)]
+    [found] = said(tmp_path, *rows)
+    assert "relative to full-rank training: matformer +2.0%, galore +20.0% ([elastic]" in found
+    assert "at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
 
 
 def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp_path):
@@ -80,7 +97,7 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
     (tmp_path / "bench" / "methods-nano.json").write_text(json.dumps({"methods": dict.fromkeys(PAIR, costs)}))
     one_rate = row("full-rank, one rate", 0, 75.0)
     whole, rates = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 51.0), one_rate)
-    assert "train full-rank. SALAAD's X is +2.0% in perplexity relative to full-rank training, its steps" in whole
+    assert "of the methods measured, train full-rank. SALAAD's X is +2.0% in perplexity relative" in whole
     assert "its steps take 1.25 times as long" in whole and "keep 1.50 MB in memory instead of 1.50 MB" in whole
     assert "full-rank training at nano-20 is +50.0% in perplexity relative to that with two rates" in rates
     [whole] = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 49.6))  # better by less than seeds differ
@@ -90,6 +107,9 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
         one["X"]["in_context"] = {"other": [loss, 9], "copied": [1.0, 1]}
     [whole] = said(tmp_path, *others)
     assert "to full-rank training (over the tokens that are not copied: +3.0%), its" in whole
+    assert "with today's preset" not in whole
+    [whole] = said(tmp_path, *others, row("SALAAD, today's preset", 0, 49.5))
+    assert "that are not copied: +3.0%; with today's preset -1.0%, seed 0), its" in whole
     assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
 
 
