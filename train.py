@@ -21,7 +21,6 @@ from torch import Tensor
 
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, NotSavedError, Stopped, UserError
-from salaad.common.files import read_json
 from salaad.common.signals import StopRequest
 from salaad.config.command_line import TrainOptions
 from salaad.config.run import RunConfig
@@ -36,7 +35,7 @@ from salaad.model.perplexity import evaluate
 from salaad.runs import run
 from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.runs.records import Recorder
-from salaad.runs.summary import summarize, summary_table
+from salaad.runs.summary import finished, summarize
 from salaad.training.agreement import Agreement
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
@@ -63,13 +62,13 @@ def main(config: RunConfig, options: TrainOptions) -> None:
             accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
         return
     folder, checkpoint = run.open_run(config, options)
-    if options.resume == "auto" and (folder / "summary.json").exists():
-        accelerator.print(f"{folder} is finished:\n\n{summary_table(read_json(folder / 'summary.json'))}")
+    if said := distributed.first_decides(lambda: finished(folder, options.resume)):
+        accelerator.print(said)
         return
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
     require_same_text(text)
-    distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
+    checkpoint = distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
     if remark := short_patience(config, source.config, distributed.world_size()):

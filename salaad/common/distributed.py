@@ -228,5 +228,6 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def exclude_from_averaging(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Exclude parameters from the averaging of a DistributedDataParallel that will wrap `module`."""
     chosen = {id(parameter) for parameter in parameters}
-    names = [name for name, parameter in module.named_parameters() if id(parameter) in chosen]
+    named = module.named_parameters(remove_duplicate=False)  # DDP asks for a tied weight by each of its names
+    names = [name for name, parameter in named if id(parameter) in chosen]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -174,13 +175,15 @@ def json_file(name: str) -> Path:
     """Return the path of the JSON file that `--output` names; create its folder, before the work for it begins.
 
     Raises:
-        UserError: the folder cannot be created, or the name does not end in .json.
+        UserError: the folder cannot be created or written to, or the name does not end in .json.
     """
     path = Path(name)
     if path.suffix != ".json":
         raise UserError(f"--output is {name}, but JSON is written; give a name that ends in .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".partial-", dir=path.parent):
+            pass
     except OSError as error:
         raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
     return path
@@ -189,8 +192,24 @@ def json_file(name: str) -> Path:
 def require_writable(path: Path) -> None:
     """Create the folder of the JSON file `path`; a UserError if that fails or the file holds no table of ours."""
     json_file(str(path))
-    if path.exists() and "rows" not in (read_json(path) or ()):
+    try:
+        ours = not path.exists() or "rows" in (read_json(path) or ())
+    except UserError:  # damaged, or no JSON
+        ours = False
+    if not ours:
         raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
+
+
+@contextmanager
+def tokenizer_errors(folder: Path) -> Iterator[None]:
+    """Raise an OSError where a tokenizer cannot be written to `folder`; its library raises no class of its own."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 @contextmanager

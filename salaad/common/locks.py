@@ -72,12 +72,20 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def keep_from_deletion(folder: Path) -> bool:
-    """Protect the checkpoint `folder` from deletion until this process ends; False if it does not exist."""
+    """Protect a checkpoint from deletion until `allow_deletion` or this process's end; False if it does not exist."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         _kept.append(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a deletion that has begun
     return folder.is_dir()
+
+
+def allow_deletion(folder: Path) -> None:
+    """Give up the protection of the checkpoint `folder` by `keep_from_deletion`."""
+    with suppress(OSError):
+        for descriptor in [one for one in _kept if os.path.samestat(os.fstat(one), folder.stat())]:
+            _kept.remove(descriptor)
+            os.close(descriptor)
 
 
 def delete_unless_kept(folder: Path) -> None:

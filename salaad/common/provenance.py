@@ -37,6 +37,8 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != CHECKOUT:  # a repository around the installed wheel
+            return "unknown"
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):

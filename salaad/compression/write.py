@@ -10,7 +10,7 @@ import torch
 
 from salaad.common.budgets import format_count, parse_budget, parse_count
 from salaad.common.errors import UserError
-from salaad.common.files import new_folder, require_place, write_checksums, write_json
+from salaad.common.files import new_folder, require_place, tokenizer_errors, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.common.validation import split_list
@@ -82,7 +82,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     with new_folder(output) as folder:
         content.save(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            with tokenizer_errors(folder):
+                tokenizer.save_pretrained(folder)
         carry_over(source.folder.path, folder)
         sizes = _sizes(deployment, content, options, folder)
         write_json(_record(deployment, content, options, variants) | sizes | provenance(), folder / RECORD)

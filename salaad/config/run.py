@@ -176,7 +176,7 @@ class TrainConfig:
             those weights to the others after each step (ZeRO-1): the same numbers in less memory.
         log_every: steps between two lines of metrics.jsonl.
         eval_every: steps between two evaluations on validation text; 0 evaluates only at the end.
-        eval_tokens: non-padding validation tokens an evaluation reads at the most.
+        eval_tokens: non-padding validation tokens after which an evaluation reads no further row.
         save_every: steps between two checkpoints; 0 saves only at the end.
         keep_last: newest checkpoints that stay; older ones of the same run are deleted; 0 keeps all.
         keep_every: checkpoints at multiples of so many steps always stay; 0 names none.

@@ -130,6 +130,8 @@ class TrainingStream:
                     raise item
             rows: list[np.ndarray] = [None] * len(range(share.rank, share.batch, share.world_size))
             for item in items:
+                if not len(item.places):  # more workers than rows, after a resume with a smaller batch
+                    continue
                 for place, row in zip(item.places, np.split(item.ids, item.ends[:-1]), strict=True):
                     rows[place // share.world_size] = row
             self._next = items, to_batch(rows, share.plan.length, text.pad_id, text.vocab_size)

@@ -100,6 +100,7 @@ class Cursor:
         empty: records without text.
         long: documents that were cut to a row.
         lost: units that could not be read to their end.
+        lost_in_pass: of them, those of this pass.
     """
 
     epoch: int = 0
@@ -111,6 +112,7 @@ class Cursor:
     empty: int = 0
     long: int = 0
     lost: int = 0
+    lost_in_pass: int = 0
 
 
 class RowStream:
@@ -221,13 +223,13 @@ class RowStream:
         cursor, allowed = self.cursor, self.plan.max_lost
         if allowed is None:
             raise error
-        # A file that stays broken is counted once per pass.
-        if cursor.lost >= allowed * (cursor.epoch + 1):
+        if cursor.lost_in_pass >= allowed:
             raise UserError(
                 f"{error}, or raise data.max_lost_files, which lets stream {self.number} pass over {allowed} such "
                 f"part(s) of files in a pass"
             ) from error
         cursor.lost += 1
+        cursor.lost_in_pass += 1
         self._unit_ends = True
         self._next_window()
 
@@ -241,7 +243,7 @@ class RowStream:
         cursor.unit += 1
         if cursor.unit < len(self._units):
             return
-        cursor.unit = 0
+        cursor.unit = cursor.lost_in_pass = 0
         cursor.epoch += 1
         self._units = self.plan.units(self.number, cursor.epoch)
         self._epochs_without_document += 1

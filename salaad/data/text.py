@@ -86,9 +86,10 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True, val
     text = Text(load_tokenizer(tokenizer), train, held_out, corpus_hash, vocab_size, sizes)
     pieces = text_pieces(text.tokenizer)
     if pieces > vocab_size:
+        larger = f"give model.vocab_size {pieces} or more, or" if training and validation else "give"
         raise UserError(
-            f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; give "
-            f"model.vocab_size {pieces} or more, or another data.tokenizer"
+            f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; {larger} another "
+            "data.tokenizer"
         )
     return text
 

@@ -86,8 +86,9 @@ def model_statistics(
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
         depth = int(number[1]) if number else None
         error = float(torch.linalg.vector_norm(D - L - S)) / (float(torch.linalg.vector_norm(D)) or 1.0)
+        kind = re.sub(r"\.\d+$", "", name).rpartition(".")[2]  # without the number of an expert
         ratios = (own.rank_ratio, own.density, control.rank_ratio, control.density)
-        yield RpcaRow(name, name.rpartition(".")[2], depth, *ratios, error)
+        yield RpcaRow(name, kind, depth, *ratios, error)
 
 
 class Spread(NamedTuple):

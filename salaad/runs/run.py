@@ -56,7 +56,7 @@ _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip
 
 BEGUN_FROM = "begun from"
 # What a run that took no step leaves in its folder.
-_OURS = {"config.yaml", "checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
+_OURS = {"checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 
 
 def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
@@ -87,6 +87,9 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             )
         own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
         if own or not _begun(folder):
+            if not own:
+                _require_ours(folder)
+                locks.keep_from_deletion(checkpoint)  # by its own run, which may go on training
             verify(checkpoint, alone=True, patience=patience)
             state = RunState.read(checkpoint)
             if own:  # the run may have been begun from this checkpoint with other settings than it was saved with
@@ -103,8 +106,7 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
             raise UserError(f"--output {folder} already holds a run; give a folder that is new")
         # The same command again: the run that this one began goes on.
     if not _begun(folder):
-        if folder.exists() and (not folder.is_dir() or any(not _is_ours(path.name) for path in folder.iterdir())):
-            raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
+        _require_ours(folder)
         return folder, None
     if options.resume == "none":
         raise UserError(f"--output {folder} already holds a run; give another folder, or --resume auto to go on")
@@ -126,8 +128,16 @@ def _begun_with(folder: Path) -> dict[str, Any]:
         raise UserError(f"{said}; give another folder") from None
 
 
-def _is_ours(name: str) -> bool:
-    return name in _OURS or name.endswith(PARTIAL)
+def _require_ours(folder: Path) -> None:
+    """Raise a UserError if a folder in which no run took a step holds anything that no start of a run left there."""
+    if folder.exists() and (not folder.is_dir() or any(not _is_ours(path) for path in folder.iterdir())):
+        raise UserError(f"--output {folder} exists and is no run of this program; give a folder that is new")
+
+
+def _is_ours(path: Path) -> bool:
+    if path.name == "config.yaml":  # which may also be what a user gives as --config
+        return path.is_file() and f"\n# {BEGUN_FROM}: " in path.read_text(errors="replace")
+    return path.name in _OURS or path.name.endswith(PARTIAL)
 
 
 def _begun(folder: Path) -> bool:
@@ -178,10 +188,13 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> None:
+def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> Path | None:
     """Create the folder and its config.yaml, in which every start of the run leaves its versions and commit.
 
     A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto goes on from it, too.
+
+    Returns:
+        The checkpoint to go on from, in this folder; that of another run may be deleted from now on.
 
     Raises:
         UserError: another process writes into the folder.
@@ -205,7 +218,10 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
     if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
         checkpoints.point_to(checkpoint)
     elif checkpoint:
-        checkpoints.adopt(checkpoint)
+        adopted = checkpoints.adopt(checkpoint)
+        locks.allow_deletion(checkpoint)
+        return adopted
+    return checkpoint
 
 
 def resume_command() -> str:

@@ -110,3 +110,9 @@ def save_result(folder: Path, path: Path, command: str) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(result, path)
+
+
+def finished(folder: Path, resume: str) -> str | None:
+    """Return what to say of a run that is finished and asked to go on; None of any other."""
+    path = folder / "summary.json"
+    return f"{folder} is finished:\n\n{summary_table(read_json(path))}" if resume == "auto" and path.exists() else None

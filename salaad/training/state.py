@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad.common import distributed
 from salaad.common.errors import UserError, in_a_sentence
+from salaad.common.files import tokenizer_errors
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
 from salaad.methods.low_rank_layers import projections
@@ -129,7 +130,8 @@ class TrainingParts:
                 if self.method.replaces_modules:
                     save_model(self.model, str(folder / TRAINED))
             hashed |= weights
-            self.tokenizer.save_pretrained(folder / "model")
+            with tokenizer_errors(folder / "model"):
+                self.tokenizer.save_pretrained(folder / "model")
             if isinstance(self.source, ModelFolder):
                 carry_over(self.source.path, folder / "model")
             if not self.method.replaces_modules:

@@ -1,5 +1,6 @@
 """New folders appear whole or not at all, checksums find every damage to a copy, and JSON files are read safely."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from salaad.common.errors import UserError
 from salaad.common.files import (
@@ -16,6 +18,8 @@ from salaad.common.files import (
     read_json,
     require_new,
     require_place,
+    require_writable,
+    tokenizer_errors,
     verify,
     write_checksums,
     write_json,
@@ -351,6 +355,28 @@ def test_json_that_cannot_be_read_is_named_in_a_sentence(damage, tmp_path):
 def test_the_folder_of_a_json_file_is_made_before_the_work_that_it_is_to_keep(tmp_path):
     assert json_file(str(tmp_path / "new" / "rows.json")) == tmp_path / "new" / "rows.json"
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_work(tmp_path):
+    (tmp_path / "full").mkdir(mode=0o555)
+    with pytest.raises(UserError, match="give a folder you can write to"):
+        json_file(str(tmp_path / "full" / "rows.json"))
+
+
+def test_a_damaged_table_is_no_table_of_ours(tmp_path):
+    (tmp_path / "rows.json").write_text('{"rows": [')
+    with pytest.raises(UserError, match=r"rows\.json is there and no table of ours.*; give another --output"):
+        require_writable(tmp_path / "rows.json")
+
+
+def test_a_tokenizer_that_finds_the_disk_full_raises_an_error_of_the_disk(tmp_path):
+    """The library's own error is a bare Exception; /dev/full takes no byte."""
+    with pytest.raises(OSError, match="No space left") as caught, tokenizer_errors(tmp_path):
+        Tokenizer(models.BPE()).save("/dev/full")
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(ZeroDivisionError), tokenizer_errors(tmp_path):
+        1 / 0  # noqa: B018
 
 
 @pytest.mark.parametrize(("name", "said"), [("README.md", "JSON is written"), ("taken/rows.json", "cannot be made")])

@@ -24,3 +24,5 @@ def test_the_recorded_commit_is_dirty_when_code_changed_but_not_when_results_did
     assert provenance.provenance()["commit"] == head
     (tmp_path / "salaad/run.py").write_text("2")
     assert provenance.provenance()["commit"] == f"{head}-dirty"
+    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path / "salaad")  # as of a wheel in a project of the user's
+    assert provenance.provenance()["commit"] == "unknown"

@@ -210,6 +210,15 @@ def test_resume_at_another_world_size_and_batch_loses_and_repeats_nothing(text, 
     assert [row for part in (begun, alone, by_three, in_two) for batch in part for row in batch] == expected
 
 
+@pytest.mark.parametrize(("batch", "world_size", "workers"), [(2, 1, 4), (4, 4, 2)])
+def test_workers_without_a_row_in_a_step_of_a_smaller_batch_do_no_harm(text, config, batch, world_size, workers):
+    whole, _ = global_batches(text, config, 8, 1, 5)
+    expected = [row for step in whole for row in step]
+    begun, state = global_batches(text, config, 8, 1, 2)
+    rest, _ = global_batches(text, replace(config, workers=workers), batch, world_size, 24 // batch, [state])
+    assert [row for part in (begun, rest) for step in part for row in step] == expected
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("batch", [4, 6])
 def test_rows_are_counted_up_to_the_first_that_training_would_read_again(text, config, batch, packing):

@@ -281,6 +281,19 @@ def test_a_part_that_is_lost_in_every_pass_is_allowed_in_every_pass(config):
     assert epoch > 2
 
 
+def test_passes_without_a_lost_part_allow_no_more_in_a_later_one(config):
+    config = replace(config, max_lost_files=1, retries=0, streams=1, packing=False)
+    stream = TrainingStream(open_text(config, vocab_size=512), config, batch=1)
+    while stream.state_dict()["cursors"]["0"]["epoch"] < 2:
+        next(stream)
+    for file in config.files[1:]:
+        Path(file).unlink()
+    with pytest.raises(UserError, match="lets stream 0 pass over 1 such"):
+        while True:
+            next(stream)
+    assert counts_in(stream.state_dict())["lost"] <= 1
+
+
 def test_lost_parts_are_told_with_the_skipped_documents(tmp_path, capsys):
     counts = {"bad": 0, "empty": 0, "long": 9, "lost": 0, "passes": 0}
     before, after = counts | {"lost": 2}, counts | {"lost": 2, "empty": 1}

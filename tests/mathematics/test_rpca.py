@@ -293,6 +293,13 @@ def test_a_model_gives_one_row_per_matrix_in_its_order(weights):
         assert row.control_rank_ratio == pytest.approx(row.rank_ratio, abs=0.15)
 
 
+def test_an_expert_is_of_the_kind_of_its_projection():
+    X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    names = ("model.layers.2.mlp.experts.gate_up_proj.3", "model.layers.2.mlp.experts.1.down_proj.weight")
+    rows = list(model_statistics(dict.fromkeys(names, X)))
+    assert [(row.kind, row.depth) for row in rows] == [("gate_up_proj", 2), ("down_proj", 2)]
+
+
 def test_rows_do_not_depend_on_the_rest_of_the_model_and_controls_do_on_the_seed(weights):
     rows = list(model_statistics(weights))
     assert list(model_statistics({name: weights[name] for name in reversed(weights)})) == rows[::-1]

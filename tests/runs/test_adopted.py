@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from salaad.common.errors import UserError
-from salaad.runs import checkpoints
+from salaad.common.files import verify
+from salaad.common.locks import delete_unless_kept
+from salaad.config.command_line import read_command_line
+from salaad.runs import checkpoints, run
 from tests.helpers.training import last_checkpoint, lines, run_training
 from tests.runs.test_checkpoints import largest_file
 
@@ -37,6 +40,35 @@ def test_a_checkpoint_under_any_name_is_adopted_by_the_name_of_its_step(trained,
     (new / "checkpoints" / "latest").write_text("step-0000004\n")
     run_training(toy(**SAVED), new)
     assert lines(new) == lines(trained)[2:]
+
+
+def test_a_folder_of_something_else_is_left_alone_whatever_is_resumed(trained, toy, tmp_path):
+    other, checkpoint = tmp_path / "thesis", f"--resume={trained}/checkpoints/step-0000004"
+    other.mkdir()
+    for name in ("summary.json", "config.yaml"):  # the second also by itself, as the user's own settings
+        for path in other.iterdir():
+            path.unlink()
+        (other / name).write_text("mine")
+        for resume in ([], ["--resume=none"], [checkpoint]):
+            with pytest.raises(UserError, match=r"thesis exists and is no run of this program; give a folder that is"):
+                run_training([*toy(**SAVED), *resume], other)
+        assert [path.name for path in other.iterdir()] == [name] and (other / name).read_text() == "mine"
+
+
+def test_a_checkpoint_that_a_new_run_begins_from_is_not_deleted_until_it_is_its_own(trained, toy, tmp_path):
+    source, new = tmp_path / "source", tmp_path / "new"
+    shutil.copytree(trained, source)
+    checkpoint, found = source / "checkpoints" / "step-0000004", []
+    config, options = read_command_line([*toy(**SAVED), f"--resume={checkpoint}", f"--output={new}"])
+    assert run.open_run(config, options) == (new, checkpoint)
+    for begun in (False, True):
+        if begun:
+            adopted = run.begin(new, config, None, checkpoint)
+            assert adopted == new / "checkpoints" / "step-0000004"
+        delete_unless_kept(checkpoint)  # as the run that still trains does
+        found.append(checkpoint.exists())
+    assert found == [True, False]
+    verify(adopted, alone=True)
 
 
 def test_an_adopted_checkpoint_is_gone_on_from_with_the_settings_of_the_run_that_adopted_it(trained, toy, tmp_path):

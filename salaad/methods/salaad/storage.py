@@ -13,7 +13,7 @@ from torch import Tensor
 
 from salaad.common import distributed
 from salaad.common.errors import NotSavedError, UserError
-from salaad.common.files import inside, read_object, require_new, write_checksums, write_json
+from salaad.common.files import inside, read_object, require_new, tokenizer_errors, write_checksums, write_json
 from salaad.common.hashed_files import write_tensors
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.surrogate import Surrogate, target_of
@@ -89,7 +89,8 @@ def save_folder(folder: Path, parts: Iterable[Any], writer: Callable[[], Callabl
     def finish() -> None:
         for part in parts:
             if hasattr(part, "save_pretrained"):
-                part.save_pretrained(partial)
+                with tokenizer_errors(partial):
+                    part.save_pretrained(partial)
         write_checksums(partial)
         partial.replace(folder)
 
