@@ -334,7 +334,7 @@ class CheckpointDeployment(Deployment):
     @cached_property
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
-        return dict(weights_of(model, self._names))
+        return dict(weights_of(model, self._split))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from salaad.compression.split import Parts, PostHoc, beside_trained, can_weigh_h
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
+from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership
 from salaad.methods.salaad.plugin import Salaad
 from salaad.model.parameters import count_parameters
@@ -63,21 +64,24 @@ def compress(
     if budget is not None:
         alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
-    moments = {} if kappa is not None else salaad.second_moments()
-    if lm_head is None:
-        something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
-        lm_head = something_goes and can_weigh_head(salaad.model, salaad.weights, moments)
-    split = beside_trained(salaad.model, salaad.weights)
-    names = split_names(salaad.model, split, salaad.weights, type(salaad.model).__name__) if lm_head else []
-    beside = weights_of(salaad.model, names)
-    parts = _parts(salaad, split, beside)
-    fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
-    weights = weights_from(moments, parts)
     device = next(salaad.model.parameters()).device
-    target = {name: X.detach().float().cpu() for name, X in beside.items()}
-    whole = Whole(parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device)
-    small = cut(whole, variant)
-    return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
+    with torch.no_grad(), true_float32(device):
+        moments = {} if kappa is not None else salaad.second_moments()
+        if lm_head is None:
+            something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
+            lm_head = something_goes and can_weigh_head(salaad.model, salaad.weights, moments)
+        split = beside_trained(salaad.model, salaad.weights)
+        names = split_names(salaad.model, split, salaad.weights, type(salaad.model).__name__) if lm_head else []
+        beside = weights_of(salaad.model, names)
+        parts = _parts(salaad, split, beside)
+        fixed = dense - sum(math.prod(slr.shape) for slr in parts.values())
+        weights = weights_from(moments, parts)
+        target = {name: X.detach().float().cpu() for name, X in beside.items()}
+        whole = Whole(
+            parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device
+        )
+        small = cut(whole, variant)
+        return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
 
 
 def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Parts:

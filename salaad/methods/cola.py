@@ -8,11 +8,14 @@ package's own format. At 60m and 130m the feed-forward layer keeps its own SiLU,
 the tokenizer's, and its row of the embedding gets no gradient.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from salaad.common.errors import UserError
 from salaad.config.methods import ColaConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
@@ -53,6 +56,23 @@ class Cola(LowRankMethod):
 
     Settings = ColaConfig
     Layer = ColaLinear
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
+        """Raise a UserError for a model whose activation `rebuild` would not leave out in both training and folder."""
+        super().check(model, config)
+        if config.settings.keep_swiglu:
+            return
+        linear = copy.deepcopy(model.config)
+        linear.hidden_act = "linear"
+        with torch.device("meta"):
+            activations = [module.act_fn for module in type(model)(linear).modules() if hasattr(module, "act_fn")]
+        x = torch.tensor([-1.0, 2.0])
+        if not activations or not all(torch.equal(one(x), x) for one in activations):
+            raise UserError(
+                f"cola.keep_swiglu is false, but hidden_act does not set the activation of a {model.config.model_type} "
+                "model; keep it, or give a LLaMA-like model"
+            )
 
     @classmethod
     def rebuild(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102

@@ -71,6 +71,11 @@ def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
             f"method {config.method} works on linear projections, of which this model has 0; give a LLaMA-like model, "
             "or method full_rank or salaad"
         )
+    if others := find_blocks(model, SalaadConfig()).places.keys() - layers.keys():
+        raise UserError(
+            f"method {config.method} works on linear layers alone, and {min(others)} is none, such as an expert; give "
+            "a model without, or method full_rank or salaad"
+        )
     tied = sorted(tied_modules(model) & set(layers))
     if tied:
         raise UserError(

@@ -69,6 +69,13 @@ class Matformer(Method):
                 "nests one width; give a model with one, or another method"
             )
         [width] = whole
+        declared = model.config.num_hidden_layers, model.config.intermediate_size
+        if (len(widths.layers), width) != declared:
+            raise UserError(
+                f"method matformer nests {len(widths.layers)} SwiGLU layers of width {width} here, but the model's "
+                f"configuration has {declared[0]} layers of width {declared[1]}, as with experts; give a LLaMA-like "
+                "model, or another method"
+            )
         if width % times:
             raise UserError(
                 f"the feed-forward width {width} cannot be halved {config.settings.halvings} times; give "

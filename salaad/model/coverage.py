@@ -73,4 +73,8 @@ def _reason(name: str, parameter: nn.Parameter) -> str:
     role = role_of(module) or role_of(name)
     if role in ("embedding", "lm_head"):
         return f"{role}, not asked for"
-    return "2-D, with a role that was not asked for" if role else "2-D, without a role; name it by re:PATTERN"
+    if role:
+        return "2-D, with a role that was not asked for"
+    if key != "weight":
+        return "2-D, but no module's `weight`; keep it in an nn.Linear"
+    return "2-D, without a role; name it by re:PATTERN"

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from salaad.common.errors import UserError
 from salaad.config.methods import ColaConfig, LostConfig
 from salaad.methods.cola import Cola, ColaLinear
 from salaad.methods.lost import LostLinear
 from salaad.methods.low_rank_layers import factored_layers
+from salaad.methods.registry import method_of
+from tests.helpers.families import model_of
 from tests.helpers.tiny_llama import IDS, config_of, llama
 
 
@@ -32,6 +35,20 @@ def test_the_entries_of_cola_have_their_variance():
     layer = ColaLinear(nn.Linear(300, 500), ColaConfig(rank=100))
     for factor in (layer.A, layer.B):
         assert factor.var().item() == pytest.approx((100 * 800) ** -0.5, rel=0.03)
+
+
+def test_the_activation_is_left_out_only_where_training_and_folder_can_leave_it_out():
+    config = config_of("cola", "--cola.rank", "4", "--cola.keep_swiglu", "false")
+    Cola.check(llama(), config)
+    with pytest.raises(UserError, match="hidden_act does not set the activation of a gpt_neox model; keep it, or give"):
+        Cola.check(model_of("gpt_neox"), config)
+
+
+@pytest.mark.parametrize("method", ["lora", "relora", "galore", "loro", "cola", "sltrain", "lost"])
+def test_a_model_with_experts_is_refused_by_methods_that_would_leave_them_out(method):
+    config = config_of(method, f"--{method}.rank", "4")
+    with pytest.raises(UserError, match=rf"method {method} works on linear layers alone, and .*experts.* is none"):
+        method_of(config).check(model_of("mixtral"), config)
 
 
 def test_cola_without_the_silu_of_swiglu_multiplies_gate_and_up():

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from salaad.common.errors import UserError
 from salaad.methods.matformer import Matformer
 from salaad.model.nested_widths import Widths
+from tests.helpers.families import model_of
 from tests.helpers.tiny_llama import IDS, config_of, llama
 
 
@@ -122,6 +123,11 @@ def test_widths_that_do_not_divide_are_refused_with_the_next_that_does():
     model.model.layers[1].mlp = llama(intermediate_size=32).model.layers[1].mlp
     with pytest.raises(UserError, match="widths 24, 32 of this model differ"):
         Matformer.check(model, config)
+
+
+def test_a_model_whose_only_swiglu_layers_are_beside_experts_is_refused():
+    with pytest.raises(UserError, match=r"nests \d SwiGLU layers of width \d+ here, but .* as with experts; give a"):
+        Matformer.check(model_of("qwen2_moe"), config_of("matformer", "--matformer.halvings", "1"))
 
 
 def test_widths_are_found_once():

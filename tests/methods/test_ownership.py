@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -374,6 +375,41 @@ def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, name, first
         assert found.startswith(said) if name else found == ""
 
 
+class Experts(nn.Module):
+    """Rows are multiplied by those of four experts that are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for i in chosen:
+            x = x + self.experts[i](x)
+        return x
+
+
+def step_without_one_expert() -> list[str]:
+    """Return the warnings of a step in which each rank's data miss one of the two experts that it owns."""
+    torch.manual_seed(0)
+    model = Experts()
+    salaad = Salaad(model, SalaadConfig(roles=("re:experts",), rho=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    mine = [i for i in range(4) if salaad.owners[f"experts.{i}"] == distributed.rank()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped(torch.randn(3, 8), [i for i in range(4) if i != mine[0]]).square().sum().backward()
+        optimizer.step()
+        salaad.step()
+    salaad.close()
+    return [str(one.message) for one in caught if "without the penalty" in str(one.message)]
+
+
+def test_a_block_that_the_data_of_its_owner_do_not_reach_is_named(tmp_path):
+    for said in run_ranks(step_without_one_expert, 2, tmp_path):
+        assert len(said) == 1 and "experts." in said[0] and 'pull="decoupled"' in said[0]
+
+
 # ---- pure bfloat16: the blocks' gradients are kept and averaged in float32
 
 
@@ -400,6 +436,25 @@ def bfloat16_step() -> dict[str, Any]:
         },
         "bias": model[0].bias.grad,
     }
+
+
+def tied_step() -> Tensor:
+    """Run a backward pass in pure bfloat16 of a model whose embedding, also its head, is averaged apart."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)}).bfloat16()
+    model["head"].weight = model["embedding"].weight
+    model["head"].weight.grad_dtype = torch.float32
+    model.forward = lambda ids: model["head"](model["embedding"](ids))
+    model.register_parameter("other", nn.Parameter(torch.ones(1)))
+    distributed.exclude_from_averaging(model, [model["head"].weight])
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped(torch.tensor([distributed.rank()])).float().square().sum().backward()
+    return model["head"].weight.grad
+
+
+def test_a_tied_weight_is_left_out_by_each_of_its_names(tmp_path):
+    first, second = run_ranks(tied_step, 2, tmp_path)
+    assert first.dtype == second.dtype == torch.float32 and not torch.equal(first, second)  # each its own
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,7 @@ def test_a_fused_weight_of_multihead_attention_and_a_weight_normed_layer_are_nam
             "normed": parametrizations.weight_norm(nn.Linear(8, 6)),
             "plain": nn.Linear(6, 4),
             "kernel": nn.Conv1d(4, 4, 3),
+            "cell": nn.LSTM(4, 4),
         }
     )
     blocks = find_blocks(model, SalaadConfig(roles=("re:plain",)))
@@ -95,6 +96,7 @@ def test_a_fused_weight_of_multihead_attention_and_a_weight_normed_layer_are_nam
     assert "weight normalization" in reasons["normed.parametrizations.weight.original1"]
     assert "without a role" in reasons["attention.out_proj.weight"]
     assert reasons["kernel.weight"].startswith("3-D")
+    assert "no module's `weight`" in reasons["cell.weight_ih_l0"]
     assert "plain.weight" not in reasons
 
 

@@ -5,6 +5,8 @@ optimizer.step()    # any optimizer: it sees the gradient of ℓ + ℓ_ρ
 salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
+import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -123,7 +125,19 @@ class Salaad:
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
     def _has_joined_nothing(self) -> bool:
-        return 0 < len(self._surrogates) == len(self._pull.pending)
+        """Whether the penalty joined no gradient of this rank's blocks; warn of single blocks that it did not join."""
+        pending = self._pull.pending
+        if 0 < len(self._surrogates) == len(pending):
+            return True
+        if distributed.world_size() > 1:
+            left_out = sorted(name for name in pending if self.weights.places[name].gradient is not None)
+            if left_out:
+                warnings.warn(
+                    f"block {left_out[0]} has a gradient of other ranks alone, as of an expert that its owner's data "
+                    'did not reach, and moves without the penalty in this step; pull="decoupled" needs no gradient',
+                    stacklevel=2,
+                )
+        return False
 
     def join_gradients(self) -> None:
         """Add the penalty's gradient to gradients that no backward accumulated, as those of `torch.autograd.grad`.
@@ -304,19 +318,24 @@ class Salaad:
 
         The call is collective, that of the function is not; it needs an existing folder.
         """
-        index = self.index()
+        index, moments = self.index(), self.second_moments()
 
         def write(folder: Path) -> None:
             storage.save_surrogates(self.surrogates, folder, index)
             if distributed.rank() == 0:
-                save_second_moments(self.second_moments(), folder)
+                save_second_moments(moments, folder)
 
         return write
 
     def second_moments(self) -> Moments:
-        """Return the second moments of the weights' optimizers; before the first step, those that `load` has read."""
+        """Return the second moments of the weights' optimizers; before the first step, those that `load` has read.
+
+        Collective: an optimizer that shares its state among the ranks has those of some weights on each.
+        """
         optimizers = self._watch.optimizers
-        return second_moments(self.model, *optimizers) if optimizers else self._moments_found
+        if not optimizers:
+            return self._moments_found
+        return dict(ChainMap(*distributed.together(lambda: second_moments(self.model, *optimizers))))
 
     @classmethod
     def load(

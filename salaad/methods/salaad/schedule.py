@@ -33,7 +33,7 @@ def pulled_steps(config: SalaadConfig, total_steps: int | None) -> range:
         if getattr(config, name) and total_steps is None:
             raise UserError(
                 f"{name} is {getattr(config, name)}, a part of the training, whose length is not known; give "
-                "Salaad(model, config, total_steps=…)"
+                "total_steps, to Salaad(model, config, …) or Salaad.load(model, folder, …)"
             )
     begin = round(config.onset * total_steps) if config.onset else 0
     return range(begin, round((1 - config.release) * total_steps) if config.release else sys.maxsize)

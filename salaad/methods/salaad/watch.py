@@ -126,7 +126,8 @@ class Watch:
             raise UserError(
                 "the optimizer moved the weights, but no backward since the last salaad.step() reached a block, as "
                 "torch.autograd.grad calls no hooks; call loss.backward(), or salaad.join_gradients() before the "
-                "optimizer's step, and salaad.step() after it"
+                "optimizer's step, and salaad.step() after it; where a rank's data may miss all of its blocks, as with "
+                'experts, take pull="decoupled"'
             )
         if joined and not self.moved and self._scalers is not None and scaler is None:  # a scaler may leave out a step
             raise UserError(
