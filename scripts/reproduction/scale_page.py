@@ -69,7 +69,8 @@ def facts(result: Result) -> list[str]:
     told = [f"made by: `{result['command']}`"]
     told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
     changed = changed_since(result["commit"])
-    what = "all code in the list of freshness.py" if len(changed) == len(BEHIND) else ", ".join(changed)
+    everything = "all code behind it (training, cutting and evaluation)"
+    what = everything if len(changed) == len(BEHIND) else ", ".join(changed)
     since = f"; since then changed: {what}" if changed else ""
     told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
     if trainings:
