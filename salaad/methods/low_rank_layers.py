@@ -65,7 +65,11 @@ def projections(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 def require_projections(model: PreTrainedModel, config: RunConfig) -> None:
     """Raise a UserError unless the model has projections, none tied, and none too small for the method's rank."""
-    layers, rank = projections(model), config.settings.rank
+    rank = config.settings.rank
+    try:
+        layers = projections(model)
+    except UserError:  # an unknown family, whose projections these methods cannot be told
+        layers = {}
     if not layers:
         raise UserError(
             f"method {config.method} works on linear projections, of which this model has 0; give a LLaMA-like model, "

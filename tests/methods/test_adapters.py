@@ -73,8 +73,10 @@ def test_a_model_whose_projections_are_tied_or_missing_is_refused(method):
     with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj shares its weight with another module"):
         method_of(config).check(model, config)
     bare = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=32))
-    with pytest.raises(UserError, match=r"works on linear projections, of which this model has 0; give a LLaMA-like"):
-        method_of(config).check(bare, config)
+    unknown = nn.ModuleDict({"lm_head": nn.Linear(4, 4)})
+    for other in (bare, unknown):
+        with pytest.raises(UserError, match=r"works on linear projections, of which this model has 0; give a LLaMA-"):
+            method_of(config).check(other, config)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def test_a_backward_says_that_the_model_is_on_another_device_than_l_and_s():
         loss_of(model).backward()
 
 
+def test_a_backward_says_that_a_gradient_is_sparse():
+    model = nn.Embedding(8, 4, sparse=True)
+    Salaad(model, SalaadConfig(roles=("re:",), rho=0.5))
+    with pytest.raises(UserError, match="has a sparse gradient, which the penalty cannot join; make its layer with"):
+        model(torch.tensor([1, 3])).sum().backward()
+
+
 def test_weights_loaded_in_place_are_still_watched():
     model, other = toy(), toy()
     salaad = Salaad(model, CONFIG)

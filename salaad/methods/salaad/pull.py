@@ -79,7 +79,7 @@ class CoupledPull:
         """Add the penalty's gradient to that of a block, if it is pending.
 
         Raises:
-            UserError: the block has no gradient, or is not on the device of its L and S.
+            UserError: the block has no gradient or a sparse one, or is not on the device of its L and S.
         """
         if name not in self.pending:
             return
@@ -93,6 +93,11 @@ class CoupledPull:
             raise UserError(
                 f"block {name} is on {place.gradient.device} now, but its L and S are on {surrogate.T.device}; make "
                 "the Salaad after the model is on its device"
+            )
+        if place.gradient.is_sparse:
+            raise UserError(
+                f"block {name} has a sparse gradient, which the penalty cannot join; make its layer with sparse=False, "
+                'or take pull="decoupled"'
             )
         if self._scale is None:
             scaler = self._scaler()
