@@ -185,7 +185,9 @@ def json_file(name: str) -> Path:
         with TemporaryDirectory(prefix=".partial-", dir=path.parent):
             pass
     except OSError as error:
-        raise UserError(f"--output {path.parent} cannot be made ({error}); give a folder you can write to") from None
+        raise UserError(
+            f"--output {path.parent} cannot be made or written to ({error}); give a folder you can write to"
+        ) from None
     return path
 
 
