@@ -2,7 +2,6 @@
 # Make the environment if needed, check format and lint, run the tests. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" requirements.txt tests/requirements.txt
-unset PYTHONDONTWRITEBYTECODE  # or each of many processes would compile all modules again
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 # Two tests side by side, and one thread per process: several small processes share the cores. A process that has run out

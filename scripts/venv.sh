@@ -8,9 +8,11 @@ if [ ! -e "$stamp" ]; then
     { echo "error: $("$python" --version) is too old; install Python 3.11 or newer" >&2; exit 2; }
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   echo "installing the pinned packages into .venv"
-  # torch by itself first: the other packages then take the build that is there.
-  .venv/bin/python -m pip install --quiet "$(grep ^torch== requirements.txt)"
-  for file in "${pins[@]}"; do .venv/bin/python -m pip install --quiet -r "$file"; done
-  .venv/bin/python -m pip install --quiet --no-deps --editable .
+  # Compiling every module takes pip as long as all the rest, and most are never imported: Python compiles what it needs.
+  add() { .venv/bin/python -m pip install --quiet --no-compile "$@"; }
+  add "$(grep ^torch== requirements.txt)"  # by itself first: the other packages then take the build that is there
+  for file in "${pins[@]}"; do add -r "$file"; done
+  add --no-deps --editable .
   touch "$stamp"
 fi
+unset PYTHONDONTWRITEBYTECODE  # or each of many processes would compile all modules again
