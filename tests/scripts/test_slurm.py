@@ -54,14 +54,15 @@ def test_the_launcher_gets_nodes_processes_and_the_arguments_of_the_training(job
     process = job("--config", "1b.yaml", "--output", "runs/a b", ENDS_WITH="0")
     assert process.wait(timeout=30) == 0
     words = (tmp_path / "launched").read_text().splitlines()
-    options = dict(zip(words[2:-7:2], words[3:-7:2], strict=False))
+    options = dict(zip(words[2:-5:2], words[3:-5:2], strict=False))
     assert words[:2] == ["launch", "--multi_gpu"]
     assert (options["--num_machines"], options["--num_processes"]) == ("2", "8")
     assert (options["--machine_rank"], options["--main_process_ip"]) == ("0", "first-host")
     launch = torch_launch(words[1:])
     assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("static", "first-host:29500")
     assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node, launch.max_restarts) == (2, 2, 4, 0)
-    assert words[-7:] == ["train.py", "--config", "1b.yaml", "--output", "runs/a b", "--resume", "auto"]
+    # Nothing is added: train.py goes on by itself, and the last of two options would win.
+    assert words[-5:] == ["train.py", "--config", "1b.yaml", "--output", "runs/a b"]
     assert (tmp_path / "cpus").read_text() == "24\n"  # srun no longer takes it from the job by itself
     assert int((tmp_path / "patience").read_text()) < 300  # Slurm's signal comes 300 s before the end
     assert not (tmp_path / "requeued").exists()
