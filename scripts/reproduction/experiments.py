@@ -94,15 +94,22 @@ def one_training(scale: Scale) -> Measured:
         rows.append({"label": "dense, one training per size", **perplexity(run, scale, "X"), "budget": budget})
     pictures.one_training(rows, scale.results / "one_training.png")
     dense = next(row["parameters"] for row in rows)
+    table = by_size(rows, [parse_budget(share, dense) for share in ("1", *scale.budgets)])
+    notes = [f"cuts by energy, with {REFINE} refinements; every model saw the same tokens; seed 0"]
+    notes += ["–: L + S is smaller than this size"] if "–" in table else []
+    tables = {"perplexity by parameters of the whole model": table}
+    return Measured(rows, tables, {"perplexity over parameters": "one_training.png"}, notes)
+
+
+def by_size(rows: list[dict[str, Any]], budgets: list[int]) -> str:
+    """Return the table of the best perplexity of each label at each number of parameters; – where it has no model."""
     columns = list(dict.fromkeys(row["label"] for row in rows))
     lines = []
-    for share in ("1", *scale.budgets):
-        budget = parse_budget(share, dense)
+    for budget in budgets:
         near = [[row for row in rows if row["label"] == label and _has_size(row, budget)] for label in columns]
-        lines.append((millions(budget), *(f"{min(row['perplexity'] for row in some):.2f}" for some in near)))
-    tables = {"perplexity by parameters of the whole model": markdown_table(("parameters", *columns), lines)}
-    notes = [f"cuts by energy, with {REFINE} refinements; every model saw the same tokens; seed 0"]
-    return Measured(rows, tables, {"perplexity over parameters": "one_training.png"}, notes)
+        best = [min((row["perplexity"] for row in some), default=None) for some in near]
+        lines.append((millions(budget), *("–" if value is None else f"{value:.2f}" for value in best)))
+    return markdown_table(("parameters", *columns), lines)
 
 
 def _has_size(row: dict[str, Any], budget: int) -> bool:

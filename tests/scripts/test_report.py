@@ -11,7 +11,7 @@ from scripts.reproduction import freshness, report, scale_page
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table
 from scripts.reproduction.diagrams import overview
-from scripts.reproduction.experiments import NUMBERS
+from scripts.reproduction.experiments import NUMBERS, by_size
 from scripts.reproduction.grid import SCALES
 from scripts.reproduction.report import write_report
 from tests.helpers.reproduced import NANO, robust
@@ -199,3 +199,13 @@ def test_the_overviews_are_diagrams_that_github_draws():
         kind, *lines, end = text.splitlines()
         assert (kind, end) == ("```mermaid", "```") and lines[0].startswith("flowchart")
         assert sum(line.strip().startswith("subgraph") for line in lines) == lines.count("  end")
+
+
+def test_a_size_above_l_plus_s_is_left_out_of_the_table_by_size():
+    """At the paper's scales L + S is smaller than the largest budgets, which then cut nothing."""
+    rows = [
+        {"label": label, "parameters": parameters, "perplexity": perplexity}
+        for label, parameters, perplexity in (("SALAAD", 100, 9.0), ("SALAAD", 80, 9.5), ("dense", 90, 9.2))
+    ]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in by_size(rows, [100, 90, 80]).splitlines()]
+    assert [line[1:] for line in lines[2:]] == [["9.00", "–"], ["–", "9.20"], ["9.50", "–"]]
