@@ -179,12 +179,15 @@ class Comparison:
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
         model = Measured(folder, self.tokens, summary["tokens"], self.other_text)
-        if not row:
-            row |= {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
-            row["config"] = config_of(folder)
-            row |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
-            row["minutes"] = {"train": summary["seconds"]["train"] / 60}
-            row["costs"] = {"train": model.training_cost(summary["positions"])}
+        if row:
+            self._require_same_run(row, about, folder)
+        else:
+            found = {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
+            found |= {"config": config_of(folder), "validation_tokens": self.tokens}
+            found |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
+            found["minutes"] = {"train": summary["seconds"]["train"] / 60}
+            found["costs"] = {"train": model.training_cost(summary["positions"])}
+            row |= found  # at once, as another job may be writing all rows
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
             save()
         for way in left:
@@ -205,6 +208,15 @@ class Comparison:
             found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)
             print(f"{folder.name}, {way}: {found}", flush=True)
             save()
+
+    def _require_same_run(self, row: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> None:
+        """Raise a UserError if what is measured on a run would stand beside figures of another run or other text."""
+        same_run = all(row[key] == about[key] for key in ("commit", "machine"))
+        if not same_run or row.get("validation_tokens", self.tokens) != self.tokens:
+            raise UserError(
+                f"the row {row['label']} of seed {row['seed']} was measured on another run than {folder}, or with "
+                "other --tokens; give another --output, or delete the row"
+            )
 
     def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of the whole model (X), and of L + S where there is one."""

@@ -144,6 +144,37 @@ def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, t
             assert other.get(share, parameters) == pytest.approx(parameters, rel=0.02)
 
 
+@pytest.fixture
+def comparison(tmp_path, monkeypatch) -> compare_elastic.Comparison:
+    """A comparison whose trainings are there, of commit "new", and cannot be measured."""
+    about = {"command": "--config nano", "commit": "new", "machine": "here"}
+    monkeypatch.setattr(compare_elastic, "trained", lambda *_: (about, {"tokens": 9}))
+    monkeypatch.setattr(compare_elastic, "config_of", lambda folder: {})
+    return compare_elastic.Comparison("nano", tmp_path, (), tokens=2000)
+
+
+@pytest.mark.parametrize("other", [{"commit": "old"}, {"machine": "there"}, {"validation_tokens": 1000}])
+def test_figures_of_another_run_or_text_are_not_put_beside_those_of_a_row(comparison, other):
+    row = {"label": "full-rank", "seed": 0, "commit": "new", "machine": "here", "validation_tokens": 2000} | other
+    kept = dict(row)
+    with pytest.raises(UserError, match=r"full-rank of seed 0 was measured on another run than .*full-rank-0, or with"):
+        comparison.complete(compare_elastic.Training("full-rank", (), ("cut",)), 0, row, pytest.fail)
+    assert row == kept
+
+
+def test_a_row_whose_measurement_breaks_off_is_left_empty(comparison, monkeypatch):
+    """Another job may write all rows in the meantime, and a row that is there counts as measured."""
+
+    def killed(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_elastic.Comparison, "figures", killed)
+    row = {}
+    with pytest.raises(KeyboardInterrupt):
+        comparison.complete(compare_elastic.Training("full-rank", (), ()), 0, row, pytest.fail)
+    assert row == {}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
