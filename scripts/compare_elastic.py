@@ -53,7 +53,7 @@ from scripts.elastic_ways import (
     way_of_tuning,
 )
 from scripts.outlines import outline_of
-from scripts.trainings import ROOT, config_of, is_of, trained
+from scripts.trainings import ROOT, config_of, is_same, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
@@ -246,13 +246,8 @@ def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: 
 
 
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
-    """Raise a UserError if a row was trained with other settings than these options of train.py give.
-
-    Only the file names of its text and tokenizer may differ.
-    """
-    texts = dict.fromkeys(("files", "validation_files", "tokenizer"))
-    both = (row["config"], read_command_line(list(asked))[0].to_dict())
-    if not is_of(*({**config, "data": config["data"] | texts} for config in both)):
+    """Raise a UserError if a row was trained with other settings than these options of train.py give."""
+    if not is_same(row["config"], read_command_line(list(asked))[0].to_dict()):
         raise UserError(f"{row['label']} was measured with {row['command']}; give another --output, or delete its row")
 
 

@@ -3,6 +3,8 @@
 Shards that are already there are not fetched again, and a broken download goes on where it stopped.
 """
 
+import json
+import shlex
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
@@ -70,12 +72,9 @@ def fetch(repository: str, kind: str, name: str, folder: Path) -> None:
 def training_options(folder: Path) -> list[str]:
     """Return the options of train.py that use the text and the tokenizer in a folder."""
     folder = folder.resolve()
-    return [
-        "--data.source files",
-        f"--data.files '[\"{folder}/en/c4-train.*.json.gz\"]'",
-        f"--data.validation_files '[\"{folder}/en/c4-validation.*.json.gz\"]'",
-        f"--data.tokenizer {folder}/t5-base",
-    ]
+    files, validation = (json.dumps([f"{folder}/en/c4-{split}.*.json.gz"]) for split in ("train", "validation"))
+    values = {"source": "files", "files": files, "validation_files": validation, "tokenizer": f"{folder}/t5-base"}
+    return [f"--data.{name} {shlex.quote(value)}" for name, value in values.items()]
 
 
 if __name__ == "__main__":

@@ -213,8 +213,6 @@ def asked_scale(options: argparse.Namespace) -> Scale:
     if options.tokenizer and (scale.config.data.source == "python-docs" or scale.config.data.tokenizer):
         raise UserError(f"--tokenizer is given, but {scale.name} has one of its own; leave it out")
     found = {name: place.absolute() for name, place in places.items() if place}
-    if options.tokenizer:
-        scale = replace(scale, options=(*scale.options, f"--data.tokenizer={found['tokenizer']}"))
     files = {"task_data": found.get("task-data"), "other_text": found.get("other-text")}
     scale = replace(scale, asked=tuple(found), **files)
     if options.compile:
@@ -222,7 +220,9 @@ def asked_scale(options: argparse.Namespace) -> Scale:
     if options.c4:
         if scale.config.data.source != "c4":
             raise UserError(f"--c4 is given, but {scale.name} has a text of its own; leave it out")
-        return replace(scale, options=(*scale.options, *shlex.split(" ".join(training_options(found["c4"])))))
+        scale = replace(scale, options=(*scale.options, *shlex.split(" ".join(training_options(found["c4"])))))
+    if options.tokenizer:  # also in place of that beside --c4
+        scale = replace(scale, options=(*scale.options, f"--data.tokenizer={found['tokenizer']}"))
     if scale.text and not options.list and not (ROOT / scale.text).is_dir():
         raise UserError(f"{scale.text} is not there; bring it with python scripts/fetch_text.py --output {scale.text}")
     return scale

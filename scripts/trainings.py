@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,9 +65,20 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
     return Trained({"command": " ".join([*words, *otherwise]), "steps": summary["step"], **origin_of(folder)}, summary)
 
 
+@cache
+def _defaults(method: str) -> dict[str, Any]:
+    return read_command_line(["--method", method])[0].to_dict()
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     """All settings of a run."""
     return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def is_same(old: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Return what `is_of` returns, for runs whose text and tokenizer may have other paths, as on another machine."""
+    texts = dict.fromkeys(("files", "validation_files", "tokenizer"))
+    return is_of(*({**config, "data": config["data"] | texts} for config in (old, asked)))
 
 
 def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
@@ -75,7 +87,7 @@ def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     Settings that its version did not know have their defaults; those of other methods do not count, and neither do
     those in `WATCHING`, which change what is computed by no more than rounding.
     """
-    defaults = read_command_line(["--method", asked["method"]])[0].to_dict()
+    defaults = _defaults(asked["method"])
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]
     known = {key: {**defaults[key], **old.get(key, {})} for key in counted if isinstance(defaults[key], dict)}
     known["train"] |= {name: asked["train"][name] for name in WATCHING}

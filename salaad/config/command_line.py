@@ -26,6 +26,7 @@ from salaad.config.suggestion import settings_for
 
 CONFIGS = CHECKOUT / "configs"
 _LARGEST_YAML, _DEEPEST_YAML = 2**18, 8  # bytes and levels; our files have a thousandth of these bytes and three levels
+_NO_OTHER_PULL = {"rho": None, "onset": 0.0, "release": 0.0}  # what a preset sets unless its own settings differ
 _LONGEST_VALUE = 3500  # characters; Python writes out no number of more than 4300 digits
 
 
@@ -119,7 +120,7 @@ def _with_preset(preset: str, steps: int, words: list[str]) -> tuple[list[str], 
         UserError: the preset stands before a --config that overrides parts of it, or after options that it overrides.
     """
     elastic = preset == "elastic"
-    suggested = settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
+    suggested = _NO_OTHER_PULL | settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
     settings = {f"salaad.{name}": value for name, value in suggested.items()}
     last = max((i + (word == "--preset") for i, word in enumerate(words) if word.startswith("--preset")), default=None)
     if last is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
@@ -15,7 +16,7 @@ from salaad.config.run import RunConfig
 from salaad.model.build import training_flops
 from salaad.runs.summary import save_result
 from scripts.outlines import outline_of
-from scripts.trainings import ROOT
+from scripts.trainings import ROOT, config_of, is_same
 
 SHORT = {
     "salaad.rho_constant": "rho",
@@ -205,8 +206,18 @@ class Run:
         return scale.results / "runs" / f"{self.name(scale)}.json"
 
     def recorded(self, scale: Scale) -> bool:
-        """Return whether the record exists; the run folder may be deleted or on another machine."""
-        return self.record(scale).exists()
+        """Return whether there is a record with these settings; the run folder may be deleted or on another machine."""
+        return self.record(scale).exists() and self._has_settings(read_json(self.record(scale))["config"], scale)
+
+    def other_settings(self, scale: Scale) -> bool:
+        """Return whether the run folder holds a finished run with other settings, as after a change of a YAML file."""
+        folder = self.folder(scale)
+        return (folder / "summary.json").exists() and not self._has_settings(config_of(folder), scale)
+
+    def _has_settings(self, config: dict[str, Any], scale: Scale) -> bool:
+        options = (*scale.command_options, "--method", self.method, "--seed", str(self.seed))
+        changes = (f"--{name}={value}" for name, value in self.changes(scale).items())
+        return is_same(config, _config((*options, *changes)).to_dict())
 
     def done(self, scale: Scale) -> bool:
         """Return whether the run folder is here and finished, and the record is of this very run."""
@@ -245,6 +256,8 @@ def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | No
     """Start or resume a training, and record it when it ends; return the last line of its error if it fails."""
     if run.done(scale):
         return None
+    if run.other_settings(scale):
+        return f"{run.folder(scale)} was trained with other settings than are asked for now; move it away"
     command = run.command(scale)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -61,7 +61,9 @@ class Item:
         if not self.result(scale).exists():
             return False
         kept = [training["name"] for training in read_json(self.result(scale)).get("trainings", ())]
-        return set(kept) == {run.name(scale) for run in self.runs(scale)}
+        needed = {run.name(scale): run for run in self.runs(scale)}
+        others = (run.record(scale).exists() and not run.recorded(scale) for run in needed.values())
+        return set(kept) == needed.keys() and not any(others)
 
     def missing(self, scale: Scale, again: bool = False) -> list[Run]:
         """Return the trainings to run before measuring; with `again`, a record counts only with its run folder."""

@@ -144,9 +144,19 @@ def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
     )
 
 
+def test_a_preset_leaves_no_other_pull_of_a_file_in_force(tmp_path):
+    """A ρ given outright would silence the preset's c, and the demo is pulled in a quarter of its run alone."""
+    (tmp_path / "own.yaml").write_text("salaad: {rho: 1.0e-6}\n")
+    own, _ = read_command_line(["--config", str(tmp_path / "own.yaml"), "--preset", "elastic"])
+    assert own.salaad.rho is None
+    demo, _ = read_command_line(["--config", "demo", "--preset", "auto"])
+    assert (demo.salaad.onset, demo.salaad.release) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--salaad.rho 1e-6 --preset elastic", "--salaad.rho stands before --preset elastic, which overrides it"),
         ("--preset auto --config micro", "--config stands after --preset and overrides parts of it; give it before"),
         (
             "--salaad.rho_constant 0.5 --preset auto",

@@ -2,10 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
+import yaml
 
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
 from scripts import reproduce
 from scripts.reproduction import grid, trainings
 from scripts.reproduction.items import Item, Measured
@@ -23,7 +26,8 @@ with open("trained", "a") as log:
 if pathlib.Path("broken").exists() and folder.name == pathlib.Path("broken").read_text():
     sys.exit("the disk is full")
 folder.mkdir(parents=True)
-(folder / "config.yaml").write_text("# commit: abc\\n# machine: this one\\nseed: 0\\n")
+settings = pathlib.Path(words[words.index("--method") + 1] + ".yaml").read_text()
+(folder / "config.yaml").write_text("# commit: abc\\n# machine: this one\\n" + settings)
 (folder / "summary.json").write_text(json.dumps({"tokens": 5, "seconds": {"train": 36.0}}))
 """
 
@@ -33,6 +37,9 @@ def place(tmp_path, monkeypatch):
     """A repository with two items: one opens the folder of a vanilla run, one needs two records."""
     (tmp_path / "train_stand_in.py").write_text(TRAIN)
     (tmp_path / "results").mkdir()
+    for method in ("full_rank", "salaad"):
+        settings = read_command_line(["--config", "nano", "--method", method])[0].to_dict()
+        (tmp_path / f"{method}.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
     for module in (grid, reproduce):
         monkeypatch.setattr(module, "ROOT", tmp_path)
@@ -103,6 +110,17 @@ def test_a_result_of_other_trainings_than_todays_is_left_to_do(call, place):
     assert not rows["opening"]["done"] and rows["opening"]["runs_left"] == []
     call("opening")
     assert json.loads(result.read_text())["trainings"][0]["name"] == "full_rank"
+
+
+def test_a_training_with_other_settings_than_todays_is_not_taken(call, place, monkeypatch):
+    """As after a change of the scale's YAML file, which the names of runs do not tell."""
+    call("opening")
+    monkeypatch.setitem(grid.SCALES, "nano", replace(grid.SCALES["nano"], options=("--optimizer.lr=9e-3",)))
+    rows = {row["item"]: row for row in json.loads(call("--list", "--json")[1][0])}
+    assert rows["opening"]["runs_left"] == ["full_rank"]
+    with pytest.raises(UserError, match=r"opening lacks full_rank"):
+        call("opening")
+    assert (place / "trained").read_text() == ""
 
 
 def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
