@@ -214,8 +214,9 @@ CLAIMS = (
         "4.1, appendix",
         "The mean distance between X and L + S stays bounded throughout training.",
         f"in every seed: mean δ in the second half of the updates is never above {criteria.LATE_OVER_EARLY} times its "
-        f"largest value in the first half; its average over the last quarter is at most {criteria.LAST_OVER_THIRD} "
-        f"times that over the third; no block ends with ‖X − L − S‖ above {criteria.WORST_BLOCK:.0%} of ‖X‖; and no "
+        "largest value in the first half; the average over the last quarter, of the largest value in each 200th "
+        f"of the updates, is at most {criteria.LAST_OVER_THIRD} times that over the third; no block ends with "
+        f"‖X − L − S‖ above {criteria.WORST_BLOCK:.0%} of ‖X‖; and no "
         f"block's mean τ_S over the last quarter is above {criteria.THRESHOLD_GROWTH} times that over the third, since "
         "with J = 1 no entry of X − L − S can exceed 2·τ_S",
         "figures at four sizes: bounded",

@@ -240,17 +240,16 @@ def headline(results: Path) -> str | None:
 
 def bfloat16(results: Path) -> str | None:
     """Return the sentence on what training in bfloat16 costs SALAAD and full-rank training."""
-    scale, (measured, table) = _first(results, "bf16", "table1")
-    if measured is None or table is None:
+    scale, (measured,) = _first(results, "bf16")
+    if measured is None:
         return None
     costs = {}
     for method in ("salaad", "full_rank"):
-        rounded = the_row(measured["rows"], method=method, variant="X", precision="bf16")["perplexity"]["mean"]
-        costs[method] = rounded / the_row(table["rows"], method=method, variant="X")["perplexity"]["mean"] - 1
+        rows = [the_row(measured["rows"], method=method, variant="X", precision=name) for name in ("bf16", "fp32")]
+        costs[method] = rows[0]["perplexity"]["mean"] / rows[1]["perplexity"]["mean"] - 1
     return (
         f"**Weights in bfloat16 during training** change perplexity at {scale} by {costs['salaad']:+.1%} for SALAAD's "
-        f"X and by {costs['full_rank']:+.1%} for full-rank training; in both, gradients and moments are in bfloat16 "
-        f"too ({_page(scale)})."
+        f"X and by {costs['full_rank']:+.1%} for full-rank training ({_page(scale)})."
     )
 
 

@@ -78,9 +78,14 @@ def _seeds(trainings: Trainings, *models: Model) -> str:
 
 
 def _besides(trainings: Trainings, model: Model, other: Model) -> str:
-    """Return after a comma what a model is relative to another over the tokens not copied; empty if not measured."""
-    others = Trainings(trainings.rows, not_copied).over(model, other)
-    return "" if others is None else f", {compared(others).removesuffix(' than')} over the tokens not copied"
+    """Return after a comma what a model is relative to another over the tokens not copied; empty if not measured.
+
+    Seeds are counted where they are fewer than those with figures over all tokens.
+    """
+    others = Trainings(trainings.rows, not_copied)
+    over, fewer = others.over(model, other), others.seeds(model, other) != trainings.seeds(model, other)
+    seeds = _seeds(others, model, other) if fewer else ""
+    return "" if over is None else f", {compared(over).removesuffix(' than')} over the tokens not copied{seeds}"
 
 
 def _deviation(trainings: Trainings) -> float:

@@ -127,7 +127,8 @@ def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):
     table = [trained("full_rank", "X", 80.0, 100.0), trained("salaad", "X", 100.0, 100.0)]
     rounded = [trained("salaad", "X", 103.0, 100.0), trained("full_rank", "X", 82.0, 100.0)]
     short = [*table, trained("salaad", "L+S", 99.0, 90.0)]
-    write("nano", table1=short, bf16=[{**one, "precision": "bf16"} for one in rounded])
+    both = [{**one, "precision": name} for name, some in (("bf16", rounded), ("fp32", table)) for one in some]
+    write("nano", table1=short, bf16=both)
     headline, bfloat16 = conclusions(tmp_path)
     assert "at nano is -1.0% in perplexity relative to X, with 90% of X's parameters, and +23.8% relative" in headline
     assert "change perplexity at nano by +3.0% for SALAAD's X and by +2.5% for full-rank training" in bfloat16
