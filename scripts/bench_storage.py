@@ -23,7 +23,7 @@ from salaad.common.errors import run_command
 from salaad.common.files import json_file, write_json
 from salaad.common.formats import markdown_table, megabytes
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, check
 from salaad.compression.opening import open_deployment
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
@@ -76,6 +76,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     source = ModelOnDisk.open(options.checkpoint)
+    check("data" in source.run, f"--checkpoint {source.name} is no run, whose text would be read; give one")
     data = DataConfig(**source.run["data"])
     dense = load_model(source.folder.path, torch.float32)
     rows = []

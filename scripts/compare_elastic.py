@@ -256,9 +256,10 @@ def main() -> None:
     options, extra = parse_options()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    runs = options.runs or ROOT / "runs" / f"elastic-{options.config}"
+    runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"elastic-{options.config}"
     comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
-    searched = read_json(options.search)["methods"] if options.search else {}
+    searched = read_json(options.search).get("methods") if options.search else {}
+    check(searched is not None, f"--search {options.search} has no results of compare_methods.py; give a file of these")
     rates = {
         name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
     }

@@ -27,7 +27,7 @@ from salaad.common.budgets import finite_number
 from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least, split_list
+from salaad.common.validation import at_least, check, split_list
 from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
@@ -179,6 +179,22 @@ def _perplexity(result: dict[str, Any]) -> float:
     return result["variants"]["X"]["perplexity"] if result["variants"] else float("inf")
 
 
+def kept_results(path: Path, contest: Contest) -> dict[str, Any]:
+    """Return method → its results in a JSON file of this script.
+
+    Raises:
+        UserError: the file is none of this script, or has results of another configuration or length.
+    """
+    kept = read_json(path)
+    check("methods" in kept, f"{path} has no results of compare_methods.py; give another --output")
+    check(kept["config"] == contest.config, f"{path} has results of --config {kept['config']}; give another --output")
+    for method, entry in kept["methods"].items():
+        steps = read_command_line(contest.words(method))[0].train.steps // EIGHTH
+        other = next((row["steps"] for row in entry.get("search", ()) if row["steps"] != steps), None)
+        check(other is None, f"{path} has searches of {other} steps, but here they take {steps}; give another --output")
+    return kept["methods"]
+
+
 def main() -> None:
     """Train what is missing and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,10 +214,10 @@ def main() -> None:
     )
     if not all(share > 0 for share in shares):
         raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
-    runs = options.runs or ROOT / "runs" / f"methods-{options.config}"
+    runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"methods-{options.config}"
     contest = Contest(options.config, runs, shares, tuple(extra), options.own, options.jobs)
     contest.runs.mkdir(parents=True, exist_ok=True)
-    found = read_json(options.output)["methods"] if options.output.exists() else {}
+    found = kept_results(options.output, contest) if options.output.exists() else {}
     lock = Lock()
 
     def save() -> None:

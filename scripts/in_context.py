@@ -25,7 +25,7 @@ from salaad.common.errors import UserError, run_command
 from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
-from salaad.common.validation import at_least
+from salaad.common.validation import at_least, check
 from salaad.compression.deployment import best_device, own_text
 from salaad.config.run import DataConfig
 from salaad.data.text import open_text, validation_batches
@@ -84,6 +84,7 @@ def main() -> None:
     rows = {(row["model"], row["step"]): row for row in kept}
     for path in options.checkpoints:
         source = ModelOnDisk.open(path)
+        check("data" in source.run, f"{path} is no run, whose text would be read; give runs or their checkpoints")
         data = own_text(source, DataConfig(**source.run["data"]))
         text = open_text(data, vocab_size=source.folder.config.vocab_size, training=False)
         batches = list(validation_batches(text, data, rows=16, max_tokens=options.tokens))

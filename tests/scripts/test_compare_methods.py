@@ -79,6 +79,21 @@ def test_a_search_alone_is_taken_up_by_the_run_in_full(search):
     assert search(0.003) == [(0.003, None)]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config=micro"], "has results of --config nano; give another --output"),
+        (["--train.steps=4000"], "has searches of 250 steps, but here they take 500; give another --output"),
+    ],
+)
+def test_results_of_another_configuration_or_length_are_not_taken(search, words, said):
+    search(0.003, "--search-only")
+    kept = search.output.read_text()
+    with pytest.raises(UserError, match=said):
+        search(0.003, *words)
+    assert search.output.read_text() == kept
+
+
 def test_a_search_ends_though_the_edge_is_always_best_and_says_so(search):
     assert len(search(1e9, "--search-only")) == len(compare_methods.FACTORS) + compare_methods.MOST_MORE
     assert search(1e9, "--search-only") == []
