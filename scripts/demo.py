@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/demo")
     options = parser.parse_args()
     check(not (options.quick and options.record), "--record keeps the results of the whole demo; leave out --quick")
-    output = options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")
+    output = (options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")).absolute()
     steps = 250 if options.quick else 2000
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -2,5 +2,8 @@
 # Train a small LLaMA on the documentation of this machine, vanilla and with SALAAD side by side, and compare them.
 # Usage: bash scripts/demo.sh [--quick] [--output FOLDER]
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" requirements.txt
-exec .venv/bin/python scripts/demo.py "$@"
+from=$PWD
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh" requirements.txt  # which changes into the repository
+root=$PWD
+cd "$from"  # where a relative --output belongs
+exec "$root/.venv/bin/python" "$root/scripts/demo.py" "$@"
