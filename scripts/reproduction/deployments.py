@@ -8,6 +8,7 @@ import torch
 
 from salaad.common.budgets import fit, parse_budget
 from salaad.common.formats import markdown_table, millions
+from salaad.compression.deployment import best_device
 from salaad.compression.variants import Variant
 from salaad.config.commands import DEFAULT_TASKS
 from salaad.config.methods import SalaadConfig
@@ -18,7 +19,6 @@ from salaad.evaluation.structure import model_statistics, structure_table
 from salaad.evaluation.sweep import elastic_table, grid_table, stable_band, ways_table
 from salaad.evaluation.tables import accuracy_table
 from salaad.factored.slr import Slr
-from salaad.model.build import load_model
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction import pictures, trainings
@@ -87,7 +87,7 @@ def rpca_vanilla(scale: Scale) -> Measured:
     """Robust PCA of weights that were trained without SALAAD."""
     found = {}
     for seed in scale.seeds:
-        model = load_model(ModelOnDisk.open(trainings.VANILLA.seeded(seed).folder(scale)).folder.path, torch.float32)
+        model = ModelOnDisk.open(trainings.VANILLA.seeded(seed).folder(scale)).folder.load(torch.float32, best_device())
         found[seed] = list(model_statistics(find_blocks(model, SalaadConfig())))
     first = found[scale.seeds[0]]
     pictures.rpca(first, scale.results / "rpca_vanilla.png")
@@ -122,7 +122,8 @@ def rpca_salaad(scale: Scale) -> Measured:
 def found_and_true(parts: Mapping[str, Slr]) -> list[dict[str, Any]]:
     """Return a row per layer block: rank ratio and density as robust PCA finds them in dense L + S, and as they are."""
     rows = []
-    for row in model_statistics({name: slr.dense() for name, slr in parts.items() if "layers" in name}):
+    dense = {name: slr.dense().to(best_device()) for name, slr in parts.items() if "layers" in name}
+    for row in model_statistics(dense):
         slr = parts[row.name]
         n, m = slr.shape
         rows.append({**asdict(row), "true_rank_ratio": slr.rank / min(n, m), "true_density": slr.nnz / (n * m)})

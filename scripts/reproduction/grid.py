@@ -49,6 +49,7 @@ class Scale:
         budgets: sizes of the elastic curve, as fractions of the dense model's parameters.
         table_budget: budget of L̃ + S̃ in Table 1.
         embedding_budget: budget of L̃ + S̃ where the embedding is among the blocks; `table_budget` unless given.
+        bf16_budget: the same in the paper's table of trainings in bfloat16; `embedding_budget` unless given.
         dtype: name of the dtype of the evaluations.
         tokens: validation tokens per evaluation.
         max_length: tokens per row of a downstream task; the model's maximum unless given, which the longest choices
@@ -66,6 +67,7 @@ class Scale:
     budgets: tuple[str, ...] = ("0.9", "0.75", "0.64", "0.5", "0.43")
     table_budget: str = "0.64"
     embedding_budget: str | None = None
+    bf16_budget: str | None = None
     dtype: str = "float32"
     tokens: str = "10M"
     max_length: int | None = None
@@ -149,8 +151,8 @@ SCALES = {
     ),
     "60m-wikipedia-fp32": Scale("60m-wikipedia-fp32", text=WIKIPEDIA, options=SHORT_60M, **SIZE_60M),
     "60m": Scale("60m", table_budget="44M", embedding_budget="43M", dtype="bfloat16", **SIZE_60M),
-    "130m": Scale("130m", table_budget="97M", embedding_budget="94M", dtype="bfloat16"),
-    "350m": Scale("350m", table_budget="194M", embedding_budget="185M", dtype="bfloat16"),
+    "130m": Scale("130m", table_budget="97M", embedding_budget="94M", bf16_budget="97M", dtype="bfloat16"),
+    "350m": Scale("350m", table_budget="194M", embedding_budget="185M", bf16_budget="194M", dtype="bfloat16"),
     "1b": Scale("1b", table_budget="646M", dtype="bfloat16"),
 }
 

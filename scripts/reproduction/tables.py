@@ -135,7 +135,7 @@ def bf16(scale: Scale) -> Measured:
         ("fp32", trainings.VANILLA, ["X"], scale),
         ("fp32", trainings.WITH_EMBEDDING, VARIANTS, scale),
     ):
-        budget = scale.embedding_budget  # the embedding is among the blocks
+        budget = scale.bf16_budget or scale.embedding_budget  # the embedding is among the blocks
         rows += [{**row, "precision": label} for row in trained(run, at, variants, budget)]
     tables = {
         "trained in bfloat16": layout([r for r in rows if r["precision"] == "bf16"], paper("bf16", scale)),

@@ -32,6 +32,7 @@ def test_every_budget_of_a_scale_is_above_what_is_never_compressed(scale):
     for run, budgets in (
         (trainings.SALAAD, (*scale.budgets, scale.table_budget)),
         (trainings.WITH_EMBEDDING, (scale.embedding_budget or scale.table_budget,)),
+        (trainings.SALAAD_BF16, (scale.bf16_budget or scale.embedding_budget or scale.table_budget,)),
     ):
         salaad = read_command_line([*run.command(scale)[1:]])[0].salaad
         floor = dense - sum(weight.numel() for weight in find_blocks(model, salaad).values())
