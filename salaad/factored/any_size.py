@@ -24,7 +24,7 @@ from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, expected_units, expected_vector
 from salaad.factored.experts import close_stacks, open_stacks
 from salaad.factored.fixed_size import ignore_guards, mark_dense, mark_factored, slr_modules, stack_guards
-from salaad.factored.other_heads import names_inside, new_head
+from salaad.factored.other_heads import names_inside, new_head, places_to_fill
 from salaad.factored.registration import ASKED
 from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.smaller_form import takes_dense_form
@@ -168,7 +168,7 @@ class ElasticQuantizer(CheckedQuantizer):
     ) -> PreTrainedModel:
         entry = self.quantization_config
         checkpoint_files = checkpoint_files or ()
-        inside = names_inside(model, entry.blocks)
+        inside = places_to_fill(model, entry.blocks)
         headers = headers_for(model, checkpoint_files)
         beside = new_head(model, headers) + self._check_units(model, inside, headers)
         open_stacks(model, inside)

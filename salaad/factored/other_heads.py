@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
+from salaad.model.roles import role_of
 from salaad.model.weight_headers import Headers
 
 
@@ -27,6 +28,20 @@ def names_inside(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]
         # A causal model has all blocks, so one that it lacks is passed on, and refused with its name.
         if found or (base is not model and model.get_output_embeddings() is not None):
             inside[own] = name
+    return inside
+
+
+def places_to_fill(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Name in this model → name in the folder of the named blocks; a tied head is filled where its embedding is.
+
+    What is tied to the embedding gets no memory of its own on loading, and a class without a head has no other module.
+    """
+    source = {target.rpartition(".")[0]: key.rpartition(".")[0] for target, key in model.all_tied_weights_keys.items()}
+    inside = {source.get(own, own): name for own, name in names_inside(model, names).items()}
+    head = next((name for name in names if role_of(name) == "lm_head" and name not in inside.values()), None)
+    if head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        embedding = model.get_input_embeddings()
+        inside |= {own: head for own, module in model.named_modules() if module is embedding}
     return inside
 
 

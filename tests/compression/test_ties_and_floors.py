@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.compression.from_nested import NestedDeployment
@@ -43,6 +43,20 @@ def test_a_tied_embedding_is_cut_to_one_weight_that_is_counted_once_in_every_kin
     assert not torch.equal(opened["dense"].lm_head.weight, AutoModelForCausalLM.from_pretrained(gpt2).lm_head.weight)
     entry = json.loads((tmp_path / "elastic" / "config.json").read_text())["quantization_config"]
     assert (entry["fixed"], entry["dense"]) == (FIXED, DENSE)
+
+
+def test_a_tied_head_as_a_block_of_an_elastic_folder_is_the_embedding_in_every_class(gpt2, tmp_path):
+    """GoDec with full rank and all entries leaves blocks as they are, so the folder holds the model itself."""
+    words = {"godec": True, "rank_ratio": 1, "density": 1, "roles": "q,lm_head", "dtype": "float32"}
+    compress(gpt2, tmp_path / "elastic", elastic=True, **words)
+    dense = AutoModelForCausalLM.from_pretrained(gpt2)
+    found = open_folder(tmp_path / "elastic")
+    assert found.lm_head.weight is found.transformer.wte.weight
+    torch.testing.assert_close(logits(found), logits(dense), rtol=1e-4, atol=1e-5)
+    for of_base in (AutoModel.from_pretrained(tmp_path / "elastic"), found.transformer):
+        torch.testing.assert_close(of_base.wte.weight, dense.lm_head.weight, rtol=1e-4, atol=1e-5)
+    compress(tmp_path / "elastic", tmp_path / "small", budget=0.9)
+    assert logits(open_folder(tmp_path / "small")).isfinite().all()
 
 
 @pytest.mark.parametrize("fit", [{}, {"match": 8, "distill": "256"}])
