@@ -39,19 +39,20 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
         UserError: a role is unknown or matches no 2-D weight of this model.
     """
     weights = matrices(model)
-    roles = list(config.roles) or _own_roles(weights)
-    roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
     if not config.roles and hasattr(model, "peft_config"):
         raise UserError(
             "the model is wrapped by PEFT, which trains adapters instead of its weights; give the model itself, as "
             "merge_and_unload() returns it"
         )
-    if not roles:
+    roles = list(config.roles) or _own_roles(weights)
+    if not roles:  # refused also if embedding or head are asked for, which would be split alone, unnoticed
+        inner = [name for name, place in weights.items() if not isinstance(place.module, nn.Embedding)]
         raise UserError(
-            "no roles are given and this model is of no known family; name its weights by the role re:PATTERN, a "
-            "pattern over module names such as "
-            f"{', '.join(list(weights)[:3]) or '(it has no 2-D weight)'}"
+            "no roles are given and this model is of no known family; name its projections by the role re:PATTERN (in "
+            "compress.py --roles 're:PATTERN'), a pattern over module names such as "
+            f"{', '.join(inner[:3] or list(weights)[:3]) or '(it has no 2-D weight)'}"
         )
+    roles += [role for role in _OUTER if getattr(config, role) and role not in roles]
     chosen: set[str] = set()
     for role in roles:
         found = _select(weights, role)

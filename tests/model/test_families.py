@@ -114,7 +114,7 @@ def test_print_says_how_much_of_the_model_is_blocks_and_what_is_not():
 
 
 def test_a_model_of_no_known_family_is_asked_for_a_pattern():
-    with pytest.raises(UserError, match=r"no known family; name its weights by the role re:PATTERN.*such as 0, 1"):
+    with pytest.raises(UserError, match=r"no known family; name its projections by the role re:PATTERN.*such as 0, 1"):
         find_blocks(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), SalaadConfig())
 
 

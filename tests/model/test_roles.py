@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
@@ -150,7 +150,7 @@ def test_patterns_and_roles_add_up():
         (llama, ("q", "re:["), ("'re:['", "no regular expression")),
         (gpt2, ("gate",), ("'gate'", "matches no 2-D weight", "q, k, v, o, up, down")),
         (plain, ("q",), ("'q'", "matches no 2-D weight", "re:PATTERN")),
-        (plain, (), ("no known family", "re:PATTERN", "0, 2.0, 2.1")),
+        (plain, (), ("no known family", "--roles 're:PATTERN'", "such as 0, 2.0")),
         (plain, ("re:^1$",), ("'re:^1$'", "matches no 2-D weight")),
         (nn.Identity, (), ("no known family", "no 2-D weight")),
     ],
@@ -159,6 +159,15 @@ def test_what_selects_nothing_is_refused_by_name(model, roles, pieces):
     with pytest.raises(UserError) as error:
         names(model(), *roles)
     assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+@pytest.mark.parametrize("switches", [{"embedding": True}, {"lm_head": True}])
+def test_a_model_of_no_known_family_is_refused_also_where_its_embedding_or_head_could_be_found(switches):
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "vocab_size": 16}
+    model = PhiForCausalLM(PhiConfig(**sizes, num_hidden_layers=1))
+    with pytest.raises(UserError, match=r"no known family; .* such as model\.layers\.0\.self_attn\.q_proj, model"):
+        names(model, **switches)
+    assert len(names(model, "re:layers", **switches)) == 7
 
 
 @pytest.mark.parametrize("wrapped", [["q_proj"], ["down_proj"]])
