@@ -31,7 +31,7 @@ class Usage:
         folder: the folder as the user names it.
         in_parts: the folder holds blocks as U, V and S, which transformers alone cannot read.
         size: of an elastic folder, a budget that it holds.
-        evaluation: further options of evaluate.py, or None where there is no tokenizer to read text with.
+        evaluation: further options of evaluate.py, or None where no tokenizer can read text for it.
     """
 
     folder: str

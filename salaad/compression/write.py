@@ -21,7 +21,7 @@ from salaad.compression.variants import Variant
 from salaad.compression.what_to_split import split_of
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
-from salaad.data.tokenizer import load_tokenizer
+from salaad.data.tokenizer import can_read_text, tokenizer_to_copy
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import mark_factored, slr_modules
 from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes, takes_dense_form
@@ -76,7 +76,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     if options.match or options.distill:
         tokens = parse_count(options.distill) if options.distill else 0
         deployment.tune(data or DataConfig(), FittedOnText(options.match, tokens, options.text_share))
-    tokenizer = load_tokenizer(str(source.folder.path)) if has_tokenizer(source.folder.path) else None
+    tokenizer = tokenizer_to_copy(source.folder.path) if has_tokenizer(source.folder.path) else None
     content = _all_sizes(deployment, variants, options) if options.elastic else _one_size(deployment, variant, options)
 
     with new_folder(output) as folder:
@@ -92,7 +92,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         warning = not_smaller(options, content.blocks - content.factored, content.blocks, *sizes["bytes_on_disk"])
         read = [f"Calibrated on {deployment.calibration.described}."] if options.calibrate else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
-        usage = usage_of(deployment, options, content, tokenizer is not None)
+        usage = usage_of(deployment, options, content, tokenizer is not None and can_read_text(tokenizer))
         how = history(source.name, deployment.kind, options, variants)
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
@@ -206,7 +206,7 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
     return FolderContent(save, total, numbers, in_memory, len(parts), len(parts), None, note)
 
 
-def usage_of(deployment: Deployment, options: CompressOptions, content: FolderContent, has_tokenizer: bool) -> Usage:
+def usage_of(deployment: Deployment, options: CompressOptions, content: FolderContent, reads_text: bool) -> Usage:
     """Return how to open and measure the folder, an elastic one at its largest given budget or a middle size."""
     source, size, evaluation = deployment.source, None, None
     if options.elastic:
@@ -215,7 +215,7 @@ def usage_of(deployment: Deployment, options: CompressOptions, content: FolderCo
         if size is None:
             middle = (deployment.fixed + most) // 2
             size = format_count(middle) if parse_count(format_count(middle)) <= most else str(middle)
-    if has_tokenizer:
+    if reads_text:
         positions = getattr(source.folder.config, "max_position_embeddings", None)
         shorter = "data" not in source.run and positions is not None and positions < DataConfig().sequence_length
         evaluation = ("--data.sequence_length", str(positions)) if shorter else ()

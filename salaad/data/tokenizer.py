@@ -11,7 +11,7 @@ import numpy as np
 from sentencepiece import SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
 from salaad.common.files import is_file, read_object
@@ -29,7 +29,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
         spec: a hub name, a folder with a tokenizer, or a sentencepiece `.model` file.
 
     Raises:
-        UserError: there is none, it needs code of its own, or it has no end-of-sequence token.
+        UserError: there is none, it needs code of its own, or it has no fast version or no end-of-sequence token.
     """
     path = Path(spec).expanduser()
     if spec.endswith(".model"):
@@ -38,6 +38,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
         tokenizer = from_sentencepiece(path)
     else:
         tokenizer = _from_transformers(str(path) if path.exists() else spec, local=path.exists())
+    if not tokenizer.is_fast:
+        raise UserError(f"tokenizer {spec} has no fast version; give one with a tokenizer.json")
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {spec} has no end-of-sequence token; give one that defines eos_token")
     if tokenizer.pad_token_id is None:
@@ -45,7 +47,21 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
+def tokenizer_to_copy(folder: Path) -> PreTrainedTokenizerBase:
+    """Open a folder's tokenizer as its author saved it: what reading text would need is neither required nor added.
+
+    Raises:
+        UserError: there is none, or it needs code of its own.
+    """
+    return _from_transformers(str(folder), local=True)
+
+
+def can_read_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `load_tokenizer` takes a tokenizer that `tokenizer_to_copy` has opened."""
+    return tokenizer.is_fast and tokenizer.eos_token_id is not None
+
+
+def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerBase:
     if local:
         if Path(spec).is_dir() and not has_tokenizer(Path(spec)):
             raise UserError(f"{spec} holds no tokenizer; put its files there, or name another folder by data.tokenizer")
@@ -69,8 +85,6 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerFast:
             ".model file, such as scripts/train_tokenizer.py makes of your own text"
         )
         raise UserError(f"tokenizer {spec} cannot be opened ({reason}); {cure}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(f"tokenizer {spec} has no fast version; give one with a tokenizer.json")
     return tokenizer
 
 

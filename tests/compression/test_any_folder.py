@@ -10,10 +10,11 @@ import torch
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertTokenizer, ByT5Tokenizer, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import UserError
+from salaad.data.tokenizer import load_tokenizer
 from salaad.model import folders
 from tests.helpers.deploying import compress, evaluate, ok, refused, rows_of
 from tests.helpers.models import save_gpt2
@@ -188,6 +189,38 @@ def test_text_is_read_with_a_tokenizer_that_is_named_where_the_folder_has_none(
     found, expected = rows_of(tmp_path, "perplexity")
     assert found["perplexity"] == expected["perplexity"]
     assert "holds no tokenizer" in refused("evaluate.py", "lm-eval", "--checkpoint", plain, "--tasks", "piqa")
+
+
+def without_an_end(folder: Path) -> None:
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c"]))
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    (folder / "vocab.txt").unlink()
+
+
+@pytest.mark.parametrize(
+    "save", [without_an_end, lambda folder: ByT5Tokenizer().save_pretrained(folder)], ids=["no end", "no fast version"]
+)
+def test_a_tokenizer_that_no_text_can_be_read_with_is_copied_all_the_same(plain, tmp_path, save):
+    source, made = tmp_path / "source", tmp_path / "made"
+    shutil.copytree(plain, source)
+    save(source)
+    said = compress(source, made, godec=True, roles="q")
+    assert "evaluate.py perplexity" not in said
+    first, copied = (AutoTokenizer.from_pretrained(folder) for folder in (source, made))
+    assert type(first) is type(copied) and first("a bac").input_ids == copied("a bac").input_ids
+    with pytest.raises(UserError, match=r"has no (end-of-sequence token|fast version)"):
+        load_tokenizer(str(made))
+
+
+def test_a_tokenizer_without_padding_is_copied_without_it(whole, tmp_path):
+    """With the end as padding a Trainer would ignore every end in the text."""
+    source, made = tmp_path / "source", tmp_path / "made"
+    shutil.copytree(whole, source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(source)
+    compress(source, made, godec=True, roles="q")
+    assert AutoTokenizer.from_pretrained(made).pad_token is None
 
 
 # ---- licence and card
