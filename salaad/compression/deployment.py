@@ -106,6 +106,10 @@ class Deployment:
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant that options of `compress.py` ask for; a UserError if this deployment cannot give it."""
 
+    def settled(self, variant: Variant, options: CompressOptions) -> Variant:
+        """Return the variant with what can only be known once L + S are there, after all options are checked."""
+        return variant
+
     def opened(self, variant: Variant, dtype: torch.dtype) -> AbstractContextManager[OpenedVariant]:
         """Context manager that gives the variant as a model for inference, on the GPU if there is one."""
 

@@ -52,7 +52,7 @@ from salaad.model.loss import SummedLoss
 from salaad.model.parameters import count_parameters, restored
 from salaad.model.roles import role_of
 from salaad.model.second_moments import Moments, read_second_moments
-from salaad.model.weights import weights_of
+from salaad.model.weights import tied_modules, weights_of
 from salaad.runs.model_on_disk import ModelOnDisk
 
 _WHERE_L_AND_S_ARE = (
@@ -173,11 +173,15 @@ class CheckpointDeployment(Deployment):
         self.unfinished.remove()
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
-        """Return the variant that the options ask for; HPA's default κ takes the same fraction of L and of S."""
+        """Return the variant that the options ask for; `settled` finds HPA's κ where that is not given."""
         if self.in_parts and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "
                 "checkpoint, or the dense model, that it was made of"
+            )
+        if options.elastic and self.shapes and self.shapes.keys() <= tied_modules(self.source.folder.outline):
+            raise UserError(
+                f"all blocks of {self.source.name} are tied weights, dense at every size; leave --elastic out"
             )
         refine, calibrated = options.alternations, options.calibrate > 0
         if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
@@ -187,10 +191,16 @@ class CheckpointDeployment(Deployment):
         if options.by_energy:
             head = any(role_of(name) == "lm_head" for name in self._split)
             return Variant(f"{options.budget}@energy{'+head' * head}", budget, None, refine, calibrated)
-        self.check([Variant(options.budget, budget, 0.0)])
-        # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
-        kappa = round(self.whole.share, 3) if options.kappa is None else options.kappa
+        kappa = options.kappa or 0.0  # if it is not given, until it is settled
         return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
+
+    def settled(self, variant: Variant, options: CompressOptions) -> Variant:
+        """Return the variant with its κ; the default, which needs L + S, takes the same fraction of L and of S."""
+        if options.kappa is not None or options.by_energy or variant.budget is None:
+            return variant
+        # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
+        kappa = round(self.whole.share, 3)
+        return replace(variant, name=f"{options.budget}@{kappa:g}", kappa=kappa)
 
     @cached_property
     def parts(self) -> Parts:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from salaad.common.budgets import format_count, parse_budget, parse_count
-from salaad.common.errors import UserError
 from salaad.common.files import new_folder, require_place, tokenizer_errors, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
@@ -27,7 +26,6 @@ from salaad.factored.fixed_size import mark_factored, slr_modules
 from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes, takes_dense_form
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
-from salaad.model.weights import tied_modules
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 
 
@@ -69,7 +67,6 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
     deployment, budgets = _opened(source, options)
     asked = [(replace(options, budget=word), budget) for word, budget in budgets.items()] or [(options, None)]
     variants = [deployment.variant_for(one, budget) for one, budget in asked]
-    variant = variants[0]
     deployment.check(variants)
     if options.calibrate:
         deployment.calibrate(data or DataConfig(), options.calibrate)
@@ -77,6 +74,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         tokens = parse_count(options.distill) if options.distill else 0
         deployment.tune(data or DataConfig(), FittedOnText(options.match, tokens, options.text_share))
     tokenizer = tokenizer_to_copy(source.folder.path) if has_tokenizer(source.folder.path) else None
+    variants = [deployment.settled(one, options) for one in variants]
+    variant = variants[0]
     content = _all_sizes(deployment, variants, options) if options.elastic else _one_size(deployment, variant, options)
 
     with new_folder(output) as folder:
@@ -187,10 +186,6 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
     parts = ranges[0].parts
     model = deployment.source.folder.load(getattr(torch, options.dtype))
     take_over(model, ranges[0].vectors)
-    if set(parts) <= tied_modules(model):
-        raise UserError(
-            f"all blocks of {deployment.source.name} are tied weights, dense at every size; leave --elastic out"
-        )
     save = partial(save_elastic, model, ranges, deployment.fixed)
     total = deployment.fixed + ranges[0].queue.parameters
     vectors = sum(vector.numel() for one in ranges[1:] for vector in one.vectors.values())

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from salaad.common.errors import UserError
+from salaad.compression import from_checkpoint
 from salaad.compression.from_nested import NestedDeployment
 from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.config.commands import CompressOptions
@@ -73,6 +74,15 @@ def test_at_the_floor_blocks_are_zero_in_a_folder_of_one_size_and_of_all(
         open_folder(tmp_path / "all", budget=FIXED - 1)
     floor = f"budget {FIXED / 1000}K is below the floor of {(FIXED + WTE) / 1000}K"
     assert floor in refused("compress.py", f"--checkpoint={gpt2}", "--output=o", "--rpca", f"--budget={FIXED}")
+
+
+def test_text_and_ties_are_checked_before_anything_is_split(gpt2, tmp_path, monkeypatch):
+    monkeypatch.setattr(from_checkpoint, "post_hoc_parts", lambda *_: pytest.fail("weights were split"))
+    arguments = ("compress.py", "--checkpoint", gpt2, "--output", tmp_path / "made", "--rpca")
+    said = refused(*arguments, "--budget=0.9", "--allocation=hpa", "--match=4")
+    assert "data.sequence_length is 256, but gpt2 has 32 positions" in said
+    said = refused(*arguments, "--roles=embedding", "--elastic")
+    assert "all blocks of gpt2 are tied weights, dense at every size; leave --elastic out" in said
 
 
 def test_where_the_smallest_size_keeps_nothing_other_sizes_are_trained_all_the_same():
