@@ -53,7 +53,8 @@ class Unfinished:
         Those in the folder `tuning` beside this one were left by an older version.
         """
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # what stays is deleted after 30 days, and the folder is there all the same
+                path.unlink()
         now = time.time()
         for path in (*self.folder.glob("*"), *self.folder.with_name("tuning").glob("*.pt")):
             with suppress(OSError):

@@ -230,3 +230,12 @@ def test_the_end_of_a_command_deletes_its_own_files_and_those_that_were_left_for
         os.utime(path, (time.time() - days * 24 * 3600,) * 2)
     ended.remove()
     assert {path for path in ages if path.exists()} == {other, before.with_name("new.pt")}
+
+
+def test_a_file_that_cannot_be_deleted_does_not_keep_the_others_of_a_command(tmp_path):
+    ended = Unfinished(tmp_path / "unfinished", "one command")
+    stuck, other = ended.path("a fit"), ended.path("another fit")
+    stuck.mkdir(parents=True)  # which nobody can unlink, whatever their rights
+    other.touch()
+    ended.remove()
+    assert stuck.exists() and not other.exists()
