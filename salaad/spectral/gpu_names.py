@@ -1,6 +1,7 @@
 """The choice of the GPU data sheet that is used for a device."""
 
 import functools
+import re
 import warnings
 
 import torch
@@ -16,7 +17,8 @@ def known_as(device: torch.device) -> str:
 @functools.cache
 def known_name(name: str) -> str:
     """Return the entry of `KNOWN` that a GPU's own name contains; a100 for any other name, with a warning once."""
-    found = next((known for known in KNOWN if known in name.lower()), None)
+    # Not the A100 in an RTX A1000.
+    found = next((known for known in KNOWN if re.search(rf"(?<!\d){known}(?!\d)", name.lower())), None)
     if found is None:
         choice = "kernels and solvers are chosen as for an A100, which may be slower"
         warnings.warn(

@@ -5,6 +5,7 @@ import torch
 
 from salaad.spectral import cost
 from salaad.spectral.cost import RATES, cheapest, rates_of, seconds
+from salaad.spectral.gpu_names import known_name
 
 
 def test_seconds_by_hand():
@@ -44,6 +45,13 @@ def named(monkeypatch):
 )
 def test_a_gpu_is_known_by_its_name_and_one_that_is_not_is_an_a100(named, name, known):
     assert named(name) is RATES[known]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000 Laptop GPU", "NVIDIA RTX A10000", "NVIDIA GeForce RTX 40900"])
+def test_a_gpu_whose_number_begins_like_that_of_another_is_not_known(name):
+    known_name.cache_clear()
+    with pytest.warns(UserWarning, match="is not among the GPUs whose rates are known"):
+        assert known_name(name) == "a100"
 
 
 def test_other_devices_than_a_cpu_are_waited_for():
