@@ -126,9 +126,9 @@ def history(name: str, kind: str, options: CompressOptions, variants: Sequence[V
     else:
         way = "energy per parameter" if variant.kappa is None else f"HPA with κ = {variant.kappa:g}"
         cut = f"they are cut to {format_count(variant.budget)} parameters of the whole model by {way}"
-    if variant.refine:
-        fitted = f" for {in_words(variants)}" if options.elastic else ""
-        cut += f", refined{fitted} by {variant.refine} alternating projections"
+    if refined := [one for one in variants if one.refine]:
+        fitted = f" for {in_words(refined)}" if options.elastic else ""
+        cut += f", refined{fitted} by {refined[0].refine} alternating projections"
     if variant.calibrated:
         cut += f", weighed on {options.calibrate} sequences of text"
     if options.match:

@@ -40,7 +40,6 @@ class SizedModel(NamedTuple):
         parameters: the parameters by the paper's count.
         blocks: number of blocks that were cut; of a MatFormer, of feed-forward layers.
         kappa: the κ that the cut amounts to, if any.
-        whole: the budget was at or above L + S, so nothing was cut.
         note: a sentence for the user that replaces the one on how many blocks are stored in parts.
     """
 
@@ -48,7 +47,6 @@ class SizedModel(NamedTuple):
     parameters: int
     blocks: int
     kappa: float | None
-    whole: bool
     note: str | None = None
 
 

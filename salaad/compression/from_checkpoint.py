@@ -195,8 +195,15 @@ class CheckpointDeployment(Deployment):
         return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
 
     def settled(self, variant: Variant, options: CompressOptions) -> Variant:
-        """Return the variant with its κ; the default, which needs L + S, takes the same fraction of L and of S."""
-        if options.kappa is not None or options.by_energy or variant.budget is None:
+        """Return the variant with its κ; as L + S, which nothing refines or weighs, if the budget is at or above that.
+
+        The default κ takes the same fraction of L and of S.
+        """
+        if variant.budget is None:
+            return variant
+        if variant.budget >= self.whole.parameters:
+            return replace(variant, refine=0) if options.elastic else Variant("L+S")
+        if options.kappa is not None or options.by_energy:
             return variant
         # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
         kappa = round(self.whole.share, 3)
@@ -305,7 +312,7 @@ class CheckpointDeployment(Deployment):
         load = self.source.folder.load
         if self.in_parts:  # a folder of one size, which has passed `check` as X alone
             model = load(dtype) if factored else as_dense(load(torch.float32), dtype)
-            return SizedModel(model, self.parameters({}), len(self.in_parts), None, whole=False)
+            return SizedModel(model, self.parameters({}), len(self.in_parts), None)
         parts, vectors = self.cut(variant), {}
         if self.tuning is not None:
             of = self._name_of(variant)
@@ -317,8 +324,7 @@ class CheckpointDeployment(Deployment):
         else:
             for name, X in weights_of(model, parts).items():
                 X.copy_(parts[name].dense())
-        whole = variant.budget is not None and variant.budget >= self.whole.parameters
-        return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts), whole)
+        return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts))
 
     def weights(self, variant: Variant) -> dict[str, ErrorWeights]:
         """Return the weights of errors for a cut: from text if calibrated, else from training; none for plain HPA."""

@@ -87,7 +87,7 @@ class ElasticDeployment(Deployment):
         """Return the model of the variant's size, with blocks in parts, or dense if not `factored`."""
         with self.opened(variant, dtype if factored else torch.float32) as (model, parameters, kappa):
             model = model if factored else as_dense(model, dtype)
-            return SizedModel(model, parameters, len(self.entry.blocks), kappa, whole=False)
+            return SizedModel(model, parameters, len(self.entry.blocks), kappa)
 
     def _kept(self, variant: Variant) -> tuple[int, hpa.Kept]:
         with ElasticFile.opened(weight_files(self.source.folder.path)) as file:

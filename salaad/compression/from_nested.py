@@ -78,4 +78,4 @@ class NestedDeployment(Deployment):
         width = min(widths.within(self.dense if variant.budget is None else variant.budget))
         plain = widths.cut_out(width)
         note = f"The feed-forward width is {width} of {widths.uniform[0]}; it is a plain folder that needs no salaad."
-        return SizedModel(plain, count_parameters(plain), len(widths.layers), None, whole=False, note=note)
+        return SizedModel(plain, count_parameters(plain), len(widths.layers), None, note=note)

@@ -89,7 +89,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         write_checksums(folder)
         name = "all units" if options.elastic else f"{variant.name}, {options.format}"
         warning = not_smaller(options, content.blocks - content.factored, content.blocks, *sizes["bytes_on_disk"])
-        read = [f"Calibrated on {deployment.calibration.described}."] if options.calibrate else []
+        read = [f"Calibrated on {deployment.calibration.described}."] if variant.calibrated else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None and can_read_text(tokenizer))
         how = history(source.name, deployment.kind, options, variants)
@@ -141,7 +141,7 @@ def _record(
         "variant": variant.name,
         "budget": variant.budget,
         "kappa": content.kappa,
-        "refine": variant.refine,
+        "refine": max(one.refine for one in variants),
         "elastic": options.elastic,
         "ranges_from": [one.budget for one in variants if one.budget] if options.elastic else None,
         "calibrate": options.calibrate,
@@ -175,7 +175,8 @@ def _one_size(deployment: Deployment, variant: Variant, options: CompressOptions
     if opened_dense := sum(takes_dense_form(layer, layer.U.element_size()) for layer in stored.values()):
         note += f" {opened_dense} of them become dense when the folder is opened, which takes less memory."
     note = sized.note or note
-    note += " The budget is at or above L + S, so all of L + S is there." if sized.whole else ""
+    if options.budget is not None and variant.name == "L+S":
+        note += " The budget is at or above L + S, so all of L + S is there."
     numbers, memory = count_parameters(sized.model), opened_bytes(sized.model)
     save = sized.model.save_pretrained
     return FolderContent(save, sized.parameters, numbers, memory, sized.blocks, len(stored), sized.kappa, note)
@@ -192,7 +193,8 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
     numbers = deployment.fixed + sum(one.queue.parameters for one in ranges) + vectors
     element = getattr(torch, options.dtype).itemsize
     in_memory = deployment.fixed * element + sum(memory_bytes(slr, element) for slr in parts.values())
-    fitted = f", fitted to {in_words(variants)}" if variants[0].refine else ""
+    refined = [one for one in variants if one.refine]
+    fitted = f", fitted to {in_words(refined)}" if refined else ""
     contained = " of the same range" if len(ranges) > 1 else ""
     note = (
         f"It opens at every size from {format_count(deployment.fixed)} to {format_count(total, up=False)}, each "

@@ -142,6 +142,10 @@ def test_an_allocation_by_energy_meets_the_budget_and_is_the_same_in_both_comman
 def test_a_budget_above_l_plus_s_is_l_plus_s_and_said_so(runs, tmp_path):
     said = compress(runs / "salaad", tmp_path / "a", budget="100M")
     assert "at or above L + S" in said
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "all of L + S is kept" in card and "100M" not in card and "refined" not in card
+    record = json.loads((tmp_path / "a" / "compression.json").read_text())
+    assert (record["variant"], record["budget"], record["refine"]) == ("L+S", None, 0)
     compress(runs / "salaad", tmp_path / "b")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys()
