@@ -58,6 +58,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 _WHERE_L_AND_S_ARE = (
     "give a checkpoint whose method trains them, such as salaad, sltrain or loro, or make them with compress.py --rpca"
 )
+_WITHOUT_TEXT = "leave --calibrate out"
 
 
 class CheckpointDeployment(Deployment):
@@ -157,6 +158,7 @@ class CheckpointDeployment(Deployment):
         return CheckpointDeployment(self.source, split)
 
     def calibrate(self, data: DataConfig, sequences: int) -> None:  # noqa: D102
+        SummedLoss(self.source.folder.outline, _WITHOUT_TEXT)
         vocab_size = self.source.folder.config.vocab_size
         self.calibration = CalibrationText(own_text(self.source, data), vocab_size, sequences)
         self.calibration.check()
@@ -237,7 +239,7 @@ class CheckpointDeployment(Deployment):
     def _calibrated_moments(self) -> Moments:
         device = best_device()
         model = self.source.folder.load(torch.float32, device)
-        return second_moments_of_text(SummedLoss(model), self._names, self.calibration.batches(), device)
+        return second_moments_of_text(SummedLoss(model, _WITHOUT_TEXT), self._names, self.calibration.batches(), device)
 
     @property
     def whole(self) -> Whole:

@@ -211,29 +211,33 @@ class SummedLoss(nn.Module):
     The model is run once on two tokens, to see that its logits are what this loss takes them to be, unless it has no
     values yet (on the meta device).
 
+    Args:
+        model: the causal LM.
+        cure: what the user can do, for the error, if the loss does not suit the model.
+
     Raises:
         UserError: the logits are more than a linear head without bias, or transformers does not know the head's input.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, cure: str = "give a model of another family") -> None:
         super().__init__()
         if model.base_model is model:
             raise UserError(
                 f"transformers does not know what of a {type(model).__name__} comes before its head, which this loss "
-                "needs; give a model of another family"
+                f"needs; {cure}"
             )
         head = model.get_output_embeddings()
         config = model.config.get_text_config()
         changed = [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
         if head is None or getattr(head, "bias", None) is not None or changed:
             what = ", ".join(changed) or ("no head" if head is None else "a bias")
-            raise UserError(f"the model's logits have {what}, which this loss does not know; give a model without")
+            raise UserError(f"the model's logits have {what}, which this loss does not know; {cure}")
         self.model = model
         self.training = model.training  # so that whoever restores the mode of this module restores the model's
         if head.weight.device.type != "meta" and not self._gives_the_logits():
             raise UserError(
                 f"the logits of a {type(model).__name__} are not the product of its last hidden states and its head, "
-                "as this loss takes them to be; give a model of another family"
+                f"as this loss takes them to be; {cure}"
             )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -269,10 +273,11 @@ class SummedDivergence(SummedLoss):
     Args:
         model: the causal LM, as for `SummedLoss`.
         text_share: share of the text, as for `summed_divergence`.
+        cure: what the user can do, as for `SummedLoss`.
     """
 
-    def __init__(self, model: PreTrainedModel, text_share: float) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, text_share: float, cure: str) -> None:
+        super().__init__(model, cure)
         self.text_share = text_share
 
     def forward(self, input_ids: Tensor, labels: Tensor, teacher: tuple[Tensor, Tensor]) -> Tensor:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, logging
+from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, logging
 
 import salaad  # noqa: F401  so that from_pretrained opens factored folders
 from salaad.common.errors import UserError
+from salaad.compression import from_checkpoint
 from tests.helpers.deploying import compress, ok, refused
 from tests.helpers.training import ROOT, last_checkpoint
 
@@ -106,6 +107,19 @@ def test_compress_refuses_options_that_are_wrong_or_do_not_go_together(runs, tmp
     sentence = refused("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "made", *arguments)
     assert words in sentence and "; " in sentence
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [(("--calibrate=4",), "leave --calibrate out"), (("--match=4",), "leave --match and --distill out")],
+)
+def test_a_model_whose_loss_cannot_be_computed_is_refused_before_it_is_split(tmp_path, monkeypatch, options, cure):
+    monkeypatch.setattr(from_checkpoint, "post_hoc_parts", lambda *_: pytest.fail("weights were split"))
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    PhiForCausalLM(PhiConfig(**sizes, vocab_size=16)).save_pretrained(tmp_path / "phi")
+    arguments = ("--checkpoint", tmp_path / "phi", "--output", tmp_path / "made", "--rpca", "--roles", "re:layers")
+    said = refused("compress.py", *arguments, "--budget", "0.9", *options)
+    assert said == f"error: the model's logits have a bias, which this loss does not know; {cure}"
 
 
 def test_compress_refuses_a_checkpoint_that_it_cannot_cut_and_an_output_that_exists(runs, tmp_path):

@@ -70,7 +70,7 @@ def test_a_size_is_that_of_the_cut_parts(tuned):
 
 def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):
     before = tuned.model(ids()).logits
-    wrapper = SummedDivergence(tuned.model, 0.0)
+    wrapper = SummedDivergence(tuned.model, 0.0, "give another")
     hidden, head = tuned.call(Hidden(tuned.model, 0.0), ids())
     torch.testing.assert_close(tuned.model(ids()).logits, before)
     by_hand = LlamaForCausalLM(tuned.model.config).eval()
@@ -87,7 +87,7 @@ class Hidden(SummedDivergence):
 
 
 def test_gradients_are_those_of_dense_weights_by_the_chain_rule(tuned):
-    wrapper, labels = SummedDivergence(tuned.model, 0.0), ids().clone()
+    wrapper, labels = SummedDivergence(tuned.model, 0.0, "give another"), ids().clone()
     labels[0, 5:] = IGNORED
     with torch.no_grad():
         teacher = wrapper.hidden_and_head(ids())

@@ -31,6 +31,7 @@ from salaad.model.loss import IGNORED, SummedDivergence
 
 SIZES_A_STEP = 2  # if there are many
 RATE = 0.005  # as in `Fitting`; half of it is as good for a well-trained model, twice and four times it are worse
+WITHOUT_TUNING = "leave --match and --distill out"  # cure where the loss cannot be computed
 _SECONDS = 60  # between two saves of the state
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -60,7 +61,10 @@ class Distillation:
     ) -> None:
         self._tuned, self._open_stream, self._steps = tuned, open_stream, steps
         self._saved, self._request, self._kept_at = saved, request, kept_at
-        self._divergence, self._device = SummedDivergence(tuned.model, text_share), next(tuned.parameters()).device
+        self._divergence, self._device = (
+            SummedDivergence(tuned.model, text_share, WITHOUT_TUNING),
+            next(tuned.parameters()).device,
+        )
         self._fitting, self._stream = saved.resumed(tuned, self._begin)
 
     def _begin(self, state: dict[str, Any] | None) -> tuple[Fitting, TrainingStream]:

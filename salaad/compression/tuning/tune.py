@@ -15,7 +15,7 @@ from salaad.common.signals import StopRequest
 from salaad.compression.calibration import CalibrationText
 from salaad.compression.deployment import FittedOnText, best_device
 from salaad.compression.split import Parts
-from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, Distillation
+from salaad.compression.tuning.distillation import RATE, SIZES_A_STEP, WITHOUT_TUNING, Distillation
 from salaad.compression.tuning.matching import PASSES, Matching, layer_names
 from salaad.compression.tuning.saved import SavedTuning
 from salaad.compression.tuning.tuned_model import TunedModel
@@ -65,7 +65,7 @@ class Tuning:
 
     def check(self) -> None:
         """Raise a UserError if the text cannot be read or is too short, or the model cannot be fitted."""
-        SummedLoss(self.source.folder.outline)
+        SummedLoss(self.source.folder.outline, WITHOUT_TUNING)
         if self.how.match:
             layer_names(self.source.folder.outline)
             self._sequences.check()
