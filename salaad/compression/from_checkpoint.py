@@ -270,8 +270,11 @@ class CheckpointDeployment(Deployment):
         """Return the sizes from the variant's up: less than `below` and, if fitted on text, at most the size of X."""
         whole, first = self._whole(self.weights(variant)), None
         if self.tuning is not None:
-            first = self.tuning.matched(cut(whole, variant, self._collect), self._name_of(variant))
+            begin = cut(whole, variant, self._collect)
+            self._free_dense_weights()
+            first = self.tuning.matched(begin, self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts if first else None, self._collect)
+        self._free_dense_weights()
         ends = [] if below is None else [below - 1]
         if first is not None:
             ends.append(self.dense)  # X itself is better than a fit of more parameters than it has
@@ -316,6 +319,7 @@ class CheckpointDeployment(Deployment):
             model = load(dtype) if factored else as_dense(load(torch.float32), dtype)
             return SizedModel(model, self.parameters({}), len(self.in_parts), None)
         parts, vectors = self.cut(variant), {}
+        self._free_dense_weights()
         if self.tuning is not None:
             of = self._name_of(variant)
             parts, vectors = self.tuning.distilled(self.tuning.matched(parts, of), of)
@@ -353,6 +357,10 @@ class CheckpointDeployment(Deployment):
     def _dense_weights(self) -> dict[str, Tensor]:
         model = self.source.folder.load(torch.float32)
         return dict(weights_of(model, self._split))
+
+    def _free_dense_weights(self) -> None:
+        """Free what only splitting and cutting need, as tuning, loading and saving need the memory."""
+        self.__dict__.pop("_dense_weights", None)
 
 
 @contextmanager

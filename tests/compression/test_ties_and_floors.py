@@ -1,6 +1,8 @@
 """Models whose head is their embedding, and the smallest sizes, of which all L and S are gone."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +12,15 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.compression import from_checkpoint
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.from_nested import NestedDeployment
+from salaad.compression.split import PostHoc
 from salaad.compression.tuning.distillation import sizes_in_turn
+from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
+from salaad.config.methods import SalaadConfig
 from salaad.model.nested_widths import Widths
+from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, refused, text_options
 from tests.helpers.models import logits, open_folder, save_gpt2
 from tests.helpers.tiny_llama import llama
@@ -83,6 +90,19 @@ def test_text_and_ties_are_checked_before_anything_is_split(gpt2, tmp_path, monk
     assert "data.sequence_length is 256, but gpt2 has 32 positions" in said
     said = refused(*arguments, "--roles=embedding", "--elastic")
     assert "all blocks of gpt2 are tied weights, dense at every size; leave --elastic out" in said
+
+
+def test_the_dense_weights_are_freed_before_the_model_to_store_is_filled(gpt2, monkeypatch):
+    deployment, alive = CheckpointDeployment(ModelOnDisk.open(gpt2), PostHoc(SalaadConfig())), []
+    held = [weakref.ref(weight) for weight in deployment._dense_weights.values()]
+
+    def note(*_):
+        gc.collect()
+        alive.append(sum(weight() is not None for weight in held))
+
+    monkeypatch.setattr(from_checkpoint, "take_over", note)
+    deployment.sized(Variant("0.9@energy", DENSE * 9 // 10, refine=1), torch.float32, factored=True)
+    assert len(held) == 8 and alive == [0]
 
 
 def test_where_the_smallest_size_keeps_nothing_other_sizes_are_trained_all_the_same():
