@@ -130,6 +130,16 @@ class AskedAfter:
         return self.left < 0
 
 
+def test_the_state_of_the_whole_model_is_not_saved_after_every_layer_that_takes_a_moment(tmp_path, monkeypatch):
+    saved, exact = [], SavedTuning.save
+    monkeypatch.setattr(SavedTuning, "save", lambda self, state: (saved.append([*state["fitted"]]), exact(self, state)))
+    matched(tuned_model(), tmp_path / "state.pt")
+    assert len(saved) == 1 and len(saved[0]) > 1
+    with pytest.raises(UserError, match="interrupted"):
+        matched(tuned_model(), tmp_path / "another.pt", partial(AskedAfter, 9))
+    assert saved[1:] == [saved[0][:1]]
+
+
 def flipped(path: Path, seed: int) -> None:
     """Change one byte of the numbers in a file."""
     content = bytearray(path.read_bytes())

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from salaad.common.errors import UserError
+from salaad.common.save_pace import SavePace
 from salaad.common.signals import StopRequest
 from salaad.compression.tuning.fitting import Fitting
 from salaad.compression.tuning.saved import SavedTuning
@@ -28,6 +29,7 @@ from salaad.model.loss import IGNORED
 
 PASSES = 4  # over the sequences, for every layer
 RATE = 0.03  # as in `Fitting`
+_SECONDS = 60  # between two saves of the state
 
 
 class Arguments(NamedTuple):
@@ -43,7 +45,7 @@ class Matching:
     Args:
         tuned: the cut model, which holds the dense one; all its units are fitted.
         texts: batches of sequences, `input_ids` and `labels` (rows × length).
-        saved: where the state is saved after every layer.
+        saved: where the state between two layers is saved.
         request: a request to stop.
     """
 
@@ -54,6 +56,7 @@ class Matching:
         self._ids = [text["input_ids"] for text in texts]
         self._real = [text["labels"] != IGNORED for text in texts]
         self._fitted = saved.resumed(tuned, self._begin)
+        self._pace, self._on_disk = SavePace(_SECONDS), len(self._fitted)
 
     def _begin(self, state: dict[str, Any] | None) -> list[str]:
         """Take over a saved state; return the names of the modules that are fitted."""
@@ -84,6 +87,7 @@ class Matching:
             self._fit(name, cut, arguments, dense)
             if name != names[-1]:
                 pass_through(partial(tuned.call_inside, name), cut, arguments)
+        self._save()
         if self._request.asked:  # after the last step
             raise UserError("interrupted after all layers were matched; the same command goes on from there")
 
@@ -98,7 +102,7 @@ class Matching:
     def _fit(
         self, name: str, inputs: Sequence[Tensor], arguments: Sequence[Arguments], goals: Sequence[Tensor]
     ) -> None:
-        """Fit the module named `name`, so that `inputs` give `goals` at the tokens that are real, and save the state.
+        """Fit the module named `name`, so that `inputs` give `goals` at the tokens that are real.
 
         Nothing is done if that was done before, or nothing in the module is trained.
         """
@@ -106,7 +110,9 @@ class Matching:
             return
         squares = [goal[real].float().square().mean() for goal, real in zip(goals, self._real, strict=True)]
         scale = torch.stack(squares).mean()
-        fitting = Fitting(self._tuned.trained(name), PASSES * len(inputs), RATE)
+        trained = list(self._tuned.trained(name))
+        before = [part.detach().clone() for part in trained]
+        fitting = Fitting(trained, PASSES * len(inputs), RATE)
         bar = tqdm(range(fitting.steps), desc=f"matching {name}", unit="step", leave=False, disable=None)
         for step in bar:
             i = step % len(inputs)
@@ -115,9 +121,21 @@ class Matching:
             loss = fitting.step([(found[real] - goals[i][real]).float().square().mean() / scale])
             bar.set_postfix_str(f"error {loss**0.5:.3f}", refresh=False)
             if self._request.asked:
+                with torch.no_grad():  # what is saved goes on from the begin of a layer
+                    for part, value in zip(trained, before, strict=True):
+                        part.copy_(value)
+                self._save()
                 raise UserError(f"interrupted while {name} was matched; the same command goes on with it")
         self._fitted.append(name)
-        self._saved.save({"fitted": self._fitted, "tuned": self._tuned.state_dict()})
+        if self._pace.is_due():  # the state is that of the whole model, which may take longer than a layer
+            with self._pace.save():
+                self._save()
+
+    def _save(self) -> None:
+        """Save the state after the last fitted layer, if that was not done before."""
+        if len(self._fitted) > self._on_disk:
+            self._saved.save({"fitted": self._fitted, "tuned": self._tuned.state_dict()})
+            self._on_disk = len(self._fitted)
 
 
 @torch.no_grad()
