@@ -213,8 +213,14 @@ class CheckpointDeployment(Deployment):
 
     @cached_property
     def parts(self) -> Parts:
-        """Block → L + S as trained (or as a split finds it), computed once and kept in the source's cache."""
-        return cached_parts(self.source.cache / f"{self.kind}.safetensors", self.shapes, self._make_parts)
+        """Block → L + S as trained (or as a split finds it), computed once and kept in the source's cache.
+
+        Those of GoDec have room for one budget, so a command deletes them when it has ended.
+        """
+        path = self.source.cache / f"{self.kind}.safetensors"
+        if self.unfinished.command and self.post_hoc is not None and self.post_hoc.method == "godec":
+            path = self.unfinished.path(self.kind)
+        return cached_parts(path, self.shapes, self._make_parts)
 
     def _make_parts(self, names: Collection[str]) -> Iterator[tuple[str, Slr]]:
         if trained := [name for name in names if name not in self._split]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from salaad.common.cache_folder import cache_folder
 from salaad.common.signals import StopRequest
 from salaad.compression import cut, from_checkpoint
+from salaad.compression.split import PostHoc
 from salaad.compression.tuning.saved import SavedTuning
 from tests.helpers.deploying import compress, refused, text_options
 from tests.helpers.models import save_gpt2
@@ -91,6 +92,25 @@ def test_a_refinement_that_is_ended_by_a_signal_goes_on_with_the_blocks_that_are
     assert not any(cache_folder().rglob("unfinished/*"))
     at_once, in_two = tensors(tmp_path / "at once"), tensors(tmp_path / "a")
     assert at_once.keys() == in_two.keys() and all(torch.equal(at_once[name], in_two[name]) for name in at_once)
+
+
+def test_what_godec_finds_for_a_budget_stays_until_the_command_has_ended(gpt2, words, tmp_path, monkeypatch):
+    words = {name: value for name, value in words.items() if name != "rpca"} | {"godec": True}
+    done, exact = [], PostHoc.split
+
+    def split(*arguments):
+        done.append(1)
+        if len(done) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact(*arguments)
+
+    monkeypatch.setattr(PostHoc, "split", split)
+    error = refused("compress.py", f"--checkpoint={gpt2}", *as_options(words), f"--output={tmp_path / 'a'}")
+    assert error == "error: interrupted after 4 of 8 blocks were split; the same command goes on from there"
+    for budget in ("0.8", "0.7"):
+        compress(gpt2, tmp_path / budget, **words | {"budget": budget})
+        assert not list(cache_folder().rglob("*/godec-*")) and not any(cache_folder().rglob("unfinished/*"))
+    assert len(done) == 5 + 4 + 8
 
 
 @pytest.mark.parametrize(("words_of_a_fit", "fit"), [({"match": 8}, "matched"), ({"distill": "1K"}, "distilled")])
