@@ -24,7 +24,7 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
     Without --rpca and --godec only embedding and head can be split, beside the trained L + S; None if neither is.
 
     Raises:
-        UserError: the head is asked for and cannot be split.
+        UserError: the head is asked for and cannot be split, or a trained block or all that is split is left out.
     """
     if options.lm_head and not free_heads(source.folder.outline):
         raise UserError(
@@ -36,19 +36,44 @@ def split_of(source: ModelOnDisk, options: CompressOptions) -> PostHoc | None:
         trained = () if post_hoc else _trained(source)
         embedding = beside_trained(source.folder.outline, trained).blocks.embedding or None
     if not post_hoc:
+        _require_not_trained(source, options)
         outer = tuple(role for role, wanted in (("embedding", embedding), ("lm_head", head)) if wanted)
         blocks = replace(source.blocks, roles=outer, embedding=False, lm_head=False)
         return PostHoc(blocks, beside=True) if outer else None
     blocks = source.blocks
-    if options.roles or options.embedding:
-        blocks = SalaadConfig(roles=options.roles)
-    if embedding is not None:
-        blocks = replace(blocks, embedding=embedding)
-    if head:
-        blocks = replace(blocks, lm_head=True)
+    if options.roles:
+        blocks = replace(blocks, roles=options.roles, embedding=False, lm_head=False)
+    blocks = _with_outer(blocks, "embedding", embedding)
+    blocks = _with_outer(blocks, "lm_head", head or options.lm_head)
     method = "rpca" if options.rpca else "godec"
     given = {"rank_ratio": options.rank_ratio, "density": options.density}
     return PostHoc(blocks, method, **{name: value for name, value in given.items() if value is not None})
+
+
+def _with_outer(blocks: SalaadConfig, role: str, wanted: bool | None) -> SalaadConfig:
+    """Return `blocks` with embedding or head added or left out, as `wanted` says; unchanged if that is None."""
+    if wanted is None:
+        return blocks
+    roles = blocks.roles if wanted else tuple(one for one in blocks.roles if one != role)
+    if blocks.roles and not roles:  # without roles all projections would be split
+        raise UserError(
+            f"only the {role} would be split, and {_option(role)} false leaves it out; leave one of them out"
+        )
+    return replace(blocks, roles=roles, **{role: wanted})
+
+
+def _require_not_trained(source: ModelOnDisk, options: CompressOptions) -> None:
+    trained = {role_of(name) for name in _trained(source)}
+    for role in ("embedding", "lm_head"):
+        if getattr(options, role) is False and role in trained:
+            raise UserError(
+                f"L and S of the {role} of {source.name} were trained, so {_option(role)} false cannot leave it out; "
+                "leave that out, or add --rpca, which splits the weights anew"
+            )
+
+
+def _option(role: str) -> str:
+    return f"--{role.replace('_', '-')}"
 
 
 def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:

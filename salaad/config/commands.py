@@ -204,8 +204,8 @@ class CompressOptions:
         rank_ratio: with --godec, the rank of L over the shorter side; without it a quarter, or more if the budget has
             room for it.
         density: with --godec, the entries of S over all; without it a quarter, or more if the budget has room for it.
-        roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; all projections
-            without it.
+        roles: with --rpca or --godec, which weights to split: q k v o gate up down, or re:PATTERN; without it the
+            blocks of the run, or all projections where no run says what its blocks are.
         embedding: split the embedding too, with the projections or, if training left it whole, beside its L + S; unless
             given, it is split where the head is, if it is not tied and no --roles are given, and with --rpca or --godec
             where the run has it among its blocks.

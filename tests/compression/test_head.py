@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from salaad.common.files import write_checksums
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc, beside_trained, can_weigh_head, split_names
 from salaad.compression.variants import Variant
+from salaad.compression.what_to_split import split_of
+from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.factored import SlrEmbedding, SlrLinear
 from salaad.methods.salaad.plugin import Salaad
+from salaad.model.roles import role_of
 from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, refused, rows_of
@@ -262,6 +266,33 @@ def test_an_option_holds_against_the_blocks_of_the_run(runs, tmp_path, options, 
     options = {"rpca": True, "budget": "0.9", "dtype": "float32", "refine": 0, **options}
     compress(runs / "full_rank", tmp_path / "made", **options)
     assert json.loads((tmp_path / "made" / "compression.json").read_text())["blocks"] == 14 + outer
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "outer", "projections"),
+    [
+        ({"lm_head": True}, {"lm_head": False}, {"embedding"}, 14),
+        ({"roles": ["q", "lm_head"], "embedding": False}, {"lm_head": False}, set(), 2),
+        ({"roles": ["q", "embedding"], "embedding": False}, {"embedding": False}, set(), 2),
+        ({"roles": ["q"], "lm_head": True, "embedding": False}, {"embedding": True}, {"embedding", "lm_head"}, 2),
+        ({"lm_head": True}, {"roles": ("q",)}, set(), 2),
+    ],
+)
+def test_the_blocks_of_the_run_stay_apart_from_what_an_option_says(runs, settings, options, outer, projections):
+    source = ModelOnDisk.open(runs / "full_rank")
+    source = replace(source, run=source.run | {"salaad": source.run["salaad"] | settings | {"gamma": 0.875}})
+    split = split_of(source, CompressOptions(checkpoint="run", output="made", rpca=True, **options))
+    names = split_names(source.folder.outline, split, {}, "run")
+    assert {role_of(name) for name in names if "layers" not in name} == outer
+    assert (sum("layers" in name for name in names), split.blocks.gamma) == (projections, 0.875)
+
+
+def test_what_would_leave_nothing_or_a_trained_block_out_is_refused(runs, tmp_path):
+    arguments = ("compress.py", "--output", tmp_path / "made", "--budget", "0.7", "--checkpoint")
+    said = refused(*arguments, runs / "salaad", "--embedding", "false")
+    assert "were trained, so --embedding false cannot leave it out; leave that out, or add --rpca" in said
+    said = refused(*arguments, runs / "full_rank", "--rpca", "--roles", "lm_head", "--lm-head", "false")
+    assert "only the lm_head would be split, and --lm-head false leaves it out" in said
 
 
 def test_an_embedding_that_does_more_than_look_rows_up_is_not_split_beside():
