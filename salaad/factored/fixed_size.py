@@ -6,6 +6,7 @@ with their rank and number of entries. transformers opens such a folder through 
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
+from salaad.factored import int8
 from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding, SlrLinear
@@ -145,20 +147,34 @@ class SlrQuantizer(CheckedQuantizer):
             mark_dense(model)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if the entry says so.
+        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if that loses nothing.
 
         The entry in config.json, which is written next, lists the blocks that are in parts now: another layer may have
         taken the place of one, as `resize_token_embeddings` puts a dense head there.
         """
         state, stored = model.state_dict(), slr_modules(model)
         self.quantization_config.blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
-        for name, module in stored.items():
+        for name, packed in self._packed(stored).items():
             for key in ("U", "V", "S_values", "S_starts", "S_columns"):
                 del state[f"{name}.{key}"]
-            state |= {f"{name}.{key}": tensor for key, tensor in module.packed(self.in_int8).items()}
+            state |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
             # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
             state[f"{name}.weight"] = torch.empty(0)
         return state | stack_guards(model), {}
+
+    def _packed(self, stored: Mapping[str, SlrWeight]) -> dict[str, dict[str, Tensor]]:
+        """Name → tensors to save of each block; in floats from here on if numbers read from int8 have changed."""
+        if self.in_int8:
+            packed = {name: layer.packed(in_int8=True) for name, layer in stored.items()}
+            if not self.pre_quantized or all(int8.holds(packed[name], layer.parts) for name, layer in stored.items()):
+                return packed
+            warnings.warn(
+                "U, V or S have changed since they were read from int8, and int8 would round the change away; they are "
+                "saved as floats, of which compress.py --dtype int8 makes int8 again",
+                stacklevel=2,
+            )
+            self.quantization_config.numbers = "float"
+        return {name: layer.packed() for name, layer in stored.items()}
 
     @property
     def computed_on_opening(self) -> str | None:
@@ -301,7 +317,7 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
         blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
         [activation] = {module.activation for module in stored.values()}
         entry = SlrConfig(blocks, parameters, "int8" if in_int8 else "float", activation)
-        model.hf_quantizer = SlrQuantizer(entry)
+        model.hf_quantizer = SlrQuantizer(entry, pre_quantized=not in_int8)
         model.quantization_method = FIXED_SIZE
         model.hf_quantizer.postprocess_model(model)
 

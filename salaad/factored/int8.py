@@ -48,6 +48,20 @@ def decode_entries(numbers: Tensor, scales: Tensor) -> Tensor:
     return decode(whole.view(-1, GROUP), scales).flatten()[: len(numbers)]
 
 
+def holds(stored: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors of `NAMES` decode to these U, V and S_values, within two roundings in their dtype.
+
+    So it is with parts that were read from int8, since `encode` restores scales up to a rounding, and zeros exactly.
+    """
+    decoded = decode_parts(stored)
+    return all(_equal(decoded[name], part) for name, part in parts.items())
+
+
+def _equal(decoded: Tensor, part: Tensor) -> bool:
+    rounding = max(torch.finfo(kind.dtype).eps for kind in (decoded, part))
+    return bool(((decoded - part).abs() <= 2 * rounding * part.abs().float()).all())
+
+
 def outlines(n: int, m: int, rank: int, nnz: int) -> dict[str, Tensor]:
     """Name → uninitialized tensor, for all of `NAMES`, of an n×m matrix U·V + S in a file."""
     numbers = (torch.empty(shape, dtype=torch.int8) for shape in ((rank, n), (rank, m), (nnz,)))

@@ -74,14 +74,19 @@ class SlrWeight(nn.Module):
         if "S_packed" in self._buffers:
             self._set_positions(self._decoded(self.S_packed))
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Name → U, V and S_values, outside of autograd."""
+        return {"U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
+
     def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
         """Return the tensors to store in a file, in the form that `unpack` reads, without the bias."""
         n, m = self.shape
         found = positions(self.S_starts, self.columns, m).cpu().numpy()
         stored = {"S_packed": torch.from_numpy(packing.encode(found, n * m))}
         if not in_int8:
-            return {**stored, "U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
-        U, V, values = self.U.detach(), self.V.detach(), self.S_values.detach()
+            return {**stored, **self.parts}
+        U, V, values = self.parts.values()
         pairs = {"U": int8.encode(U.mT), "V": int8.encode(V), "S": int8.encode_entries(values)}
         for x, (numbers, scales) in pairs.items():
             stored |= {f"{x}_int8": numbers.contiguous(), f"{x}_scales": scales}

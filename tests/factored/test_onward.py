@@ -297,6 +297,29 @@ def test_an_int8_folder_is_the_model_within_its_steps_and_saves_again_to_the_sam
     assert {layer.U.dtype for layer in slr_modules(half).values()} == {torch.float16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_was_trained_since_an_int8_folder_was_opened_is_saved_in_floats(folder, tmp_path, dtype):
+    model = open_folder(folder)
+    mark_factored(model, 1234, in_int8=True)
+    model.save_pretrained(tmp_path / "int8")
+    model = open_folder(tmp_path / "int8", dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path / "untouched")
+    assert any(key.endswith(".U_int8") for key in _tensors(tmp_path / "untouched"))
+    name, layer = next((name, layer) for name, layer in slr_modules(model).items() if layer.rank)
+    layer.V.data += 1e-4  # a fraction of a step of int8
+    with pytest.warns(UserWarning, match=r"changed since they were read from int8.*saved as floats"):
+        model.save_pretrained(tmp_path / "trained")
+    stored = _tensors(tmp_path / "trained")
+    assert torch.equal(stored[f"{name}.V"], layer.V) and not any(key.endswith("_int8") for key in stored)
+    opened = open_folder(tmp_path / "trained", dtype=dtype)
+    assert torch.equal(opened.get_submodule(name).V, layer.V)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path / "trained")
+
+
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
