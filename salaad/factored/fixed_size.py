@@ -7,8 +7,9 @@ with their rank and number of entries. transformers opens such a folder through 
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
+from salaad.factored.registration import OPENED_DENSE
 from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
-from salaad.factored.slr_weight import SlrWeight
+from salaad.factored.slr_weight import PARTS, SlrWeight
 from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import cast, count_parameters
@@ -88,6 +90,7 @@ class SlrQuantizer(CheckedQuantizer):
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
     # Name → layer of the usual kind, for each block that may become dense in memory.
     _may_be_dense: Mapping[str, nn.Module] = MappingProxyType({})
+    _given: Mapping[str, Tensor] | None = None  # the state dict that `save_pretrained` was given
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
@@ -129,7 +132,8 @@ class SlrQuantizer(CheckedQuantizer):
                 raise UserError(f"{name}.S_packed is broken ({error}); give a whole copy of the folder") from None
         self._make_dense(model)
         join_siblings(slr_modules(model))
-        model.base_model.hf_quantizer = self  # it may be saved without the head
+        if self.quantization_config.blocks:
+            model.base_model.hf_quantizer = self  # it may be saved without the head
         # transformers assumes that a quantized model has rounded weights: no half(), and training of adapters only.
         model.is_quantized = False
         return model
@@ -144,7 +148,30 @@ class SlrQuantizer(CheckedQuantizer):
         self._may_be_dense = {}
         close_stacks(model)
         if not self.quantization_config.blocks:
+            self.remove_quantization_config(model)
             mark_dense(model)
+
+    def remove_quantization_config(self, model: PreTrainedModel) -> None:
+        """Make the model an ordinary one for transformers, and its base model, too."""
+        super().remove_quantization_config(model)
+        vars(model.base_model).pop("hf_quantizer", None)
+
+    def own_save_pretrained(
+        self,
+        usual: Callable[..., None],
+        model: PreTrainedModel,
+        folder: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save as transformers does, which asks a quantizer for the tensors and forgets those that it was given."""
+        self._given = state_dict
+        try:
+            usual(model, folder, is_main_process, None, *args, **kwargs)
+        finally:
+            self._given = None
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if that loses nothing.
@@ -152,21 +179,22 @@ class SlrQuantizer(CheckedQuantizer):
         The entry in config.json, which is written next, lists the blocks that are in parts now: another layer may have
         taken the place of one, as `resize_token_embeddings` puts a dense head there.
         """
-        state, stored = model.state_dict(), slr_modules(model)
+        state, stored = dict(model.state_dict() if self._given is None else self._given), slr_modules(model)
         self.quantization_config.blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
-        for name, packed in self._packed(stored).items():
+        for name, packed in self._packed(stored, state).items():
             for key in ("U", "V", "S_values", "S_starts", "S_columns"):
-                del state[f"{name}.{key}"]
+                state.pop(f"{name}.{key}", None)
             state |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
             # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
             state[f"{name}.weight"] = torch.empty(0)
         return state | stack_guards(model), {}
 
-    def _packed(self, stored: Mapping[str, SlrWeight]) -> dict[str, dict[str, Tensor]]:
+    def _packed(self, stored: Mapping[str, SlrWeight], state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Name → tensors to save of each block; in floats from here on if numbers read from int8 have changed."""
+        parts = {name: parts_in(state, name) for name in stored}
         if self.in_int8:
-            packed = {name: layer.packed(in_int8=True) for name, layer in stored.items()}
-            if not self.pre_quantized or all(int8.holds(packed[name], layer.parts) for name, layer in stored.items()):
+            packed = {name: layer.packed(in_int8=True, parts=parts[name]) for name, layer in stored.items()}
+            if not self.pre_quantized or all(int8.holds(packed[name], parts[name]) for name in stored):
                 return packed
             warnings.warn(
                 "U, V or S have changed since they were read from int8, and int8 would round the change away; they are "
@@ -174,7 +202,7 @@ class SlrQuantizer(CheckedQuantizer):
                 stacklevel=2,
             )
             self.quantization_config.numbers = "float"
-        return {name: layer.packed() for name, layer in stored.items()}
+        return {name: layer.packed(parts=parts[name]) for name, layer in stored.items()}
 
     @property
     def computed_on_opening(self) -> str | None:
@@ -219,6 +247,17 @@ class SlrQuantizer(CheckedQuantizer):
             put_dense(model, name, known[name], dtype)
         close_stacks(model)
         return cast(model, dtype)
+
+
+def parts_in(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return U, V and S_values of a block from a state dict; a UserError if it lacks one."""
+    for key in PARTS:
+        if f"{name}.{key}" not in state:
+            raise UserError(
+                f"the given state dict has no {name}.{key}, in which the model holds this weight; give one with the "
+                "names of model.state_dict(), or call model.dequantize() first"
+            )
+    return {key: state[f"{name}.{key}"].detach() for key in PARTS}
 
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
@@ -296,11 +335,19 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
     return shared
 
 
+class OpenedDense:
+    """What a model whose blocks are all dense, otherwise an ordinary one, still understands: `dequantize`."""
+
+    def own_dequantize(
+        self, usual: Callable[..., Any], model: PreTrainedModel, dtype: torch.dtype | None = None
+    ) -> PreTrainedModel:
+        """Return the model as it is, in `dtype` or in the dtype that it has."""
+        return model if dtype is None else cast(model, dtype)
+
+
 def mark_dense(model: PreTrainedModel) -> None:
-    """Turn a model whose blocks are all dense into an ordinary one; `dequantize` still works, and does nothing."""
-    quantizer = SlrQuantizer(SlrConfig())
-    quantizer.remove_quantization_config(model)
-    model.hf_quantizer = quantizer
+    """Let `dequantize` work, and do nothing, on a model of transformers whose blocks are all dense."""
+    setattr(model, OPENED_DENSE, OpenedDense())
 
 
 def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> None:

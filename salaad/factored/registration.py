@@ -2,12 +2,14 @@
 
 The formats are entered in the registry of quantizers. `from_pretrained` passes an argument that it does not know to the
 configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so every
-configuration gets the attribute `budget`, whose setter refuses a folder of another format. Importing transformers takes
-seconds, and so does importing our classes: neither is imported with this module.
+configuration gets the attribute `budget`, whose setter refuses a folder of another format. Some methods of models know
+dense layers only, and ask the model's quantizer first if it is ours. Importing transformers takes seconds, and so does
+importing our classes: neither is imported with this module.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,6 +21,8 @@ from salaad.common.errors import UserError
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE, format_name, is_any_size
 
 ASKED = "_asked_budget"  # the attribute of a configuration that holds the size to open
+OPENED_DENSE = "_opened_dense"  # the attribute of a model without a quantizer that holds methods of ours
+_METHODS = ("save_pretrained", "resize_token_embeddings", "dequantize")
 # `format_name` of a folder's `quant_method` → module, class of the entry in config.json, class of the quantizer.
 _FORMATS = {
     "salaad": ("salaad.factored.fixed_size", "SlrConfig", "SlrQuantizer"),
@@ -89,8 +93,29 @@ def _ask_for(config: Any, budget: str | float | None) -> None:
     setattr(config, ASKED, budget)
 
 
+def _ask_ours_first(models: ModuleType) -> None:
+    for name in _METHODS:
+        setattr(models.PreTrainedModel, name, _asking(getattr(models.PreTrainedModel, name)))
+
+
+def _asking(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of models that calls `own_…` of the model's quantizer, or of `OPENED_DENSE`, if there is one.
+
+    It is a method of the class, as one set on a model would refer to the model, which would not be freed at once.
+    """
+
+    @wraps(usual)
+    def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+        holder = getattr(model, "hf_quantizer", None) or getattr(model, OPENED_DENSE, None)
+        own = getattr(holder, f"own_{usual.__name__}", None)
+        return usual(model, *args, **kwargs) if own is None else own(usual, model, *args, **kwargs)
+
+    return method
+
+
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.configuration_utils": _take_budgets,
+    "transformers.modeling_utils": _ask_ours_first,
     "transformers.quantizers.auto": _enter_formats,
 }
 

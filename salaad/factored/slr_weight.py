@@ -22,6 +22,9 @@ from salaad.factored.slr_tensors import SlrTensors, column_dtype, columns_in, po
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
 
+PARTS = ("U", "V", "S_values")  # the parameters of a layer, besides its bias
+
+
 class SlrWeight(nn.Module):
     """A weight U·V + S (n×m): parameters U (n×r), V (r×m) and S_values, with S in compressed sparse rows.
 
@@ -74,19 +77,20 @@ class SlrWeight(nn.Module):
         if "S_packed" in self._buffers:
             self._set_positions(self._decoded(self.S_packed))
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """Name → U, V and S_values, outside of autograd."""
-        return {"U": self.U.detach(), "V": self.V.detach(), "S_values": self.S_values.detach()}
+    def packed(self, in_int8: bool = False, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the tensors to store in a file, in the form that `unpack` reads, without the bias.
 
-    def packed(self, in_int8: bool = False) -> dict[str, Tensor]:
-        """Return the tensors to store in a file, in the form that `unpack` reads, without the bias."""
+        Args:
+            in_int8: store U, V and the values as int8.
+            parts: name → U, V and S_values; those of the layer unless given.
+        """
         n, m = self.shape
         found = positions(self.S_starts, self.columns, m).cpu().numpy()
         stored = {"S_packed": torch.from_numpy(packing.encode(found, n * m))}
+        parts = parts or {name: getattr(self, name).detach() for name in PARTS}
         if not in_int8:
-            return {**stored, **self.parts}
-        U, V, values = self.parts.values()
+            return {**stored, **parts}
+        U, V, values = (parts[name] for name in PARTS)
         pairs = {"U": int8.encode(U.mT), "V": int8.encode(V), "S": int8.encode_entries(values)}
         for x, (numbers, scales) in pairs.items():
             stored |= {f"{x}_int8": numbers.contiguous(), f"{x}_scales": scales}

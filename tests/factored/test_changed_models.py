@@ -1,14 +1,20 @@
 """Opened models of which a user replaces layers, or takes the base model, before they are saved."""
 
+import copy
+import warnings
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModel
 
+from salaad.common.errors import UserError
 from salaad.factored.fixed_size import factor, mark_factored, slr_modules
+from salaad.factored.smaller_form import form_for_file
 from tests.factored.test_fixed_size import Q, blocks_of, gpt2, llama
 from tests.helpers.models import IDS, logits, open_folder
-from tests.helpers.slr_weights import parts
+from tests.helpers.slr_weights import parts, whole_numbers
 
 
 def test_a_head_in_parts_that_was_resized_is_saved_dense(tmp_path):
@@ -29,6 +35,49 @@ def test_a_model_whose_only_block_was_replaced_opens(tmp_path):
     model.save_pretrained(tmp_path / "after")
     opened = open_folder(tmp_path / "after")
     assert not slr_modules(opened) and torch.equal(logits(opened), logits(model))
+
+
+@pytest.mark.parametrize("form", ["float", "int8", "all dense"])
+def test_a_given_state_dict_is_what_is_saved(tmp_path, form):
+    if form == "all dense":
+        with form_for_file("float"):
+            model = factor(llama(), {Q: whole_numbers(600)})
+    else:
+        model = factor(llama(), blocks_of(llama()))
+        mark_factored(model, 1000, form == "int8")
+    model.save_pretrained(tmp_path / "before")
+    model = open_folder(tmp_path / "before")
+    assert bool(slr_modules(model)) == (form != "all dense")
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.9).add_(0.01)
+    before, expected = logits(model), logits(average)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # int8 has become floats
+        model.save_pretrained(tmp_path / "after", state_dict=average.state_dict())
+    assert torch.equal(logits(open_folder(tmp_path / "after")), expected)
+    assert torch.equal(logits(model), before)
+    model.save_pretrained(tmp_path / "own")
+    assert torch.equal(logits(open_folder(tmp_path / "own")), before)
+
+
+def test_a_given_state_dict_of_another_form_is_refused(tmp_path):
+    model = factor(llama(), {Q: parts(32, 32, 2, 10)})
+    with pytest.raises(UserError, match=rf"no {Q}\.U, .* call model\.dequantize\(\) first"):
+        model.save_pretrained(tmp_path, state_dict=llama().state_dict())
+
+
+def test_a_model_whose_blocks_opened_dense_is_for_transformers_an_ordinary_one(tmp_path):
+    with form_for_file("float"):
+        factor(llama(), {Q: whole_numbers(600)}).save_pretrained(tmp_path)
+    model = open_folder(tmp_path)
+    for each in (model, model.base_model):
+        assert getattr(each, "hf_quantizer", None) is None  # generate() compiles no model that has one
+    assert model.dequantize() is model and model.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    gone = weakref.ref(model)
+    del model, each
+    assert gone() is None
 
 
 @pytest.mark.parametrize("in_int8", [False, True])
