@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from salaad.model.weights import place_of
 
+_BEFORE = "_experts_before"  # the attribute of a model that holds its implementation of experts without stacks
+
 
 class ExpertStack(nn.Module):
     """A stack of linear layers in place of a parameter (experts × n × m).
@@ -106,17 +108,23 @@ def open_stacks(model: nn.Module, names: Iterable[str]) -> None:
         opened = True
     # The implementations of experts other than eager pass the whole parameter to a kernel.
     if opened and isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
+        vars(model).setdefault(_BEFORE, model.get_experts_implementation())
         model.set_experts_implementation("eager")
 
 
 def close_stacks(model: nn.Module) -> None:
-    """Join, in place, every stack of `open_stacks` whose experts are all dense into one 3-D parameter again."""
+    """Join, in place, every stack of `open_stacks` whose experts are all dense into one 3-D parameter again.
+
+    Without a stack the model computes its experts by the implementation that it had before.
+    """
     for module in list(model.modules()):
         for key, stack in list(module._modules.items()):
             if isinstance(stack, ExpertStack) and all(type(layer) is nn.Linear for layer in stack._modules.values()):
                 weights = nn.Parameter(stack.dense().detach())
                 del module._modules[key]
                 module.register_parameter(key, weights)
+    if not stacks(model) and (before := vars(model).pop(_BEFORE, None)):
+        model.set_experts_implementation(before)
 
 
 def stacks(model: nn.Module) -> dict[str, ExpertStack]:

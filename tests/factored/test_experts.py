@@ -133,12 +133,15 @@ def test_experts_that_open_dense_are_the_weights_of_an_ordinary_model(family, wh
         assert {name for name in blocks if "experts" in name and _is_of(name, which)}.isdisjoint(in_parts)
         if which != "experts.1":  # a stack whose experts are all dense is a parameter again
             assert all(_stack_of(name) not in stacks(opened) for name in blocks if _is_of(name, which))
+        computing = "eager" if stacks(opened) else twin.config._experts_implementation
+        assert opened.config._experts_implementation == computing
         torch.testing.assert_close(logits(opened), expected, rtol=1e-4, atol=1e-5)
         folder = again
         opened.save_pretrained(folder)
     dense = open_folder(folder).dequantize()
     assert {n: p.shape for n, p in dense.named_parameters()} == {n: p.shape for n, p in twin.named_parameters()}
     torch.testing.assert_close(logits(dense), expected, rtol=1e-4, atol=1e-5)
+    assert dense.config._experts_implementation == twin.config._experts_implementation
 
 
 def _is_of(name: str, which: str) -> bool:
