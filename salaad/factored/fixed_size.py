@@ -173,6 +173,23 @@ class SlrQuantizer(CheckedQuantizer):
         finally:
             self._given = None
 
+    def own_resize_token_embeddings(
+        self,
+        usual: Callable[..., nn.Module],
+        model: PreTrainedModel,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Module:
+        """Make an embedding in parts dense before transformers resizes it by writing into its weight."""
+        embedding = model.get_input_embeddings()
+        same = pad_to_multiple_of is None and new_num_tokens in (None, embedding.num_embeddings)
+        if isinstance(embedding, SlrEmbedding) and not same:
+            [name] = [name for name, layer in slr_modules(model).items() if layer is embedding]
+            put_dense(model, name, dense_outline(model).get_submodule(name))
+        return usual(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if that loses nothing.
 
@@ -233,9 +250,8 @@ class SlrQuantizer(CheckedQuantizer):
                     f"U and V of {name} are offloaded, and only weights in memory can be summed; open the "
                     "folder without a device_map"
                 )
-        with torch.device("meta"):
-            usual = type(model)(model.config)
-            open_stacks(usual, slr_modules(model))
+        usual = dense_outline(model)
+        open_stacks(usual, slr_modules(model))
         known = dict(usual.named_modules())
         for name in slr_modules(model):
             if name not in known:
@@ -310,6 +326,12 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     return model
 
 
+def dense_outline(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a dense model without weights, whose layers may take the place of those of `model`."""
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
 def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activation: str | None) -> PreTrainedModel:
     """Return a model that shares its tensors with `model`, except that the blocks are layers of U, V and S.
 
@@ -318,8 +340,7 @@ def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activati
         blocks: module name → U, V and S.
         activation: the activation between U and V, if any.
     """
-    with torch.device("meta"):
-        shared = type(model)(model.config)
+    shared = dense_outline(model)
     shared.generation_config = model.generation_config
     shared.load_state_dict(dict(model.state_dict()), strict=False, assign=True)
     shared.tie_weights()

@@ -131,6 +131,9 @@ BY_ACTIVATION = {None: SlrLinear, SlrActivated.activation: SlrActivated}
 class SlrEmbedding(SlrWeight):
     """An embedding whose table (n×m) is U·V + S, of which only the rows asked for are computed.
 
+    It is no `nn.Embedding`, whose rows can be written: what PEFT trains in an embedding (LoRA on it, single tokens, a
+    prompt that begins with words) needs `model.dequantize()` first.
+
     Args:
         num_embeddings: n.
         embedding_dim: m.

@@ -28,6 +28,27 @@ def test_a_head_in_parts_that_was_resized_is_saved_dense(tmp_path):
     assert torch.equal(logits(opened), logits(model))
 
 
+@pytest.mark.parametrize("size", [520, 500, 512])
+def test_an_embedding_in_parts_is_resized_dense_and_a_head_after_it(tmp_path, size):
+    blocks = {name: parts(512, 32, 3, 100, seed=k) for k, name in enumerate(("model.embed_tokens", "lm_head"))}
+    factor(llama(pad_token_id=2), blocks | {Q: parts(32, 32, 2, 10)}).save_pretrained(tmp_path / "before")
+    model = open_folder(tmp_path / "before")
+    ids = IDS % 500
+    with torch.no_grad():
+        expected = model(ids).logits
+    table = model.resize_token_embeddings(size)
+    assert table is model.get_input_embeddings() and table.weight.shape == (size, 32)
+    assert table.weight.requires_grad and (size == 512 or table.padding_idx == 2)
+    assert list(slr_modules(model)) == ([Q] if size != 512 else ["model.embed_tokens", Q, "lm_head"])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[..., :500], expected[..., :500], rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "after")
+    opened = open_folder(tmp_path / "after")
+    assert slr_modules(opened).keys() == slr_modules(model).keys()
+    with torch.no_grad():
+        assert torch.equal(opened(ids).logits, model(ids).logits)
+
+
 def test_a_model_whose_only_block_was_replaced_opens(tmp_path):
     factor(llama(), {Q: parts(32, 32, 2, 10)}).save_pretrained(tmp_path / "before")
     model = open_folder(tmp_path / "before")
