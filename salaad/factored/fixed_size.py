@@ -6,7 +6,6 @@ with their rank and number of entries. transformers opens such a folder through 
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from os import PathLike
@@ -20,25 +19,28 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
-from salaad.factored import int8
 from salaad.factored.checked_quantizer import CheckedQuantizer
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
+from salaad.factored.packed_blocks import pack_blocks
 from salaad.factored.registration import OPENED_DENSE
 from salaad.factored.replacement import always_dense, outline_of, put_dense
 from salaad.factored.siblings import join_siblings
 from salaad.factored.slr import Slr
-from salaad.factored.slr_weight import PARTS, SlrWeight
+from salaad.factored.slr_weight import SlrWeight
 from salaad.factored.smaller_form import Numbers, takes_dense_form
 from salaad.model.folder_formats import FIXED_SIZE
 from salaad.model.parameters import cast, count_parameters
 from salaad.model.weight_headers import (
+    Headers,
     check_block,
     check_entry,
     check_room,
     check_tensors,
     headers_for,
+    is_count,
+    numbers,
     shape_and_types,
 )
 from salaad.model.weights import place_of, tied_modules, weights_of
@@ -76,7 +78,7 @@ class SlrConfig(QuantizationConfigMixin):
         if numbers not in ("float", "int8"):
             raise UserError(f"config.json stores numbers as {numbers!r}; give a folder with float or int8")
         self.blocks = check_entry(blocks or {}, 2)
-        self.parameters = parameters
+        self.parameters = parameters if is_count(parameters) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as config.json holds it, without `activation` if there is none."""
@@ -90,6 +92,7 @@ class SlrQuantizer(CheckedQuantizer):
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
     # Name → layer of the usual kind, for each block that may become dense in memory.
     _may_be_dense: Mapping[str, nn.Module] = MappingProxyType({})
+    _spared = 0  # how many parameters of dense blocks the paper does not count
     _given: Mapping[str, Tensor] | None = None  # the state dict that `save_pretrained` was given
 
     def _process_model_before_weight_loading(
@@ -116,6 +119,7 @@ class SlrQuantizer(CheckedQuantizer):
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers, beside=head)
+        self._spared = stored_parameters(headers) - (self.quantization_config.parameters or 0)
         # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
@@ -140,6 +144,7 @@ class SlrQuantizer(CheckedQuantizer):
 
     def _make_dense(self, model: PreTrainedModel) -> None:
         """Replace blocks that are smaller dense by layers of their usual kind; they are also saved in that form."""
+        before = count_parameters(model)
         for name, usual in self._may_be_dense.items():
             layer = model.get_submodule(name)
             if not layer.U.is_meta and takes_dense_form(layer, layer.U.element_size()):
@@ -147,6 +152,7 @@ class SlrQuantizer(CheckedQuantizer):
                 del self.quantization_config.blocks[name]
         self._may_be_dense = {}
         close_stacks(model)
+        self._spared += count_parameters(model) - before
         if not self.quantization_config.blocks:
             self.remove_quantization_config(model)
             mark_dense(model)
@@ -193,33 +199,19 @@ class SlrQuantizer(CheckedQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if that loses nothing.
 
-        The entry in config.json, which is written next, lists the blocks that are in parts now: another layer may have
-        taken the place of one, as `resize_token_embeddings` puts a dense head there.
+        The entry in config.json, which is written next, lists the blocks that are in parts now, and counts parameters
+        anew: another layer may have taken the place of one, as `resize_token_embeddings` puts a dense head there.
         """
         state, stored = dict(model.state_dict() if self._given is None else self._given), slr_modules(model)
         self.quantization_config.blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
-        for name, packed in self._packed(stored, state).items():
-            for key in ("U", "V", "S_values", "S_starts", "S_columns"):
-                state.pop(f"{name}.{key}", None)
-            state |= {f"{name}.{key}": tensor for key, tensor in packed.items()}
-            # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
-            state[f"{name}.weight"] = torch.empty(0)
-        return state | stack_guards(model), {}
-
-    def _packed(self, stored: Mapping[str, SlrWeight], state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Name → tensors to save of each block; in floats from here on if numbers read from int8 have changed."""
-        parts = {name: parts_in(state, name) for name in stored}
-        if self.in_int8:
-            packed = {name: layer.packed(in_int8=True, parts=parts[name]) for name, layer in stored.items()}
-            if not self.pre_quantized or all(int8.holds(packed[name], parts[name]) for name in stored):
-                return packed
-            warnings.warn(
-                "U, V or S have changed since they were read from int8, and int8 would round the change away; they are "
-                "saved as floats, of which compress.py --dtype int8 makes int8 again",
-                stacklevel=2,
-            )
-            self.quantization_config.numbers = "float"
-        return {name: layer.packed(parts=parts[name]) for name, layer in stored.items()}
+        if self.quantization_config.parameters is not None:
+            # By the sizes in the state dict, as those in the model may be of one process's share.
+            sizes = (state.get(name, p).numel() for name, p in model.named_parameters())
+            self.quantization_config.parameters = sum(sizes) - self._spared
+        pack_blocks(state, stored, self.quantization_config, rounding=not self.pre_quantized)
+        # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
+        guards = {f"{name}.weight": torch.empty(0) for name in stored}
+        return state | guards | stack_guards(model), {}
 
     @property
     def computed_on_opening(self) -> str | None:
@@ -263,17 +255,6 @@ class SlrQuantizer(CheckedQuantizer):
             put_dense(model, name, known[name], dtype)
         close_stacks(model)
         return cast(model, dtype)
-
-
-def parts_in(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return U, V and S_values of a block from a state dict; a UserError if it lacks one."""
-    for key in PARTS:
-        if f"{name}.{key}" not in state:
-            raise UserError(
-                f"the given state dict has no {name}.{key}, in which the model holds this weight; give one with the "
-                "names of model.state_dict(), or call model.dequantize() first"
-            )
-    return {key: state[f"{name}.{key}"].detach() for key in PARTS}
 
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
@@ -324,6 +305,11 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
             model.set_submodule(name, layer.train(module.training))
     mark_factored(model, parameters)
     return model
+
+
+def stored_parameters(headers: Headers) -> int:
+    """The number of parameters in a folder's files: all numbers except positions of S's entries and scales."""
+    return numbers({name: header for name, header in headers.items() if not name.endswith(("S_packed", "_scales"))})
 
 
 def dense_outline(model: PreTrainedModel) -> PreTrainedModel:
@@ -386,6 +372,7 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
         [activation] = {module.activation for module in stored.values()}
         entry = SlrConfig(blocks, parameters, "int8" if in_int8 else "float", activation)
         model.hf_quantizer = SlrQuantizer(entry, pre_quantized=not in_int8)
+        model.hf_quantizer._spared = count_parameters(model) - parameters
         model.quantization_method = FIXED_SIZE
         model.hf_quantizer.postprocess_model(model)
 

@@ -1,6 +1,7 @@
 """Opened models of which a user replaces layers, or takes the base model, before they are saved."""
 
 import copy
+import json
 import warnings
 import weakref
 
@@ -26,6 +27,33 @@ def test_a_head_in_parts_that_was_resized_is_saved_dense(tmp_path):
     opened = open_folder(tmp_path / "after")
     assert list(slr_modules(opened)) == [Q] and opened.lm_head.weight.shape == (520, 32)
     assert torch.equal(logits(opened), logits(model))
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_parameters_are_counted_anew_when_a_changed_model_is_saved(tmp_path, in_int8):
+    """A block that opens dense still counts as U, V and S, as do rows of a table that were not there before."""
+    blocks = {"lm_head": parts(512, 32, 3, 100), Q: parts(32, 32, 2, 10)}
+    dense_in_memory = {"model.layers.1.self_attn.q_proj": parts(32, 32, 3, 560)}
+    others = sum(p.numel() for n, p in llama().named_parameters() if n.removesuffix(".weight") not in blocks)
+    others += 3 * 64 + 560 - 32 * 32
+    with form_for_file("int8" if in_int8 else "float"):
+        model = factor(llama(), blocks | dense_in_memory)
+        mark_factored(model, others + 3 * (512 + 32) + 100 + 2 * 64 + 10, in_int8)
+        model.save_pretrained(tmp_path / "first")
+    model = open_folder(tmp_path / "first")
+    assert slr_modules(model).keys() == blocks.keys()
+    AutoModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "again")
+    model.resize_token_embeddings(700)
+    model.save_pretrained(tmp_path / "resized")
+    found = {
+        name: json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["parameters"]
+        for name in ("first", "base", "again", "resized")
+    }
+    base = others + 2 * 64 + 10
+    whole = base + 3 * (512 + 32) + 100
+    resized = base + 188 * 32 + 700 * 32
+    assert found == {"first": whole, "base": base, "again": whole, "resized": resized}
 
 
 @pytest.mark.parametrize("size", [520, 500, 512])
