@@ -1,5 +1,6 @@
 """The dense weight of a factored layer, which refuses to be written to."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +19,45 @@ class ComputedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return plain tensors from operations that read; refuse an operation that writes into such a weight.
+        """Compute, but refuse an operation that writes into such a weight; views of one are such weights, too.
 
         Raises:
             UserError: the operation writes into the weight.
         """
-        name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        written = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init gives the keyword
-        if (writes or name in _WRITING) and isinstance(written, ComputedWeight):
+        kwargs = kwargs or {}
+        if any(isinstance(tensor, ComputedWeight) for tensor in _written(func, args, kwargs)):
             raise UserError(
                 "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
                 "first, or change U, V and S_values"
             )
+        if func == Tensor.__iter__:  # its rows would be plain tensors
+            return iter(args[0].unbind())
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func == Tensor.data.__get__ else result
+            result = func(*args, **kwargs)
+        if func == Tensor.as_subclass:
+            return result
+        if type(result) in (tuple, list):  # as from chunk
+            return type(result)(_as_view(part, args) for part in result)
+        return _as_view(result, args)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operation writes into: its first argument, if it works in place, and `out`."""
+    name, written = getattr(func, "__name__", ""), []
+    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("inplace"):
+        first = args[0] if args else kwargs.get("tensor")  # torch.nn.init gives the keyword
+        written += first if isinstance(first, list | tuple) else [first]
+    out = kwargs.get("out")
+    return [*written, *(out if isinstance(out, list | tuple) else [out])]
+
+
+def _as_view(result: Any, args: Sequence[Any]) -> Any:
+    """Return a tensor that shares memory with a weight among `args` as such a weight, and anything else as it is."""
+    if type(result) is Tensor:
+        for given in args:
+            if isinstance(given, ComputedWeight) and torch._C._is_alias_of(result, given):
+                return result.as_subclass(ComputedWeight)
+    return result
 
 
 _WRITING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow"))}

@@ -197,6 +197,16 @@ def test_an_adapter_of_peft_is_trained_on_top_and_moves_to_the_dense_model(folde
         lambda W: W.__setitem__(0, 1),
         lambda W: setattr(W, "data", torch.zeros(6, 5)),
         lambda W: nn.init.normal_(W),
+        lambda W: W.data[3].copy_(torch.zeros(5)),
+        lambda W: nn.init.zeros_(W[:2]),
+        lambda W: W[0].fill_(5),
+        lambda W: W.view(-1).__setitem__(0, 5),
+        lambda W: W.detach().mul_(2),
+        lambda W: W.mT.chunk(2)[0].zero_(),
+        lambda W: next(iter(W)).zero_(),
+        lambda W: torch.add(W, 1, out=W.data),
+        lambda W: torch.relu_(W.data),
+        lambda W: nn.functional.relu(W.data, inplace=True),
     ],
 )
 def test_nothing_is_written_into_a_computed_weight(write):
@@ -204,8 +214,10 @@ def test_nothing_is_written_into_a_computed_weight(write):
     with pytest.raises(UserError, match="computed from U, V and S"):
         write(layer.weight)
     weight = layer.weight
-    weight = weight + 1  # a result computed from the weight is a plain tensor
-    assert type(weight) is torch.Tensor and weight.requires_grad
+    for result in (weight + 1, weight @ weight.mT, weight.sum(), weight[torch.tensor([0, 2])], weight.clone()):
+        assert type(result) is torch.Tensor and result.requires_grad  # computed, and no view
+    assert type(weight.detach().as_subclass(torch.Tensor)) is torch.Tensor
+    assert torch.equal(torch.stack(list(weight)), weight)
 
 
 # ---- torch.compile and torch.export
