@@ -1,5 +1,6 @@
 """Figures of runs and of sweeps, as PNG."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,10 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
 
 def _from_best_to_fourfold(panel: Axes, values: Sequence[float]) -> None:
     """Set a logarithmic y axis up to four times the lowest value: one very bad value would flatten all others."""
-    low = min(values)
-    panel.set_yscale("log")
-    panel.set_ylim(0.97 * low, min(4 * low, 1.05 * max(values)))
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        panel.set_yscale("log")
+        panel.set_ylim(0.97 * min(finite), min(4 * min(finite), 1.05 * max(finite)))
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], path: Path) -> None:

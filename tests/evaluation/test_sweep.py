@@ -1,8 +1,12 @@
 """The κ sweep's tables and its band on rows made by hand."""
 
+import math
 import random
 
+import pytest
+
 from salaad.compression.variants import Variant
+from salaad.evaluation.figures import elastic_figure, sweep_figure
 from salaad.evaluation.sweep import best, elastic_table, grid, grid_table, measure, stable_band
 
 GRID = {
@@ -134,3 +138,13 @@ def test_two_models_stand_side_by_side_each_at_its_own_best_kappa():
         ["25.00", "κ* = 0"],
         ["41.00", "κ* = 1"],
     ]
+
+
+@pytest.mark.parametrize(
+    "bad", [("X",), ("X", "L+S", *(f"{budget} @ {kappa}" for budget in GRID for kappa in GRID[budget]))]
+)
+def test_pictures_leave_out_what_is_not_finite(tmp_path, bad):
+    mine = [one | {"perplexity": math.nan} if one["variant"] in bad else one for one in rows()]
+    sweep_figure(mine, tmp_path / "sweep.png")
+    elastic_figure({"model": mine}, tmp_path / "elastic.png")
+    assert all((tmp_path / name).stat().st_size for name in ("sweep.png", "elastic.png"))
