@@ -96,7 +96,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
     if options.calibrate:
         for deployment in deployments.values():
             deployment.calibrate(data, options.calibrate)
-    path = result_file(source, options, "sweep")
+    path = result_file(source, options, "sweep", "sweep.png", "elastic.png")
     evaluations = {label: evaluation_of(deployment, options, data) for label, deployment in deployments.items()}
     rows = sweep.measure(evaluations, variants)
     tables = [f"{label}\n\n{sweep.grid_table(mine)}" for label, mine in rows.items()]
@@ -173,10 +173,10 @@ def texts_read(evaluation: VariantEvaluation, rows: Sequence[dict[str, Any]]) ->
     return sentence if calibration is None else f"{sentence} Calibrated on {calibration.described}."
 
 
-def result_file(source: ModelOnDisk, options: OutputOptions, name: str) -> Path:
-    """Return the path of a table's JSON file; raise a UserError before measuring if it cannot be written."""
+def result_file(source: ModelOnDisk, options: OutputOptions, name: str, *pictures: str) -> Path:
+    """Return the path of a table's JSON file; a UserError before measuring if it or a picture may not be written."""
     path = (Path(options.output) if options.output else source.output) / f"{name}.json"
-    require_writable(path)
+    require_writable(path, [path.with_name(picture) for picture in pictures])
     return path
 
 

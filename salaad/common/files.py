@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -21,6 +21,7 @@ from salaad.common.locks import held
 CHECKOUT = Path(__file__).resolve().parents[2]  # the project's root, unless it was installed from a wheel
 CHECKSUMS = "checksums.json"
 PARTIAL = ".partial"  # suffix of a file that is not complete yet
+_PROVENANCE = {"versions", "commit", "machine"}  # what `salaad.common.provenance` writes beside every table's rows
 _LARGEST_JSON = 2**26  # bytes, a thousand times our files' size; parsed, a file takes about ten times as much memory
 
 
@@ -191,15 +192,32 @@ def json_file(name: str) -> Path:
     return path
 
 
-def require_writable(path: Path) -> None:
-    """Create the folder of the JSON file `path`; a UserError if that fails or the file holds no table of ours."""
+def require_writable(path: Path, pictures: Sequence[Path] = ()) -> None:
+    """Create the folder of the JSON file `path`, before the work whose rows it is to get.
+
+    Args:
+        path: a file that is new, or a table of ours, to which rows are added.
+        pictures: files beside it that are drawn anew.
+
+    Raises:
+        UserError: the folder cannot be written to, or a file is somebody else's.
+    """
     json_file(str(path))
-    try:
-        ours = not path.exists() or "rows" in (read_json(path) or ())
-    except UserError:  # damaged, or no JSON
-        ours = False
-    if not ours:
+    if path.exists() and not _is_table(path):
         raise UserError(f"{path} is there and no table of ours, which rows could be added to; give another --output")
+    for picture in pictures:
+        if picture.exists() and not (path.exists() and picture.is_file()):
+            raise UserError(f"{picture} is there and no picture of ours, to be drawn anew; give another --output")
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is a table of ours: rows, with their provenance."""
+    try:
+        table = read_object(path)
+    except UserError:  # damaged, or no JSON
+        return False
+    rows = table.get("rows")
+    return table.keys() >= _PROVENANCE and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from salaad.common.errors import UserError
-from salaad.common.files import read_json, require_writable, write_json
+from salaad.common.files import json_file, read_json, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 
@@ -41,7 +41,7 @@ def require_table(path: Path) -> None:
     """Write an empty table if there is no file; raise a UserError if the file is no table of ours or not writable."""
     try:
         rows = read_rows(path)
-        require_writable(path)
+        json_file(str(path))
         write_rows(rows, path)
     except OSError as error:
         raise UserError(f"--output {path} cannot be written ({error.strerror}); give a file you can write") from None

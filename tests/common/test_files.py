@@ -363,10 +363,30 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_work():
         json_file("/proc/rows.json")
 
 
-def test_a_damaged_table_is_no_table_of_ours(tmp_path):
-    (tmp_path / "rows.json").write_text('{"rows": [')
+TABLE = {"versions": "1", "commit": "2", "machine": "3", "rows": [{}]}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rows": [', "7", '{"rows": [1]}', json.dumps(TABLE | {"rows": [1]}), json.dumps(TABLE | {"rows": 1})]
+)
+def test_a_damaged_table_or_another_file_is_no_table_of_ours(tmp_path, text):
+    (tmp_path / "rows.json").write_text(text)
     with pytest.raises(UserError, match=r"rows\.json is there and no table of ours.*; give another --output"):
         require_writable(tmp_path / "rows.json")
+
+
+def test_a_picture_is_drawn_anew_only_beside_a_table_of_ours(tmp_path):
+    table, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    require_writable(table, [picture])
+    picture.write_text("the user's")
+    with pytest.raises(UserError, match=r"rows\.png is there and no picture of ours.*; give another --output"):
+        require_writable(table, [picture])
+    table.write_text(json.dumps(TABLE))
+    require_writable(table, [picture])
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(UserError, match=r"rows\.png is there and no picture of ours"):
+        require_writable(table, [picture])
 
 
 def test_a_tokenizer_that_finds_the_disk_full_raises_an_error_of_the_disk(tmp_path):
