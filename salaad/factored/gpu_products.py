@@ -91,7 +91,7 @@ class Products:
         Raises:
             RuntimeError: the last dimension of x is not m.
         """
-        if self.has_few(x):
+        if self.has_few(x) and (bias is None or bias.device == x.device):
             [y] = linear_of_several([self], [tensors], x, [bias])
             return y
         with without_autocast(self.device):
@@ -171,7 +171,7 @@ def linear_of_several(
     hidden = x.new_empty(len(layers) * rows * widest, dtype=torch.float32)
     unit = kernels.SIZE_UNIT.value
     given = tuple(
-        (V, U, *S, bias, y, unit * layer.rank, unit * layer.n)
+        (V, U, *S, None if bias is None else bias.contiguous(), y, unit * layer.rank, unit * layer.n)
         for layer, (U, V, *S), bias, y in zip(layers, tensors, biases, results, strict=True)
     )
     B = min(_MOST, kernels.triton.next_power_of_2(rows))

@@ -70,6 +70,8 @@ class Siblings:
         if not _fit(products, x):
             return None
         biases = [each.bias for each in layers]
+        if any(bias is not None and bias.device != x.device for bias in biases):
+            return None
         results = gpu_products.linear_of_several(products, tensors, x, biases)
         waiting = dict(zip(layers, results, strict=True))
         y = waiting.pop(layer)

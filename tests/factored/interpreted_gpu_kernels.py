@@ -1,5 +1,7 @@
 """Factored layers with their GPU kernels, which Triton interprets."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,18 @@ def test_a_bias_of_another_dtype_is_added_and_layouts_of_x_do_not_matter():
     assert layer(torch.randn(0, 12)).shape == (0, 5)
     with pytest.raises(RuntimeError, match="must have 12 numbers"):
         layer(torch.randn(2, 11))
+
+
+def test_a_bias_in_steps_is_read_as_it_looks_and_one_of_another_device_is_not_read(launched):
+    slr, b = parts(5, 12, 3, 20), torch.randn(5, 3)[:, 1]
+    layer, x = SlrLinear.from_slr(slr).requires_grad_(False), torch.randn(2, 12)
+    layer.bias = nn.Parameter(b, requires_grad=False)
+    assert layer.bias.stride() == (3,)
+    assert distance(layer(x), x.double() @ dense(slr).T + b.double()) < 1e-6 and launched == [1]
+    layer.bias = nn.Parameter(torch.empty(5, device="meta"), requires_grad=False)
+    with suppress(RuntimeError):  # of torch, as for any linear layer
+        layer(x)
+    assert launched == [1]
 
 
 def test_gradients_are_those_of_the_dense_product():
