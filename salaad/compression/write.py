@@ -95,7 +95,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         how = history(source.name, deployment.kind, options, variants)
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
-    return f"{found}\n\n{usage.said()}"
+    missing = "" if tokenizer is not None else f"\n\nNo tokenizer was written, since {source.name} has none."
+    return f"{found}{missing}\n\n{usage.said()}"
 
 
 def _opened(source: ModelOnDisk, options: CompressOptions) -> tuple[Deployment, dict[str, int]]:

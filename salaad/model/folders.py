@@ -35,7 +35,8 @@ CARD, SOURCE_CARD = "README.md", "README.source.md"
 def local_folder(name: str, option: str) -> Path:
     """Return the folder of a model: `name` itself if it is a path, else the hub cache's folder of the model `name`.
 
-    A model that is not in the cache, or only in part, is downloaded.
+    A model that is not in the cache, or only in part, is downloaded. Where that fails, weights in the cache are enough: a
+    model may have no tokenizer.
 
     Args:
         name: a path, or the name of a model on the hub, such as `openai-community/gpt2`.
@@ -46,15 +47,17 @@ def local_folder(name: str, option: str) -> Path:
     """
     if not is_hub_name(name):
         return Path(name)
-    try:
-        folder = Path(_snapshot(name, local=True))
-        if _has_weights(folder):
-            return folder
-    except OSError:
-        pass
+    cached = None
+    with suppress(OSError):
+        cached = Path(_snapshot(name, local=True))
+    weights_are_cached = cached is not None and _has_weights(cached)
+    if weights_are_cached and has_tokenizer(cached):
+        return cached
     try:
         folder = Path(_snapshot(name, local=False))
     except Exception as error:  # no network, no such name, no access, a full disk
+        if weights_are_cached:
+            return cached
         raise UserError(
             f"{option} {name} is no folder, and no model of this name is in the hub's cache or can be had from the hub "
             f"({type(error).__name__}); give an existing folder, or fetch the model with: hf download {name}"

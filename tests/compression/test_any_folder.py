@@ -112,7 +112,8 @@ def test_a_name_that_is_not_in_the_cache_is_refused_offline_with_the_command_tha
     assert not (tmp_path / "made").exists() and not (tmp_path / "run").exists()
 
 
-def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_not(hub, whole, monkeypatch):
+@pytest.mark.parametrize("cached", [("config.json", "tokenizer.json"), ("config.json", "model.safetensors")])
+def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_not(hub, whole, monkeypatch, cached):
     """The hub's client is replaced by a function that records what is requested from the network."""
     asked, found = [], folders.snapshot_download
 
@@ -124,7 +125,7 @@ def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_n
         return str(put_into_cache(hub, whole))
 
     monkeypatch.setattr(folders, "snapshot_download", download)
-    put_into_cache(hub, whole, "config.json", "tokenizer.json")
+    put_into_cache(hub, whole, *cached)
     for _ in range(2):
         folder = folders.local_folder(NAME, "--checkpoint")
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
@@ -145,6 +146,11 @@ def test_a_model_of_which_the_cache_holds_a_part_is_fetched_and_a_whole_one_is_n
     assert list(filter_repo_objects([*listed, *others], **filters)) == listed
 
 
+def test_weights_in_the_cache_are_enough_offline(hub, whole):
+    snapshot = put_into_cache(hub, whole, "config.json", "model.safetensors")
+    assert folders.local_folder(NAME, "--checkpoint") == snapshot
+
+
 def test_a_path_that_does_not_exist_is_no_name_on_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -162,6 +168,7 @@ def test_a_folder_without_a_tokenizer_is_compressed_and_its_structure_shown(plai
     made = tmp_path / "made"
     said = compress(plain, made, godec=True, budget="0.6")
     assert "evaluate.py perplexity" not in said  # which would need a tokenizer
+    assert "No tokenizer was written, since plain has none" in said
     AutoModelForCausalLM.from_pretrained(made)
     assert not list(made.glob("*token*"))
     assert len(evaluate("rpca", plain, tmp_path).strip().splitlines()) > 8
