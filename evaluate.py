@@ -55,6 +55,7 @@ from salaad.evaluation.figures import elastic_figure, sweep_figure
 from salaad.evaluation.structure import RpcaRow, model_statistics, structure_table
 from salaad.evaluation.tables import accuracy_table, keep_rows, perplexity_table
 from salaad.evaluation.variant_perplexity import VariantEvaluation
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
 
@@ -143,6 +144,12 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
 
 def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
     """Print the rank and density that robust PCA finds in the weights and in noise of the same shapes."""
+    entry = getattr(source.folder.config, "quantization_config", None)
+    if is_fixed_size(entry) or is_any_size(entry):
+        raise UserError(
+            f"{source.name} is stored in parts, of which robust PCA would see the dense weights alone; give the dense "
+            "model it was made of"
+        )
     path = result_file(source, options, "rpca")
     model = source.folder.load(torch.float32, best_device())
     blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))

@@ -311,6 +311,7 @@ def test_a_budget_that_is_no_size_is_refused(elastic, budget, words):
             )
         ),
         (("compress.py",), ("--elastic",), "cut as it is, without --elastic; leave that out"),
+        (("evaluate.py", "rpca"), (), "stored in parts, of which robust PCA would see the dense weights alone"),
         (("compress.py",), ("--rpca",), "stored in parts already; give the dense model it was made of"),
         (("compress.py",), ("--godec",), "stored in parts already; give the dense model it was made of"),
     ],
