@@ -35,8 +35,8 @@ CARD, SOURCE_CARD = "README.md", "README.source.md"
 def local_folder(name: str, option: str) -> Path:
     """Return the folder of a model: `name` itself if it is a path, else the hub cache's folder of the model `name`.
 
-    A model that is not in the cache, or only in part, is downloaded. Where that fails, weights in the cache are enough: a
-    model may have no tokenizer.
+    A model that is not in the cache, or only in part, is downloaded. Where that fails, weights in the cache are enough,
+    since a model may have no tokenizer.
 
     Args:
         name: a path, or the name of a model on the hub, such as `openai-community/gpt2`.
