@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -21,6 +21,7 @@ from salaad.model.folders import CARD, SOURCE_CARD
 
 _BEGIN, _END = "<!-- perplexity:begin -->", "<!-- perplexity:end -->"
 _LARGEST_CARD = 2**20  # bytes
+_INSTALL = "The package `salaad` is installed by `pip install -e .` in a clone of SALAAD's repository.\n\n"
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,12 @@ def write_card(folder: Path, usage: Usage, *, how: str, sizes: str, base: str | 
         pipeline_tag="text-generation",
         tags=["salaad", "low-rank", "sparse"],
     )
+    usage = replace(usage, folder=Path(usage.folder).name)  # whoever reads the card has the folder somewhere else
     measuring = "Not measured" + (f"; this does it:\n\n```bash\n{usage.measuring}\n```" if usage.measuring else ".")
     if is_file(folder / SOURCE_CARD):
         how += f"\n\nThe card of the model it was made of is [{SOURCE_CARD}]({SOURCE_CARD})."
     (folder / CARD).write_text(
-        f"---\n{metadata.to_yaml()}\n---\n\n# {Path(usage.folder).name}\n\n{how}\n\n## Use\n\n"
+        f"---\n{metadata.to_yaml()}\n---\n\n# {usage.folder}\n\n{how}\n\n## Use\n\n{_INSTALL * usage.in_parts}"
         f"```python\n{usage.opening}\n```\n\n## Size\n\n{sizes}\n\n## Perplexity\n\n{_BEGIN}\n{measuring}\n{_END}\n"
     )
 

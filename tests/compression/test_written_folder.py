@@ -149,8 +149,10 @@ def test_the_card_says_what_the_folder_is_and_how_it_is_opened(runs, gpt2, tmp_p
         card = ModelCard.load(tmp_path / folder / "README.md")
         assert card.data.library_name == "transformers" and "salaad" in card.data.tags
         assert card.data.license == ("mit" if folder == "split" else None)
-        assert said.partition("\n\nOpen it")[0] in card.text and printed(said, "python") in card.text
-        assert printed(said, "bash") in card.text
+        shown = said.replace(str(tmp_path / folder), folder)  # not where the writer has it
+        assert shown.partition("\n\nOpen it")[0] in card.text and printed(shown, "python") in card.text
+        assert printed(shown, "bash") in card.text and str(tmp_path) not in card.text
+        assert ("`pip install -e .`" in card.text) == ("import salaad" in card.text)
         assert all(word in card.text for word in words), card.text
 
 
