@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoTokenizer,
     GPT2Config,
@@ -311,6 +312,8 @@ def test_two_sizes_opened_one_after_the_other_are_each_their_own(elastic):
     assert all(torch.equal(small.state_dict()[key], tensor) for key, tensor in expected.items())
     assert_same_model(open_folder(folder, budget=20_000), small)
     assert_same_model(open_folder(folder, budget=0.75), large)
+    config = AutoConfig.from_pretrained(folder, budget=0.75)  # the way to a size with a configuration that is given
+    assert_same_model(open_folder(folder, config=config), large)
     assert_same_model(open_folder(folder), whole)
     assert len({float(logits(model).sum()) for model in (small, large, whole)}) == 3
 
