@@ -220,7 +220,7 @@ def read_options(
     parser.add_class_arguments(kind)
     sections = [(DataConfig, "data")] if command in with_data else []
     for section, name in sections:
-        parser.add_class_arguments(section, name)
+        parser.add_class_arguments(section, name, skip={"workers"})  # which read ahead of a training
     arguments = with_lists(_as_python_names(arguments, kind), [(kind, ""), *sections])
     _, given = parse(parser, arguments, *sections)  # before a model is opened, which takes its time
     options = kind(**{f.name: given[f.name] for f in fields(kind)})
@@ -264,8 +264,8 @@ def _trained_with(run: Mapping[str, Any], arguments: list[str]) -> dict[str, Any
     """Return defaults of --data.*: the training run's settings; if --data.source is given, only how rows are cut."""
     data = run.get("data", {})
     other = any(argument.startswith("--data.source") for argument in arguments)
-    # The tokenizer is stored with the model; the place that training took it from may be gone.
-    kept = ("sequence_length", "packing") if other else [key for key in data if key != "tokenizer"]
+    # The tokenizer is stored with the model; the place that training took it from may be gone. Workers only train.
+    kept = ("sequence_length", "packing") if other else [key for key in data if key not in ("tokenizer", "workers")]
     return {f"data.{key}": data[key] for key in kept if key in data}
 
 

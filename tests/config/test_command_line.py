@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,18 @@ def test_a_second_configuration_is_laid_over_the_first_and_both_name_the_run():
     assert (config.train.precision, config.train.compile, config.salaad.overlap) == ("bf16-mixed", True, True)
     assert config.model == plain.model and config.train.steps == plain.train.steps
     assert options.output == "runs/350m-fast-salaad"
+
+
+def test_workers_which_only_training_has_are_no_option_of_the_other_commands():
+    def data_of(*words: str) -> object:
+        trained = SimpleNamespace(run={"data": {"workers": 3, "sequence_length": 48}})
+        words = ("perplexity", "--checkpoint=x", *words)
+        kinds = {"perplexity": PerplexityOptions}
+        return read_options("evaluate.py", "Tables.", kinds, lambda _: trained, ("perplexity",), words).data
+
+    assert data_of().sequence_length == 48
+    with pytest.raises(UserError, match=r"there is no option --data\.workers; did you mean"):
+        data_of("--data.workers=2")
 
 
 # ---- lists
