@@ -39,7 +39,7 @@ from salaad.compression.trained_blocks import TrainedFactors, TrainedSurrogates
 from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.compression.tuning.tune import Fitted, Tuning
 from salaad.compression.unfinished import Unfinished
-from salaad.compression.variants import Variant
+from salaad.compression.variants import ALGORITHMS, Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.run import DataConfig
 from salaad.energy_allocation import implied_kappa
@@ -217,7 +217,7 @@ class CheckpointDeployment(Deployment):
 
         Those of GoDec have room for one budget, so a command deletes them when it has ended.
         """
-        path = self.source.cache / f"{self.kind}.safetensors"
+        path = self.source.cache / f"{self.kind}-{ALGORITHMS}.safetensors"
         if self.unfinished.command and self.post_hoc is not None and self.post_hoc.method == "godec":
             path = self.unfinished.path(self.kind)
         return cached_parts(path, self.shapes, self._make_parts)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from salaad.common import native
 from salaad.common.files import digest_of, read_json_lines
 from salaad.compression.deployment import Deployment, OpenedVariant, own_text
-from salaad.compression.variants import Variant
+from salaad.compression.variants import ALGORITHMS, Variant
 from salaad.config.run import DataConfig
 from salaad.data.documents import is_remote
 from salaad.data.text import Text, fingerprint, open_text, validation_batches
@@ -85,6 +85,7 @@ class VariantEvaluation:
         """
         deployment = self.deployment.of(variant)
         of = {
+            "algorithms": ALGORITHMS,
             "parts": deployment.kind if variant.name != "X" else None,
             "variant": variant.name if variant.budget is None else [variant.budget, variant.kappa, variant.refine],
             "calibration": deployment.calibration.digest if variant.calibrated else None,

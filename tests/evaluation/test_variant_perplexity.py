@@ -15,6 +15,7 @@ from salaad.compression.opening import open_deployment
 from salaad.compression.variants import Variant
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
+from salaad.evaluation import variant_perplexity
 from salaad.evaluation.tables import keep_rows
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -97,6 +98,16 @@ def test_the_cache_knows_a_tokenizer_by_what_it_does(evaluation, tmp_path, monke
     other = anew(evaluation)(Variant("X"))
     assert other["tokenizer"] != expected["tokenizer"]
     assert abs(other["perplexity"] / expected["perplexity"] - 1) > 1e-4
+
+
+def test_what_an_older_algorithm_cut_is_measured_anew(evaluation, monkeypatch):
+    expected, held = evaluation(Variant("X")), len(evaluation.path.read_text().splitlines())
+    monkeypatch.setattr(variant_perplexity, "ALGORITHMS", variant_perplexity.ALGORITHMS + 1)
+    for _ in range(2):
+        assert anew(evaluation)(Variant("X")) == expected
+        assert len(evaluation.path.read_text().splitlines()) > held
+    [before, after] = [json.loads(line) for line in evaluation.path.read_text().splitlines() if line]
+    assert after["of"].pop("algorithms") == before["of"].pop("algorithms") + 1 and before == after
 
 
 def test_rows_measured_otherwise_stay_and_those_measured_alike_are_replaced(evaluation, tmp_path):
