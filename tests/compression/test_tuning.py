@@ -71,7 +71,7 @@ def test_a_size_is_that_of_the_cut_parts(tuned):
 def test_the_teacher_is_as_it_was_and_the_student_has_the_weights_of_now(tuned):
     before = tuned.model(ids()).logits
     wrapper = SummedDivergence(tuned.model, 0.0, "give another")
-    hidden, head = tuned.call(Hidden(tuned.model, 0.0), ids())
+    hidden, head = tuned.call(Hidden(tuned.model, 0.0, "give another"), ids())
     torch.testing.assert_close(tuned.model(ids()).logits, before)
     by_hand = LlamaForCausalLM(tuned.model.config).eval()
     by_hand.load_state_dict(tuned.model.state_dict() | tuned.weights())
@@ -139,7 +139,7 @@ def test_the_divergence_in_chunks_is_that_of_all_logits_at_once(tokens, share):
 def test_the_text_says_the_next_token_and_nothing_at_the_end_of_a_row(tuned):
     labels = ids().clone()
     labels[0, 5:] = IGNORED
-    divergence, loss = SummedDivergence(tuned.model, 1.0), SummedLoss(tuned.model)
+    divergence, loss = SummedDivergence(tuned.model, 1.0, "give another"), SummedLoss(tuned.model)
     with torch.no_grad():
         hidden, head = divergence.hidden_and_head(ids())
         # Without a next token only the teacher's prediction counts, which here equals the student's.
