@@ -28,13 +28,13 @@ class ComputedWeight(Tensor):
         if any(isinstance(tensor, ComputedWeight) for tensor in _written(func, args, kwargs)):
             raise UserError(
                 "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
-                "first, or change U, V and S_values"
+                "first, change U, V and S_values, or write into its clone()"
             )
         if func == Tensor.__iter__:  # its rows would be plain tensors
             return iter(args[0].unbind())
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if func == Tensor.as_subclass:
+            result = args[0].detach().clone() if func == Tensor.__deepcopy__ else func(*args, **kwargs)
+        if func in (Tensor.as_subclass, Tensor.__deepcopy__):
             return result
         if type(result) in (tuple, list):  # as from chunk
             return type(result)(_as_view(part, args) for part in result)
@@ -44,7 +44,8 @@ class ComputedWeight(Tensor):
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What an operation writes into: its first argument, if it works in place, and `out`."""
     name, written = getattr(func, "__name__", ""), []
-    if (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("inplace"):
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    if in_place or name in _WRITING or kwargs.get("inplace"):
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init gives the keyword
         written += first if isinstance(first, list | tuple) else [first]
     out = kwargs.get("out")
@@ -53,7 +54,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 def _as_view(result: Any, args: Sequence[Any]) -> Any:
     """Return a tensor that shares memory with a weight among `args` as such a weight, and anything else as it is."""
-    if type(result) is Tensor:
+    if type(result) is Tensor and not torch.compiler.is_compiling():  # which cannot trace the question
         for given in args:
             if isinstance(given, ComputedWeight) and torch._C._is_alias_of(result, given):
                 return result.as_subclass(ComputedWeight)

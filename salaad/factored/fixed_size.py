@@ -119,7 +119,9 @@ class SlrQuantizer(CheckedQuantizer):
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers, beside=head)
-        self._spared = stored_parameters(headers) - (self.quantization_config.parameters or 0)
+        self._spared = stored_parameters(headers, [name for name, _ in model.named_buffers()]) - (
+            self.quantization_config.parameters or 0
+        )
         # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
@@ -166,7 +168,7 @@ class SlrQuantizer(CheckedQuantizer):
         self,
         usual: Callable[..., None],
         model: PreTrainedModel,
-        folder: str | PathLike,
+        save_directory: str | PathLike,
         is_main_process: bool = True,
         state_dict: Mapping[str, Tensor] | None = None,
         *args: Any,
@@ -175,7 +177,7 @@ class SlrQuantizer(CheckedQuantizer):
         """Save as transformers does, which asks a quantizer for the tensors and forgets those that it was given."""
         self._given = state_dict
         try:
-            usual(model, folder, is_main_process, None, *args, **kwargs)
+            usual(model, save_directory, is_main_process, None, *args, **kwargs)
         finally:
             self._given = None
 
@@ -204,6 +206,8 @@ class SlrQuantizer(CheckedQuantizer):
         """
         state, stored = dict(model.state_dict() if self._given is None else self._given), slr_modules(model)
         self.quantization_config.blocks = {name: [module.rank, module.nnz] for name, module in stored.items()}
+        if self._given is not None and not self._given:  # as the processes give that save no tensors
+            return {}, {}
         if self.quantization_config.parameters is not None:
             # By the sizes in the state dict, as those in the model may be of one process's share.
             sizes = (state.get(name, p).numel() for name, p in model.named_parameters())
@@ -307,9 +311,10 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
     return model
 
 
-def stored_parameters(headers: Headers) -> int:
-    """The number of parameters in a folder's files: all numbers except positions of S's entries and scales."""
-    return numbers({name: header for name, header in headers.items() if not name.endswith(("S_packed", "_scales"))})
+def stored_parameters(headers: Headers, buffers: Iterable[str]) -> int:
+    """The number of parameters in a folder's files: all numbers except positions of S's entries, scales and buffers."""
+    others = ("S_packed", "_scales", *(f".{name}" for name in buffers))
+    return numbers({name: header for name, header in headers.items() if not f".{name}".endswith(others)})
 
 
 def dense_outline(model: PreTrainedModel) -> PreTrainedModel:

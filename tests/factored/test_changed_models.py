@@ -104,11 +104,17 @@ def test_a_given_state_dict_is_what_is_saved(tmp_path, form):
     before, expected = logits(model), logits(average)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # int8 has become floats
-        model.save_pretrained(tmp_path / "after", state_dict=average.state_dict())
+        model.save_pretrained(save_directory=tmp_path / "after", state_dict=average.state_dict())
     assert torch.equal(logits(open_folder(tmp_path / "after")), expected)
     assert torch.equal(logits(model), before)
     model.save_pretrained(tmp_path / "own")
     assert torch.equal(logits(open_folder(tmp_path / "own")), before)
+
+
+def test_a_process_that_saves_no_tensors_gives_an_empty_state_dict(tmp_path):
+    """As accelerate.get_state_dict returns on all ranks of FSDP but the first."""
+    model = factor(llama(), {Q: parts(32, 32, 2, 10)})
+    model.save_pretrained(tmp_path, is_main_process=False, state_dict={})
 
 
 def test_a_given_state_dict_of_another_form_is_refused(tmp_path):

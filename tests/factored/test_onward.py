@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -218,6 +219,11 @@ def test_nothing_is_written_into_a_computed_weight(write):
         assert type(result) is torch.Tensor and result.requires_grad  # computed, and no view
     assert type(weight.detach().as_subclass(torch.Tensor)) is torch.Tensor
     assert torch.equal(torch.stack(list(weight)), weight)
+    copied = copy.deepcopy(weight.detach())
+    assert type(copied) is torch.Tensor and torch.equal(copied, weight)
+    assert nn.Parameter(weight.detach()).requires_grad
+    compiled = torch.compile(lambda x: x @ layer.weight.T, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 5)), torch.ones(2, 5) @ weight.T)
 
 
 # ---- torch.compile and torch.export
@@ -268,6 +274,19 @@ def test_numbers_in_a_byte_are_off_by_half_a_step_at_the_most(rows):
     assert (numbers.dtype, numbers.shape, scales.shape) == (torch.int8, rows.shape, (len(rows),))
     step = rows.abs().amax(1, keepdim=True) / 127 if rows.shape[1] else 0
     assert ((int8.decode(numbers, scales) - rows).abs() <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 2e-4])
+def test_numbers_that_were_in_a_byte_are_known_again_in_every_dtype(dtype, size):
+    """The small ones have scales below the normal numbers of float16."""
+    slr = parts(40, 300, 4, 500)
+    layer = SlrLinear.from_slr(replace(slr, U=size * slr.U, V=size * slr.V, values=size * slr.values))
+    stored = layer.packed(in_int8=True)
+    opened = {name: part.to(dtype) for name, part in int8.decode_parts(stored).items()}
+    assert int8.holds(layer.packed(True, opened), opened)
+    trained = {name: part + 0.05 * part.abs().amax() for name, part in opened.items()}
+    assert not int8.holds(layer.packed(True, opened), trained)
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 500])
