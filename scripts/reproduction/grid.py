@@ -219,7 +219,10 @@ class Run:
     def _has_settings(self, config: dict[str, Any], scale: Scale) -> bool:
         options = (*scale.command_options, "--method", self.method, "--seed", str(self.seed))
         changes = (f"--{name}={value}" for name, value in self.changes(scale).items())
-        return is_same(config, _config((*options, *changes)).to_dict())
+        asked = _config((*options, *changes)).to_dict()
+        if "c4" in (config["data"]["source"], asked["data"]["source"]):  # the same text from the hub and with --c4
+            asked["data"] = {**asked["data"], "source": config["data"]["source"]}
+        return is_same(config, asked)
 
     def done(self, scale: Scale) -> bool:
         """Return whether the run folder is here and finished, and the record is of this very run."""

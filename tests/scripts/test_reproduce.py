@@ -123,6 +123,19 @@ def test_a_training_with_other_settings_than_todays_is_not_taken(call, place, mo
     assert (place / "trained").read_text() == ""
 
 
+def test_a_training_on_shards_of_c4_is_one_on_c4_from_the_hub(place):
+    scale, shards = (
+        grid.SCALES["60m"],
+        ["--data.source=files", "--data.files=['c4/train*']", "--data.validation_files=['c4/v*']"],
+    )
+    run = trainings.VANILLA
+    for options, known in ((shards, True), ([*shards, "--optimizer.lr=9e-3"], False)):
+        config = read_command_line([*run.command(scale)[1:], *options])[0].to_dict()
+        run.record(scale).parent.mkdir(parents=True, exist_ok=True)
+        run.record(scale).write_text(json.dumps({"config": config}))
+        assert run.recorded(scale) == known
+
+
 def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
     (place / "broken").write_text("full_rank")
     with pytest.raises(UserError, match=r"1 trainings failed \(full_rank\); opening lacks full_rank; .*; mend what"):
