@@ -131,7 +131,7 @@ def _record(
     deployment: Deployment, content: FolderContent, options: CompressOptions, variants: Sequence[Variant]
 ) -> dict[str, Any]:
     """Return what compression.json says of the folder's source and of how the source was cut."""
-    source, variant = deployment.source, variants[0]
+    source, variant, calibrated = deployment.source, variants[0], any(one.calibrated for one in variants)
     cost = deployment.tuning_cost(len(variants) if options.elastic else None)
     return {
         "from": source.name,
@@ -145,8 +145,8 @@ def _record(
         "refine": max(one.refine for one in variants),
         "elastic": options.elastic,
         "ranges_from": [one.budget for one in variants if one.budget] if options.elastic else None,
-        "calibrate": options.calibrate,
-        "calibration": deployment.calibration.digest if options.calibrate else None,
+        "calibrate": options.calibrate if calibrated else 0,
+        "calibration": deployment.calibration.digest if calibrated else None,
         "match": options.match,
         "distill": options.distill,
         "text_share": options.text_share,

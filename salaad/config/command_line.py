@@ -39,8 +39,8 @@ class TrainOptions:
         resume: auto goes on from the newest checkpoint of the output folder if there is one, none insists on a new
             folder, anything else is the checkpoint folder to go on from.
         preset: auto takes K, c, Δα and Δβ of salaad from the number of steps, in place of what a --config before it
-            gives; elastic likewise for a model that is to be cut, with a weaker pull in the second quarter alone, and
-            with the embedding left whole.
+            gives, which loses its rho, onset and release too; elastic likewise for a model that is to be cut, with a
+            weaker pull in the second quarter alone, and with the embedding left whole.
         dry_run: print the plan (parameters, tokens, blocks per owner, memory, operations) and stop.
         device: with --dry-run, predict the time of a step and of the run on this kind of GPU, in place of a look at the
             text.
