@@ -212,7 +212,8 @@ class SlrQuantizer(CheckedQuantizer):
             # By the sizes in the state dict, as those in the model may be of one process's share.
             sizes = (state.get(name, p).numel() for name, p in model.named_parameters())
             self.quantization_config.parameters = sum(sizes) - self._spared
-        pack_blocks(state, stored, self.quantization_config, rounding=not self.pre_quantized)
+        in_int8 = pack_blocks(state, stored, self.in_int8, rounding=not self.pre_quantized)
+        self.quantization_config.numbers = "int8" if in_int8 else "float"
         # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
         guards = {f"{name}.weight": torch.empty(0) for name in stored}
         return state | guards | stack_guards(model), {}

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,33 +9,31 @@ from salaad.common.errors import UserError
 from salaad.factored import int8
 from salaad.factored.slr_weight import PARTS, SlrWeight
 
-if TYPE_CHECKING:
-    from salaad.factored.fixed_size import SlrConfig
 
-
-def pack_blocks(state: dict[str, Tensor], layers: Mapping[str, SlrWeight], entry: "SlrConfig", rounding: bool) -> None:
-    """Replace, in place, the tensors of layers in a state dict by those of a file.
+def pack_blocks(state: dict[str, Tensor], layers: Mapping[str, SlrWeight], in_int8: bool, rounding: bool) -> bool:
+    """Replace, in place, the tensors of layers in a state dict by those of a file; return whether they are in int8.
 
     Args:
         state: the state dict of the model, or one with the same names.
         layers: name → layer of every block held as U·V + S.
-        entry: the entry in config.json, whose `numbers` become `float` where int8 would undo what was trained.
-        rounding: round numbers that are no int8 yet, if the entry wants int8.
+        in_int8: store U, V and the values as int8, unless that would undo what was trained.
+        rounding: round numbers that are no int8 yet.
     """
     parts = {name: _parts_in(state, name) for name in layers}
-    packed = {name: layer.packed(entry.numbers == "int8", parts[name]) for name, layer in layers.items()}
-    if entry.numbers == "int8" and not rounding and not all(int8.holds(packed[name], parts[name]) for name in layers):
+    packed = {name: layer.packed(in_int8, parts[name]) for name, layer in layers.items()}
+    if in_int8 and not rounding and not all(int8.holds(packed[name], parts[name]) for name in layers):
         warnings.warn(
             "U, V or S have changed since they were read from int8, and int8 would round the change away; they are "
             "saved as floats, of which compress.py --dtype int8 makes int8 again",
             stacklevel=2,
         )
-        entry.numbers = "float"
+        in_int8 = False
         packed = {name: layer.packed(parts=parts[name]) for name, layer in layers.items()}
     for name, tensors in packed.items():
         for key in (*PARTS, "S_starts", "S_columns"):
             state.pop(f"{name}.{key}", None)
         state |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+    return in_int8
 
 
 def _parts_in(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
