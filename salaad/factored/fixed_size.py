@@ -102,6 +102,7 @@ class SlrQuantizer(CheckedQuantizer):
         headers = headers_for(model, checkpoint_files)
         inside = names_inside(model, blocks)
         head, tied = new_head(model, headers), tied_modules(model)
+        buffers = [name for name, _ in model.named_buffers()]  # before those of layers in int8 join them
         for own, name in inside.items():
             check_block(model, own, *blocks[name], headers)
             if own in tied:
@@ -119,9 +120,7 @@ class SlrQuantizer(CheckedQuantizer):
             check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers, beside=head)
-        self._spared = stored_parameters(headers, [name for name, _ in model.named_buffers()]) - (
-            self.quantization_config.parameters or 0
-        )
+        self._spared = stored_parameters(headers, buffers) - (self.quantization_config.parameters or 0)
         # If the model is saved again, the entry has to list the blocks by the names in this model.
         self.quantization_config.blocks = {own: blocks[name] for own, name in inside.items()}
         return model
