@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
@@ -115,6 +116,8 @@ def test_a_process_that_saves_no_tensors_gives_an_empty_state_dict(tmp_path):
     """As accelerate.get_state_dict returns on all ranks of FSDP but the first."""
     model = factor(llama(), {Q: parts(32, 32, 2, 10)})
     model.save_pretrained(tmp_path, is_main_process=False, state_dict={})
+    assert not [name for file in tmp_path.glob("*.safetensors") for name in load_file(file)]
+    assert not (tmp_path / "config.json").exists()  # which the first rank alone writes
 
 
 def test_a_given_state_dict_of_another_form_is_refused(tmp_path):
