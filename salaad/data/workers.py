@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -39,6 +40,8 @@ class Workers:
             collate_fn=_identity,
             worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # a loader draws a seed, which must not advance the run's generator
+            # Where a program or a newer Python starts processes otherwise, each would import everything again.
+            multiprocessing_context="fork" if count and sys.platform == "linux" else None,
         )
         others = multiprocessing.active_children()
         try:

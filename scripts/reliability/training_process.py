@@ -31,16 +31,26 @@ class Training:
     started: ClassVar[list["Training"]] = []  # all that this process has started, so that none is left running
 
     def __init__(self, arguments: list[str], output: Path, processes: int = 1) -> None:
-        command, environment = launch_command(arguments, output, processes)
-        if processes == 1:  # the launcher alone takes seconds to start
-            command = [sys.executable, *command[command.index("train.py") :]]
         self.output, self.begun, self._since = output, time.monotonic(), time.time()
-        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = psutil.Popen(command, cwd=ROOT, env=environment, **pipe)
+        self.process = self._start(arguments, processes)
         self._lines: list[str] = []
         self._reader = Thread(target=lambda: self._lines.extend(self.process.stdout), daemon=True)
         self._reader.start()
         self.started.append(self)
+
+    def _start(self, arguments: list[str], processes: int) -> subprocess.Popen:
+        command, environment = launch_command(arguments, self.output, processes)
+        if processes == 1:  # the launcher alone takes seconds to start
+            command = [sys.executable, *command[command.index("train.py") :]]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipe)
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            first = psutil.Process(self.process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     @property
     def alive(self) -> bool:
@@ -53,12 +63,12 @@ class Training:
 
     def trainers(self) -> list[psutil.Process]:
         """The processes of this run that train, without launcher and data workers."""
-        tree = [self.process, *self.process.children(recursive=True)]
+        tree = self._tree()
         return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
 
     def kill(self) -> None:
         """Send SIGKILL to the launcher and all its descendants at once."""
-        for process in (self.process, *self.process.children(recursive=True)):
+        for process in self._tree():
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -71,7 +81,7 @@ class Training:
             code = self.process.wait(seconds)
             self._reader.join(seconds)
             return code
-        except psutil.TimeoutExpired:
+        except subprocess.TimeoutExpired:
             self.kill()
             raise Broken(f"hangs after {seconds} s:\n{self.said()[-3000:]}") from None
 

@@ -1,6 +1,5 @@
 """Run a function on several ranks, each a process of its own, and bring back what every rank returned."""
 
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,17 +7,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_SLOW_TO_IMPORT = (
-    "train",
-    "compress",
-    "evaluate",
-    "tests.helpers.training",
-    "transformers.models.llama.modeling_llama",
-)
+from tests.helpers.forked import begin, server
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 60) -> list[Any]:
@@ -29,8 +21,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: An
     """
     folder = Path(mkdtemp(dir=tmp_path))
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # like the store of a launcher
-    # The ranks are forked from a process that has imported all that takes seconds.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*_SLOW_TO_IMPORT, fn.__module__])
+    server(fn.__module__)  # before it starts
     mp.start_processes(
         _rank, (world_size, folder, store.port, fn, args, timeout), nprocs=world_size, start_method="forkserver"
     )
@@ -40,7 +31,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, tmp_path: Path, *args: An
 def _rank(
     rank: int, world_size: int, folder: Path, port: int, fn: Callable[..., Any], args: tuple, timeout: float
 ) -> None:
-    torch.set_num_threads(1)
+    begin()
     store, limit = dist.TCPStore("localhost", port), timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     dist.barrier()  # a rank that ended before another has connected would leave that one without a peer

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import train
 from salaad.common import distributed
 from salaad.config.command_line import read_command_line
 from scripts.reliability.toy_run import ROOT, launch_command
+from tests.helpers.forked import Forked, run_script
 from tests.helpers.ranks import run_ranks
 
 SECONDS = ("seconds", "tokens_per_second")
@@ -66,10 +66,9 @@ def start(arguments: list[str], output: Path, processes: int = 1) -> subprocess.
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def start_alone(arguments: list[str], output: Path) -> subprocess.Popen:
-    """Start `python train.py`, without a launcher."""
-    command, pipe = [sys.executable, "train.py", *arguments, f"--output={output}"], subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+def start_alone(arguments: list[str], output: Path) -> Forked:
+    """Start `python train.py`, without a launcher and without its imports."""
+    return Forked(run_script, "train.py", [*arguments, f"--output={output}"])
 
 
 def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess.CompletedProcess:
@@ -82,7 +81,7 @@ def launch(arguments: list[str], output: Path, processes: int = 1) -> subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for_steps(process: subprocess.Popen, output: Path) -> None:
+def wait_for_steps(process: subprocess.Popen | Forked, output: Path) -> None:
     """Return when the run in `output` has logged a step, or has ended."""
     metrics = output / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):

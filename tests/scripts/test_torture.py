@@ -1,6 +1,7 @@
 """The short version of scripts/torture.py: kills, and other numbers of processes. Its other drills have own tests."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from scripts.reliability import drills as torture_drills
 from scripts.reliability import fuzz
 from scripts.reliability.drills import DRILLS, Drills
 from scripts.reliability.fault_table import Row
-from scripts.reliability.training_process import Broken, differences
+from scripts.reliability.training_process import Broken, Training, differences
+from tests.helpers.forked import Forked, run_on_ranks, run_script
 from tests.helpers.training import run_training, train_on_ranks
 
 
@@ -24,8 +26,25 @@ def whole(self: Drills, name: str, arguments: list[str], processes: int = 1) -> 
     return self.work / name
 
 
+class ForkedTraining(Training):
+    """A training whose processes are forked, as a launcher and its processes take half a minute to start."""
+
+    def _start(self, arguments: list[str], processes: int) -> Forked:
+        return Forked(train_on, processes, [*arguments, f"--output={self.output}"])
+
+
+def train_on(processes: int, words: list[str]) -> None:
+    """Run train.py on this process or on children of it, with one pipe for all that is printed."""
+    os.dup2(1, 2)
+    if processes == 1:
+        run_script("train.py", words)
+    else:
+        run_on_ranks("train.py", words, processes)
+
+
 def test_kills_at_any_moment_leave_no_trace_in_one_process_and_in_two(drills, monkeypatch):
     monkeypatch.setattr(Drills, "whole", whole)  # the runs that are not killed
+    monkeypatch.setattr(torture_drills, "Training", ForkedTraining)
     rows = list(drills.kill())
     assert [row.tries for row in rows] == [3, 2]
     assert [row.lost for row in rows] == [[], []]
