@@ -2,12 +2,10 @@
 
 import errno
 import os
-import subprocess
-import sys
 
 import pytest
 
-from salaad.common.files import CHECKOUT
+from tests.helpers.forked import Forked, run_code
 
 FAILURES = {
     "memory of the CPU": ("torch.empty(10**15)", "--train.micro_batch"),
@@ -40,19 +38,20 @@ run_command(lambda: {failure})
 """
 
 
-def ended(failure: str) -> subprocess.CompletedProcess:
-    """Run `failure` as an entry point and return how it ended."""
-    command = [sys.executable, "-c", PROGRAM.format(failure=failure)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CHECKOUT)
+def ended(failure: str) -> tuple[int, str]:
+    """Run `failure` as an entry point and return its exit code and what it printed on standard error."""
+    process = Forked(run_code, PROGRAM.format(failure=failure))
+    _, err = process.communicate(timeout=120)
+    return process.returncode, err
 
 
 @pytest.mark.parametrize("failure, said", FAILURES.values(), ids=FAILURES)
 def test_errors_of_the_machine_are_a_sentence_with_a_cure(failure: str, said: str) -> None:
-    done = ended(failure)
-    line = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 2
+    code, err = ended(failure)
+    line = err.strip().splitlines()[-1]
+    assert code == 2
     assert line.startswith("error: ") and said in line and "--train." in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -69,12 +68,12 @@ def test_errors_of_the_machine_are_a_sentence_with_a_cure(failure: str, said: st
     ],
 )
 def test_errors_of_a_disk_are_a_sentence_too(failure: str, said: str) -> None:
-    done = ended(failure)
-    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, f"error: {said}")
+    code, err = ended(failure)
+    assert (code, err.strip().splitlines()[-1]) == (2, f"error: {said}")
 
 
 @pytest.mark.parametrize("failure, said", FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_the_program_keeps_its_traceback(failure: str, said: str) -> None:
-    done = ended(failure)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr and said in done.stderr
+    code, err = ended(failure)
+    assert code == 1
+    assert "Traceback" in err and said in err

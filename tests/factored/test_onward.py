@@ -63,20 +63,6 @@ def test_a_dequantized_model_is_the_dense_one_and_an_ordinary_folder(pair, tmp_p
         assert type(found.get_submodule(name)) is type(module), name
     found.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
-    again = subprocess.run(  # in a process that does not import salaad
-        [
-            sys.executable,
-            "-c",
-            "import sys, torch; from transformers import AutoModelForCausalLM as A; "
-            f"print(A.from_pretrained({str(tmp_path / 'dense')!r})(input_ids=torch.tensor({IDS.tolist()}))"
-            ".logits.double().sum().item())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    assert float(again.stdout) == pytest.approx(logits(twin).double().sum().item(), rel=1e-4)
 
 
 def test_a_dequantized_model_has_the_dtype_asked_for(folder):
@@ -373,17 +359,25 @@ def test_an_int8_folder_takes_a_byte_a_number(tmp_path):
 # ---- without importing salaad
 
 
-def test_a_program_without_our_import_is_told_what_to_write(folder, tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r})",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+WITHOUT_SALAAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    print(model(input_ids=torch.tensor(IDS)).logits.double().sum().item(), flush=True)
+"""
+
+
+def test_programs_without_our_import_open_dequantized_folders_and_are_told_what_others_take(folder, tmp_path):
+    expected, dense = [], [tmp_path / name for name in MODELS]
+    for path, make in zip(dense, MODELS.values(), strict=True):
+        model = make()
+        blocks = blocks_of(model)
+        expected.append(logits(with_dense(model, blocks)).double().sum().item())
+        factor(model, blocks).dequantize().save_pretrained(path)
+    command = [sys.executable, "-c", WITHOUT_SALAAD.replace("IDS", str(IDS.tolist())), *dense, folder]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert [float(line) for line in done.stdout.splitlines()] == pytest.approx(expected, rel=1e-4)
     assert done.returncode != 0
     assert "write `import salaad` before from_pretrained" in done.stderr
 

@@ -13,10 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -108,11 +110,23 @@ class Forked:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
+    def kill_all(self) -> None:
+        """Send SIGKILL to the process and all its descendants."""
+        with suppress(psutil.NoSuchProcess):
+            for process in (*psutil.Process(self.pid).children(recursive=True), psutil.Process(self.pid)):
+                process.kill()
+
 
 def run_script(script: str, words: list[str]) -> None:
     """Run a Python file of the repository as `python script words` does."""
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
+
+
+def run_code(code: str) -> None:
+    """Run code as `python -c code` does."""
+    sys.argv = ["-c"]
+    exec(code, {"__name__": "__main__"})
 
 
 def run_on_ranks(script: str, words: list[str], processes: int) -> None:

@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reliability.toy_run import toy_arguments
+from tests.helpers.forked import Forked
 from tests.helpers.training import (
     assert_same_records,
     last_checkpoint,
@@ -370,14 +369,9 @@ def test_a_new_run_from_anothers_checkpoint_stands_on_its_own(trained, toy, tmp_
     assert all(torch.equal(first[name][key], second[name][key]) for name in first for key in first[name])
 
 
-READ = """
-import sys, time
-from pathlib import Path
-from salaad.runs.model_on_disk import ModelOnDisk
-from scripts.reliability.toy_run import toy_arguments
-print(ModelOnDisk.open(Path(sys.argv[1])).folder.path, flush=True)
-time.sleep(60)
-"""
+def read(run: Path) -> None:
+    print(ModelOnDisk.open(run).folder.path, flush=True)
+    time.sleep(60)
 
 
 def test_what_an_evaluation_reads_is_not_deleted_beneath_it(tmp_path, trained):
@@ -385,7 +379,7 @@ def test_what_an_evaluation_reads_is_not_deleted_beneath_it(tmp_path, trained):
     shutil.copytree(trained / "checkpoints" / "step-0000002", folder / "step-0000002")
     checkpoints = Checkpoints(folder, keep_last=1)
     checkpoints.point_to(folder / "step-0000002")
-    reader = subprocess.Popen([sys.executable, "-c", READ, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    reader = Forked(read, tmp_path / "run")
     try:
         assert reader.stdout.readline().strip() == str(folder / "step-0000002" / "model")
         for step in (4, 6):

@@ -1,7 +1,6 @@
-"""Launchers that end a run in the middle of a save, or that end before their processes have saved."""
+"""Runs that are killed in the middle of a save, and launchers that end before their processes have saved."""
 
 import signal
-import subprocess
 import time
 
 import psutil
@@ -10,7 +9,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from salaad.common.files import verify
 from salaad.runs.checkpoints import Checkpoints
-from scripts.reliability.toy_run import ROOT, launch_command
+from scripts.reliability.toy_run import ROOT
+from tests.helpers.forked import Forked, run_on_ranks
 from tests.helpers.training import (
     assert_same_records,
     last_checkpoint,
@@ -23,11 +23,8 @@ from tests.helpers.training import (
 
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp_path):
     arguments = toy(train__save_every=4, train__keep_last=1)
-    command, environment = launch_command(arguments, tmp_path / "run", processes=2)
-    place = command.index("train.py")
-    command[place : place + 1] = ["tests/helpers/train_until_killed.py", "8"]
-    environment |= {"PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    words = ["8", *arguments, f"--output={tmp_path / 'run'}"]
+    process = Forked(run_on_ranks, "tests/helpers/train_until_killed.py", words, 2)
     state = tmp_path / "run" / "checkpoints" / ".partial-step-0000008" / "state"
     try:
         until = time.monotonic() + 200
@@ -37,10 +34,9 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(toy, tmp
             and not all((state / file).is_file() for file in files_of_two())
         ):
             time.sleep(0.05)
-        process.terminate()  # the launcher, which gives its processes a second
-        err = process.communicate(timeout=120)[1]
     finally:
-        process.kill()
+        process.kill_all()  # as a launcher kills its processes when they take too long to save
+    err = process.communicate(timeout=120)[1]
     assert state.is_dir(), err[-2000:]  # killed in the middle
     folder = tmp_path / "run" / "checkpoints"
     assert last_checkpoint(tmp_path / "run").name == "step-0000004"

@@ -17,6 +17,7 @@ from scripts import compare_elastic, elastic_ways
 from scripts.research.probe_allocation import dealt
 from scripts.shares import NAMED
 from tests.helpers.deploying import compress
+from tests.helpers.training import train_here
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -40,6 +41,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     words.append(f"--other-text={text_files['validation'][0]}")
     monkeypatch.setattr(sys, "argv", [*words, *toy(train__steps=4, salaad__embedding="true")])
     monkeypatch.setattr(elastic_ways, "MATCH", 8)
+    train_here(monkeypatch)
     compare_elastic.main()
     rows = {row["label"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"SALAAD", "matformer"}
@@ -134,6 +136,7 @@ def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, t
         "argv",
         [*words, f"--runs={tmp_path / 'runs'}", f"--output={output}", "--tokens=2000", *toy(train__steps=4)],
     )
+    train_here(monkeypatch)
     compare_elastic.main()
     [row] = json.loads(output.read_text())["rows"]
     assert set(row["commits"]) == set(ways) and set(row["commits"].values()) == {row["commit"]}

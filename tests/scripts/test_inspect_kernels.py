@@ -1,4 +1,4 @@
-"""scripts/inspect_kernels.py: GPU kernels, run by an interpreter against float64 and compiled ahead of time."""
+"""scripts/inspect_kernels.py: GPU kernels compiled ahead of time, and what is recorded of them."""
 
 import json
 import re
@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts import inspect_kernels
+from tests.helpers.kernel_rows import taken_by
 from tests.helpers.needs import needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_REGISTERS = 255  # of a thread, on every architecture
-# Sums of up to 300 products in float32; one unit in the last place of bfloat16, which the interpreter rounds down; two
-# roundings to the nearest in float16, of half a unit each.
-LARGEST = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
-TRAINED_ONLY = {"divide_kernel", "penalty_kernel"}  # nothing is trained in float16
-
-
 # Compiled here, as what changes a kernel shows on one of them; the recorded file has each dtype on each.
 COMPILED = {"float32": 80, "bfloat16": 90, "float16": 100}
 
@@ -37,32 +32,13 @@ def compiled(tmp_path_factory) -> list[dict]:
         return [resources.resources(case, COMPILED[case.dtype]) for case in resources.cases()]
 
 
-def taken_by(dtype: str, cases: set) -> set[str]:
-    return {kernel for kernel, _ in cases} - (TRAINED_ONLY if dtype == "float16" else set())
-
-
-@needs_triton
-def test_every_kernel_is_as_exact_as_its_dtype(recorded):
-    errors = inspect_kernels.measured_errors()
-    cases = {(row["kernel"], row["case"]) for row in errors}
-    assert {case for _, case in cases} >= {"empty S", "rank 0", "nothing", "long rows", "32 bits", "shifted"}
-    for dtype in LARGEST:
-        assert {row["kernel"] for row in errors if row["dtype"] == dtype} == taken_by(dtype, cases)
-    assert not [row for row in errors if not row["error"] <= LARGEST[row["dtype"]]]
-    assert [key_of(row) for row in errors] == [key_of(row) for row in recorded["errors"]]
-
-
-def key_of(row: dict) -> tuple:
-    return tuple(value for key, value in row.items() if key != "error")
-
-
 @needs_triton
 def test_every_kernel_compiles_for_every_architecture_and_spills_nothing(recorded):
     cases = {(row["kernel"], row["case"]) for row in recorded["resources"]}
     assert {kernel for kernel, _ in cases} >= {row["kernel"] for row in recorded["errors"]}
     assert {case for _, case in cases} >= {"B=1", "B=2", "B=4", "B=8", "B=1, 2 layers", "B=1, 3 layers"}
     assert {case for _, case in cases} >= {"B=1, not aligned", "B=8, 32 bits", "chosen, 32 bits", "all, 32 bits"}
-    for dtype in LARGEST:
+    for dtype in COMPILED:
         for architecture in ("sm_80", "sm_90", "sm_100"):
             rows = [
                 row for row in recorded["resources"] if (row["dtype"], row["architecture"]) == (dtype, architecture)
@@ -93,7 +69,7 @@ def test_the_script_writes_what_it_measures_and_prints_a_line_per_case(recorded,
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("dtype", COMPILED)
 def test_V_is_read_16_bytes_at_once_where_it_is_aligned_and_number_by_number_elsewhere(dtype):
     from scripts.kernels import resources
 
