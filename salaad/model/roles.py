@@ -4,6 +4,7 @@ A role is one of the names below, known for the usual decoder families, or `re:P
 searched in the module names of any other model.
 """
 
+import functools
 import re
 
 from torch import nn
@@ -71,7 +72,7 @@ def find_blocks(model: nn.Module, config: SalaadConfig) -> Weights:
 
 def role_of(name: str) -> str | None:
     """Return the role of the block `name`; for a fused weight the first of its roles; None if it has none."""
-    return next((role for role in ROLES if _ends_in(name, role)), None)
+    return next(iter(_roles_of(name)), None)
 
 
 def _own_roles(weights: dict[str, Place]) -> list[str]:
@@ -94,9 +95,10 @@ def _select(weights: dict[str, Place], role: str) -> list[str]:
 
 
 def _matches(weights: dict[str, Place], role: str) -> list[str]:
-    return [name for name in weights if _ends_in(name, role)]
+    return [name for name in weights if role in _roles_of(name)]
 
 
-def _ends_in(name: str, role: str) -> bool:
+@functools.cache
+def _roles_of(name: str) -> tuple[str, ...]:
     name = re.sub(r"\.\d+$", "", name)  # without the number of an expert
-    return any(name == end or name.endswith("." + end) for end in _ENDS[role])
+    return tuple(role for role, ends in _ENDS.items() if any(f".{name}".endswith(f".{end}") for end in ends))

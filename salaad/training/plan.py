@@ -40,10 +40,17 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
 
 
 def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
-    """Return the model as the method trains it, on the meta device."""
-    model = outline(description)
-    method_of(config).rebuild(model, config)
-    return model
+    """Return the model as the method trains it, on the meta device, to read only: the next call may return it again."""
+    key = (config.method, repr(config.settings), description.to_json_string(use_diff=False))
+    if key not in _outlines:  # which takes a tenth of a second, and a plan asks for the same one ten times
+        model = outline(description)
+        method_of(config).rebuild(model, config)
+        _outlines.clear()
+        _outlines[key] = model
+    return _outlines[key]
+
+
+_outlines: dict[tuple[str, str, str], PreTrainedModel] = {}
 
 
 def text_table(config: DataConfig, vocab_size: int) -> str:
