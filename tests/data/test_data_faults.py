@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from torch.utils.data import IterableDataset
 
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig, RunConfig
@@ -26,6 +28,7 @@ from salaad.data.documents import Skipped, read_documents, require_document
 from salaad.data.rows import Cursor, Plan, RowStream
 from salaad.data.text import open_text, sample_rows, validation_batches
 from salaad.data.tokenizer import Encoder, load_tokenizer
+from salaad.data.workers import Workers
 from salaad.runs.records import Recorder
 from scripts.reliability import faulty_hub
 
@@ -367,6 +370,22 @@ def test_a_worker_that_dies_does_not_disturb_the_trainer_elsewhere(config):
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # its end has been signalled
     assert stream.error is None
     stream.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_a_worker_is_forked_where_a_program_starts_its_processes_otherwise(monkeypatch):
+    """An object of a function's own class cannot be sent to a process that is started anew."""
+
+    class Unsendable(IterableDataset):
+        def __iter__(self):
+            yield os.getppid()
+
+    monkeypatch.setattr(
+        multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("spawn")
+    )
+    workers = Workers(Unsendable(), 1)
+    assert next(workers) == os.getpid()
+    workers.close()
 
 
 def test_workers_that_cannot_be_started_are_a_sentence(config, monkeypatch):
