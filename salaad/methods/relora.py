@@ -42,7 +42,8 @@ class Relora(Lora):
     @torch.no_grad()
     def merge(self, optimizer: Optimizer, step: int) -> None:
         """Merge and reset every adapter, with random numbers that seed and step fix, the same on every rank."""
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        # A generator takes 63 bits, and `seed` alone may have 53.
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % 2**63)
         for layer in factored_layers(self.model).values():
             layer.weight.copy_(layer.dense_weight())
             fresh = torch.empty(layer.A.shape)

@@ -186,6 +186,16 @@ def test_a_merge_leaves_the_function_and_prunes_the_moments_of_the_adapters_alon
     assert all(torch.equal(layer.B, kept_B[name]) for name, layer in factored_layers(model).items())
 
 
+def test_the_largest_seed_draws_at_every_merge_anew():
+    method = relora(llama(), f"--seed={2**53 - 1}", "--train.steps", "60")
+    optimizer, _ = method.build_optimizer()
+    drawn = []
+    for step in (20, 40):
+        method.after_step(optimizer, step, torch.zeros(()))
+        drawn.append(next(iter(factored_layers(method.model).values())).A.detach().clone())
+    assert not torch.equal(*drawn)
+
+
 def test_the_learning_rate_rises_again_after_a_merge_and_is_then_on_its_cosine():
     method = relora(llama(), "--train.steps", "60")
     _, schedule = method.build_optimizer()
