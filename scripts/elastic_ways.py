@@ -33,7 +33,7 @@ from salaad.methods.registry import method_of
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import RECORD, ModelOnDisk
 from salaad.spectral.cost import RATES
-from salaad.training.prediction import flops_of_passes, rebuilt_outline
+from salaad.training.plan import flops_of_passes, rebuilt_outline
 from scripts.in_context import losses
 from scripts.outlines import description_of
 from scripts.shares import NAMED, all_shares

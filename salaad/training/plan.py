@@ -8,9 +8,11 @@ from salaad.config.run import DataConfig, RunConfig
 from salaad.data.text import open_text
 from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
+from salaad.methods.work import Work
 from salaad.model.build import is_rotary, outline, require_positions, training_flops
 from salaad.model.loss import SummedLoss, loss_bytes
 from salaad.model.parameters import count_parameters
+from salaad.spectral.cost import RATES
 from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
 
@@ -23,6 +25,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
     train, length = config.train, config.data.sequence_length
     positions = train.steps * train.batch * length
     memory = memory_by_kind(config, model, ranks, on_gpu)
+    work = method.work(model, config, ranks, RATES["cpu"])  # of which the passes alone are shown, the same at all rates
     rows = [
         ("method", config.method),
         ("parameters", millions(count_parameters(model))),
@@ -31,7 +34,7 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
         ("sequences per step", f"{train.batch} of {length} tokens, {train.batch // ranks} per rank"),
         ("tokens, padding included", f"{positions / 1e9:.3f} B"),
         ("processes", str(ranks)),
-        ("floating-point operations", f"{training_flops(model, length) * positions:.3g}"),
+        ("floating-point operations", f"{flops_of_passes(model, work, config) * positions:.3g}"),
         *((f"memory per rank: {kind}", mebibytes(size)) for kind, size in memory.items()),
         *saving_rows(plan_saving(config, model, ranks)),
         *method.plan(model, config, ranks),
@@ -109,6 +112,16 @@ def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu
         where, taken = ("beside", 0) if beside else ("beyond", sum(passing.values()))
         passing[f"periodic work, {where} activations"] = max(0.0, moment - taken)
     return memory | passing
+
+
+def flops_of_passes(model: PreTrainedModel, work: Work, config: RunConfig) -> float:
+    """Operations per token of all forward and backward passes of a step of the rebuilt `model`."""
+    return sum(flops_of_pass(model, size, config) for size in work.passes)
+
+
+def flops_of_pass(model: PreTrainedModel, parameters: float, config: RunConfig) -> float:
+    """Operations per token of a forward and a backward pass in which this number of parameters takes part."""
+    return training_flops(model, config.data.sequence_length) + 6 * (parameters - count_parameters(model))
 
 
 def sizes_in_words(description: PretrainedConfig) -> str:

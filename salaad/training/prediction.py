@@ -31,10 +31,16 @@ from salaad.common.gpus import GPUS, Gpu, gpu_called
 from salaad.config.run import RunConfig
 from salaad.methods.registry import method_of
 from salaad.methods.work import Work
-from salaad.model.build import training_flops
-from salaad.model.parameters import count_parameters
 from salaad.training.fitting import changes_that_fit
-from salaad.training.plan import KEPT_VALUES, element_bytes, memory_by_kind, rebuilt_outline, rows_at_once
+from salaad.training.plan import (
+    KEPT_VALUES,
+    element_bytes,
+    flops_of_pass,
+    flops_of_passes,
+    memory_by_kind,
+    rebuilt_outline,
+    rows_at_once,
+)
 from salaad.training.saving import PATIENCE, RATE, STEPS_BEFORE, plan_saving, stop_seconds
 
 REACHED = 0.4  # fraction of the peak that the products of a well-tuned trainer reach
@@ -83,7 +89,7 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
     through = device.link if ranks <= PER_MACHINE else device.network
     exchange = 2 * (ranks - 1) / ranks * memory["gradients"] / through
     sent = memory["weights"] / through if train.shard == "optimizer" and ranks > 1 else 0.0
-    evaluated = sum(_flops(model, size, config) for size in work.variants) * train.eval_tokens / 3
+    evaluated = sum(flops_of_pass(model, size, config) for size in work.variants) * train.eval_tokens / 3
     hidden = min(work.periodic, passes.forward) if work.beside else 0.0
     return {
         "products": passes.products,
@@ -126,16 +132,6 @@ def _passes(config: RunConfig, model: PreTrainedModel, work: Work, device: Gpu, 
     flops = flops_of_passes(model, work, config) * rows * length * again
     moved = MOVED * again * len(work.passes) * rows * length * layers * width * KEPT_VALUES * element_bytes(config)
     return Passes(max(flops / _reached(config, device), launches), moved / device.bandwidth, count, again)
-
-
-def flops_of_passes(model: PreTrainedModel, work: Work, config: RunConfig) -> float:
-    """Operations per token of all forward and backward passes of a step of the rebuilt `model`."""
-    return sum(_flops(model, size, config) for size in work.passes)
-
-
-def _flops(model: PreTrainedModel, parameters: float, config: RunConfig) -> float:
-    """Operations per token of a forward and a backward pass in which this number of parameters takes part."""
-    return training_flops(model, config.data.sequence_length) + 6 * (parameters - count_parameters(model))
 
 
 def _reached(config: RunConfig, device: Gpu) -> float:

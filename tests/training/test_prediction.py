@@ -12,16 +12,8 @@ from salaad.config.command_line import read_command_line
 from salaad.methods.sltrain import Sltrain
 from salaad.model.build import describe_model
 from salaad.training.fitting import changes_that_fit
-from salaad.training.plan import activation_bytes, plan_table
-from salaad.training.prediction import (
-    flops_of_passes,
-    memory_of,
-    predict,
-    prediction_table,
-    rebuilt_outline,
-    short_patience,
-    unused_cores,
-)
+from salaad.training.plan import activation_bytes, flops_of_passes, plan_table, rebuilt_outline
+from salaad.training.prediction import memory_of, predict, prediction_table, short_patience, unused_cores
 
 
 def setup(*words: str):
@@ -137,6 +129,17 @@ def test_matformer_takes_four_passes_or_one_of_a_mean_width():
 
     assert products("summed") == pytest.approx(512 * 256 * 6 * sum(sizes) + 4 * step, rel=1e-3)
     assert products("sampled") == pytest.approx(512 * 256 * 6 * sum(sizes) / 4 + step, rel=1e-3)
+
+
+def test_the_plan_counts_the_operations_of_all_passes_of_a_step():
+    positions = 65000 * 512 * 256
+    each = [367.97e6 - 24 * 3 * 1024 * (2736 - (2736 >> i)) for i in range(4)]  # parameters at each of four widths
+    passes = {"summed": each, "sampled": [sum(each) / 4]}
+    for how, sizes in passes.items():
+        table = plan_table(*setup("--method=matformer", f"--matformer.train={how}"), 1)
+        [row] = [line for line in table.splitlines() if "floating-point operations" in line]
+        operations = positions * sum(6 * size + 12 * 24 * 1024 * 256 for size in sizes)
+        assert float(row.split("|")[2]) == pytest.approx(operations, rel=5e-3)
 
 
 def test_sltrain_takes_products_with_the_dense_weight_and_one_of_its_factors():
