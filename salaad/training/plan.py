@@ -95,12 +95,12 @@ def memory_by_kind(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu
     if train.shard == "optimizer":
         trained = [p for p in model.parameters() if p.requires_grad]
         memory["optimizer state"] *= largest_share(trained, ranks)
+    head, rows = model.get_output_embeddings().weight, rows_at_once(config, ranks)
     if train.precision == "bf16-mixed":  # autocast keeps a copy of every matrix that a product takes
         embedding = model.get_input_embeddings().weight
         memory["copies in bfloat16"] = 2 * sum(
-            p.numel() for p in model.parameters() if p.ndim > 1 and p is not embedding
+            p.numel() for p in model.parameters() if p.ndim > 1 and (p is not embedding or p is head)
         )
-    head, rows = model.get_output_embeddings().weight, rows_at_once(config, ranks)
     size = loss_bytes(rows * config.data.sequence_length, head.shape[1], head.shape[0], element_bytes(config))
     passing = {
         "logits and their gradients": size,

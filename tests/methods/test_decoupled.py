@@ -307,5 +307,5 @@ def test_the_plan_of_a_run_has_the_targets_that_a_rank_holds_of_others():
 def test_the_plan_of_a_run_counts_no_updates_before_the_onset():
     config = read_command_line(["--config", "nano", "--train.steps=2000", "--salaad.every=5", "--salaad.onset=0.25"])[0]
     rows = dict(SalaadMethod.plan(outline(describe_model(config.model, config.data.sequence_length)), config, 1))
-    assert rows["ADMM updates"].startswith("300 per block")  # 1,500 steps, every fifth
+    assert rows["ADMM updates"] == "300 per block, synchronous"  # 1,500 steps, every fifth
     assert rows["pull"].endswith("in the first 25% of the run no pull, and L is X")

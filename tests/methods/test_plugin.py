@@ -1,6 +1,7 @@
 """Salaad plugged into training loops: what reaches the gradient, what is updated when, what is deployed."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
@@ -15,7 +16,9 @@ from salaad import Salaad, SalaadConfig
 from salaad.common.errors import NotFiniteError
 from salaad.config.run import OptimizerConfig
 from salaad.methods.optimizer import build_optimizer
+from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.surrogate import Surrogate
+from tests.helpers.tiny_llama import config_of, llama
 
 ANY = {"roles": ("re:.",)}
 # Strong enough that L, S and the dual are all at work after a few updates.
@@ -203,6 +206,24 @@ def test_blocks_are_updated_when_the_schedule_says(every, schedule, finish):
         assert steps[name] == expected
     recorded = {(step, name) for step, name, _ in salaad.drain_records()}
     assert recorded == {(step, name) for name in steps for step in steps[name]}
+
+
+@pytest.mark.parametrize(
+    ("every", "schedule", "onset"),
+    [(5, "synchronous", 0.0), (5, "staggered", 0.25), (20, "staggered", 0.0), (3, "synchronous", 1.0)],
+)
+def test_the_plan_counts_the_updates_that_a_run_makes(every, schedule, onset):
+    """12 steps with an update every fifth are three: after 5, 10 and 12, which is the last."""
+    options = {"train.steps": 12, "salaad.every": every, "salaad.schedule": schedule, "salaad.onset": onset}
+    config, model = config_of("salaad", *(f"--{key}={value}" for key, value in options.items())), llama()
+    salaad = Salaad(model, config.settings, total_steps=12)
+    for _ in range(12):
+        salaad.step()
+    salaad.finish()
+    found = Counter(name for _, name, _ in salaad.drain_records())
+    counts = {found[name] for name in salaad.blocks}
+    words = dict(SalaadMethod.plan(model, config, 1))["ADMM updates"]
+    assert words == " to ".join(map(str, sorted({min(counts), max(counts)}))) + f" per block, {schedule}"
 
 
 def test_no_step_of_the_staggered_schedule_updates_more_blocks_than_it_must():

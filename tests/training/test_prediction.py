@@ -85,6 +85,13 @@ def test_memory_in_mixed_precision_has_copies_of_all_matrices_and_the_logits_of_
     assert mixed["logits and their gradients"] == 2 * (logits + tokens * 1024) + (4 + 2) * 32000 * 1024
 
 
+def test_a_tied_head_is_copied_too_in_mixed_precision():
+    config, description = setup("--train.precision=bf16-mixed")
+    apart = memory_of(config, description, 1)["copies in bfloat16"]
+    description.tie_word_embeddings = True
+    assert memory_of(config, description, 1)["copies in bfloat16"] == apart  # embedding and head are one weight
+
+
 def test_a_solver_that_is_named_is_the_one_that_is_counted():
     device = GPUS["h100"]
     found = {

@@ -120,7 +120,7 @@ class SalaadMethod(Method):
             ("targets", f"rank ratio {settings.rank_ratio:g}, density {settings.density:g}"),
             ("pull", _pull_in_words(settings)),
             ("controller", f"K = {settings.every}, Δα = {settings.delta_alpha:g}, Δβ = {settings.delta_beta:g}"),
-            ("ADMM updates", f"{_updates(config):,} per block, {settings.schedule}"),
+            ("ADMM updates", f"{_updates(config, max(counts))} per block, {settings.schedule}"),
         ]
 
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
@@ -193,10 +193,20 @@ def _uncounted(settings: SalaadConfig) -> tuple[str, ...]:
     return notes
 
 
-def _updates(config: RunConfig) -> int:
-    """ADMM updates of a block in the whole run: there are none before the onset."""
-    begin = pulled_steps(config.settings, config.train.steps).start
-    return config.train.steps // config.settings.every - begin // config.settings.every
+def _updates(config: RunConfig, most_blocks: int) -> str:
+    """Return the ADMM updates of a block in the whole run, in words: those after the onset, and the one at the end.
+
+    A staggered schedule gives blocks of an owner, who has up to `most_blocks`, offsets that differ by up to one update.
+    """
+    settings, steps = config.settings, config.train.steps
+    every, begin = settings.every, pulled_steps(settings, steps).start
+    staggered = settings.schedule == "staggered"
+    offsets = {i * every // most_blocks for i in range(most_blocks)} if staggered else {0}
+    counts = {
+        (steps - offset) // every - (begin - offset) // every + (steps > begin and steps % every != offset)
+        for offset in offsets
+    }
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
 
 
 def _pull_in_words(settings: SalaadConfig) -> str:
