@@ -112,6 +112,7 @@ def read_documents(
     field: str = "text",
     *,
     max_bad: int = 100,
+    bad: int = 0,
     retries: int = 0,
     size: int | None = None,
     start: int = 0,
@@ -122,7 +123,8 @@ def read_documents(
     Args:
         file: a local path or an `hf://` address.
         field: the column that holds the text in JSON lines and parquet.
-        max_bad: largest number of bad records that this reader tolerates.
+        max_bad: largest number of bad records that are tolerated.
+        bad: how many of them an earlier reader of the same records met before `start`.
         retries: how often reading is tried again when it fails.
         size: bytes that a local file must have; another number means that it was changed or cut off.
         start: index of the first record.
@@ -132,7 +134,6 @@ def read_documents(
         UnreadableFile: the file is damaged, changed or gone, or there is no network.
         UserError: there are more than `max_bad` bad records, or no such column.
     """
-    bad = 0
     records = read_with_retries(
         file,
         lambda index: _records(file, field, size, index, stride),

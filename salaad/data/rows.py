@@ -3,8 +3,8 @@
 With F files and V streams every file is divided into V / gcd(F, V) stripes, by the document's index modulo this number.
 A stripe of a file is a unit; units are dealt to the streams round-robin, so every stream has equally many. A window
 holds successive records of a unit, which are shuffled together. The order of a stream's units, and of the records in
-each window, depends only on (seed, stream, epoch, unit, window). So the nine numbers of a cursor are a stream's whole
-state, and a resume reads one window again.
+each window, depends only on (seed, stream, epoch, unit, window). So the numbers of a cursor are a stream's whole state,
+and a resume reads one window again.
 
 If a unit becomes unreadable, the stream goes on with the next unit; the window being read and the rest of the unit are
 lost.
@@ -101,6 +101,7 @@ class Cursor:
         long: documents that were cut to a row.
         lost: units that could not be read to their end.
         lost_in_pass: of them, those of this pass.
+        bad_in_unit: broken records in the windows completed in this unit.
     """
 
     epoch: int = 0
@@ -113,6 +114,7 @@ class Cursor:
     long: int = 0
     lost: int = 0
     lost_in_pass: int = 0
+    bad_in_unit: int = 0
 
 
 class RowStream:
@@ -201,6 +203,7 @@ class RowStream:
                 file,
                 plan.field,
                 max_bad=plan.max_bad,
+                bad=cursor.bad_in_unit,
                 retries=plan.retries,
                 size=plan.sizes.get(file),
                 start=stripe + plan.stripes * plan.window * cursor.window,
@@ -234,12 +237,13 @@ class RowStream:
         self._next_window()
 
     def _next_window(self) -> None:
-        cursor = self.cursor
+        cursor, records = self.cursor, self._records
         self._records, cursor.position, cursor.token = None, 0, 0
         if not self._unit_ends:
             cursor.window += 1
+            cursor.bad_in_unit += records.count(Skipped.BAD)
             return
-        self._reader, cursor.window = None, 0
+        self._reader, cursor.window, cursor.bad_in_unit = None, 0, 0
         cursor.unit += 1
         if cursor.unit < len(self._units):
             return

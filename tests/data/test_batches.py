@@ -364,6 +364,30 @@ def test_too_many_bad_documents_stop_the_run_with_a_sentence(tmp_path, config, w
     assert "\n" not in str(e.value)
 
 
+def test_bad_documents_before_a_resume_count_towards_the_limit(tmp_path, config):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "good"}\n{\n' * 20 + '{"text": "good"}\n' * 20)
+    config = replace(config, files=(str(file),), streams=1, shuffle_window=4, max_bad_documents=5)
+    text = open_text(config, vocab_size=512)
+
+    def rows_until_the_error(every: int | None) -> tuple[int, str]:
+        """Take rows until an error, with a resume after every so many, and return their number and the error."""
+        stream, state = TrainingStream(text, config, batch=1), None
+        for k in range(40):
+            if every and k and k % every == 0:
+                state = stream.state_dict()
+                stream = TrainingStream(text, config, batch=1, state=state)
+            try:
+                next(stream)
+            except UserError as error:
+                return k, str(error)
+        return 40, ""
+
+    whole = rows_until_the_error(None)
+    assert "bad document 6 of this file" in whole[1]  # in the third window of two good and two bad records
+    assert rows_until_the_error(1) == rows_until_the_error(3) == whole
+
+
 def test_validation_is_in_order_ends_at_its_tokens_and_is_shared_disjointly(text, config):
     documents = [truncated(text, document) for document in texts_of(text.validation_files)]
     limit = 300
