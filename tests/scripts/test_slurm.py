@@ -11,15 +11,17 @@ import pytest
 from tests.helpers.launches import torch_launch
 
 SCRIPT = Path("configs/slurm/train.sbatch")
+TRAINING = """printf '%s\\n' "$@" > launched; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > patience
+if [[ -n ${ENDS_WITH:-} ]]; then exit "$ENDS_WITH"; fi
+trap 'sleep 0.5; echo saved > saved; exit 0' TERM; touch ready; while :; do sleep 0.1; done"""
 # Each writes what it was called with into the folder it runs in.
 STAND_INS = {
     "srun": """while [[ $1 == --* ]]; do shift; done; echo $$ > srun.pid; echo "${SRUN_CPUS_PER_TASK:-1}" > cpus
 SLURM_NODEID=0 exec "$@" """,
     "scontrol": """case $1 in show) echo first-host; echo second-host;; *) echo "$*" > requeued;; esac""",
     "scancel": """echo "$*" > cancelled; kill -TERM "$(cat srun.pid)" """,
-    "accelerate": """printf '%s\\n' "$@" > launched; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > patience
-if [[ -n ${ENDS_WITH:-} ]]; then exit "$ENDS_WITH"; fi
-trap 'sleep 0.5; echo saved > saved; exit 0' TERM; touch ready; while :; do sleep 0.1; done""",
+    "accelerate": TRAINING,
+    "python": TRAINING,
 }
 
 
@@ -68,8 +70,17 @@ def test_the_launcher_gets_nodes_processes_and_the_arguments_of_the_training(job
     assert not (tmp_path / "requeued").exists()
 
 
-def test_before_its_time_is_over_the_job_saves_and_queues_itself_again(job, tmp_path):
-    process = job("--config", "1b.yaml")
+def test_one_gpu_trains_without_the_launcher_which_refuses_a_single_process(job, tmp_path):
+    process = job("--config", "nano.yaml", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="1", ENDS_WITH="0")
+    assert process.wait(timeout=30) == 0
+    assert (tmp_path / "launched").read_text().splitlines() == ["train.py", "--config", "nano.yaml"]
+    with pytest.raises(ValueError, match="at least 2 processes"):
+        torch_launch(["--multi_gpu", "--num_machines", "1", "--num_processes", "1", "train.py"])
+
+
+@pytest.mark.parametrize("gpus", ["1", "4"])
+def test_before_its_time_is_over_the_job_saves_and_queues_itself_again(job, tmp_path, gpus):
+    process = job("--config", "1b.yaml", SLURM_NNODES="1", SLURM_GPUS_ON_NODE=gpus)
     for _ in range(300):
         if (tmp_path / "ready").exists():
             break
