@@ -166,10 +166,11 @@ def _with_sizes(model: ModelConfig) -> ModelConfig:
     """Return the model with its sizes filled in: for a model that is `like` another, those found for `parameters`."""
     if model.like is None:
         return model
-    sizes = read_plain_yaml(_config_path(model.like)).get("model", {})
+    sizes = read_plain_yaml(_config_path(model.like, "--model.like")).get("model", {})
+    plain = sizes.get("hidden_size") and not (sizes.get("path") or sizes.get("like"))
+    check(bool(plain), f"model.like {model.like} names no sizes of a model; give a file in configs/ with sizes")
     named = ModelConfig(**{**sizes, "vocab_size": model.vocab_size})
-    check(named.path is None, f"model.like {model.like} has no sizes but a path; give a file in configs/ with sizes")
-    return scaled_to(named, parse_budget(model.parameters, parameters(named)))
+    return scaled_to(named, parse_budget(str(model.parameters), parameters(named)))
 
 
 class Command(NamedTuple):
@@ -281,14 +282,14 @@ def _find_configs(arguments: list[str]) -> list[str]:
     return found
 
 
-def _config_path(name: str) -> Path:
+def _config_path(name: str, option: str = "--config") -> Path:
     places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
     for place in places:
         if is_file(place):
             read_plain_yaml(place)  # raises a UserError for content that jsonargparse cannot handle
             return place
     known = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-    raise UserError(f"--config {name} is no file and not in {CONFIGS.name}/; give a path or one of {known}")
+    raise UserError(f"{option} {name} is no file and not in {CONFIGS.name}/; give a path or one of {known}")
 
 
 def read_plain_yaml(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class ModelConfig:
     vocab_size: int = 32000
     path: str | None = None
     like: str | None = None
-    parameters: str | None = None
+    parameters: str | float | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -102,9 +102,10 @@ class DataConfig:
         at_least(self, 2, "sequence_length")
         at_least(self, 1, "shuffle_window", "streams")
         at_least(self, 0, "workers", "max_bad_documents", "retries", "max_lost_files")
+        given = [name for name in ("files", "validation_files") if getattr(self, name)]
         check(
-            self.source == "files" or not (self.files or self.validation_files),
-            f"data.files is given, but data.source is {self.source}; set data.source to files",
+            self.source == "files" or not given,
+            f"data.{' and data.'.join(given)} is given, but data.source is {self.source}; set data.source to files",
         )
 
     def require(self, *, training: bool, validation: bool) -> None:
@@ -136,7 +137,7 @@ class OptimizerConfig:
         projection_lr: that of the projections, as a share of `lr`; embedding, LM head and vectors keep `lr`.
         betas: Adam's two decay rates; ignored by optimizers without them.
         eps: Adam's epsilon; ignored by optimizers without it.
-        weight_decay: decoupled weight decay.
+        weight_decay: weight decay as the optimizer takes it: AdamW decouples it from the gradient, Adam adds it there.
         warmup: fraction of the steps with linearly rising learning rate.
         final_lr: the cosine ends at this fraction of the peak.
         clip: largest norm of the gradient; 0 leaves it alone.

@@ -44,6 +44,13 @@ REFUSED = [
     (DataConfig, {"files": ("a",)}, "data.files is given", "data.source is python-docs", "set data.source to files"),
     (
         DataConfig,
+        {"validation_files": ("a",)},
+        "data.validation_files is given",
+        "is python-docs",
+        "set data.source to files",
+    ),
+    (
+        DataConfig,
         {"source": "c4", "validation_files": ("a",)},
         "given",
         "data.source is c4",

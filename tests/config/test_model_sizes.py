@@ -48,5 +48,20 @@ def test_a_size_that_cannot_be_had_is_refused_with_the_least_one():
         model_of("--model.like", "nano")
     with pytest.raises(UserError, match="give only one"):
         model_of("--model.like", "nano", "--model.parameters", "0.5", "--model.path", "somewhere")
-    with pytest.raises(UserError, match=r"no file and not in configs/; give a path or one of .*nano"):
+    with pytest.raises(UserError, match=r"--model.like nono is no file and not in configs/; give .*nano"):
         model_of("--model.like", "nono", "--model.parameters", "0.5")
+
+
+@pytest.mark.parametrize(("written", "typed"), [("0.5", "0.5"), ("194000000", "194M"), ("1.94e+8", "194M")])
+def test_a_file_names_a_number_of_parameters_as_an_option_does(tmp_path, written, typed):
+    file = tmp_path / "half.yaml"
+    file.write_text(f"model: {{like: 350m, parameters: {written}}}\n")
+    assert model_of("--config", str(file)) == model_of("--model.like", "350m", "--model.parameters", typed)
+
+
+def test_a_model_is_like_no_file_without_sizes_of_its_own(tmp_path):
+    file = tmp_path / "half.yaml"
+    file.write_text("model: {like: 350m, parameters: 194M}\n")
+    for name in ("fast", str(file)):
+        with pytest.raises(UserError, match="names no sizes of a model; give a file in configs/ with sizes"):
+            model_of("--model.like", name, "--model.parameters", "0.5")
