@@ -45,7 +45,7 @@ class _BadRecord(Exception):
 
 
 def expand(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The files that paths and globs match, sorted, each once.
+    """The files that paths and globs match, sorted, each once, however often and by whatever path it is named.
 
     Raises:
         UserError: a pattern matches nothing or a folder, or a file is of an unknown kind.
@@ -61,9 +61,11 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
         if not files:
             raise UserError(f"{pattern} matches no file here ({Path.cwd()}); give an existing path or a glob")
         found.update(files)
-    for file in found:
+    once: dict[Path, str] = {}
+    for file in sorted(found):
         kind_of(file)
-    return tuple(sorted(found))
+        once.setdefault(Path(file).parent.resolve() / Path(file).name, file)
+    return tuple(once.values())
 
 
 def c4_files(split: str) -> tuple[str, ...]:

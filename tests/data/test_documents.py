@@ -124,6 +124,16 @@ def test_globs_are_sorted_and_each_file_is_taken_once(tmp_path):
     assert expand([f"{tmp_path}/[bc].*", f"{tmp_path}/*.*", names[0]]) == tuple(sorted(names))
 
 
+def test_a_file_that_is_named_by_two_paths_is_read_once(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / "text", name, b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    found = expand(["text/a.jsonl", f"{tmp_path}/text/*.jsonl", "link/a.jsonl", "text/../text/b.jsonl"])
+    assert sorted(tmp_path.joinpath(file).name for file in found) == ["a.jsonl", "b.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
