@@ -25,6 +25,11 @@ _PROVENANCE = {"versions", "commit", "machine"}  # what `salaad.common.provenanc
 _LARGEST_JSON = 2**26  # bytes, a thousand times our files' size; parsed, a file takes about ten times as much memory
 
 
+def at_home(path: str) -> Path:
+    """Return a path in which `~` at the begin is the home folder: in a file, and after `=`, no shell replaces it."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 – for an unknown user, Path.expanduser raises an error
+
+
 @contextmanager
 def replacing(path: Path, to_disk: bool = False) -> Iterator[Path]:
     """Yield a temporary file to write, which replaces `path` at the end and is deleted after an error.

@@ -23,6 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import HfFileSystem
 
 from salaad.common.errors import UserError
+from salaad.common.files import at_home
 from salaad.data.retries import read_with_retries
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".md": "text", ".parquet": "parquet"}
@@ -52,7 +53,7 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
     """
     found = set()
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = at_home(pattern)
         if path.is_dir():
             raise UserError(f"{pattern} is a folder, but files are read one by one; give a glob such as {path}/*.jsonl")
         # Path.glob takes no absolute pattern.

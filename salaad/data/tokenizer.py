@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
-from salaad.common.files import is_file, read_object
+from salaad.common.files import at_home, is_file, read_object
 from salaad.model.folders import has_tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
@@ -31,7 +31,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
     Raises:
         UserError: there is none, it needs code of its own, or it has no fast version or no end-of-sequence token.
     """
-    path = Path(spec).expanduser()
+    path = at_home(spec)
     if spec.endswith(".model"):
         if not path.is_file():
             raise UserError(f"tokenizer {spec} does not exist; give an existing .model file, a folder or a hub name")

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from salaad.common.errors import UserError
-from salaad.common.files import inside, is_file
+from salaad.common.files import at_home, inside, is_file
 from salaad.model.weight_headers import weight_files
 
 # Files to download: configuration, weights, tokenizers, licence and model card; not the same weights in other formats,
@@ -46,7 +46,7 @@ def local_folder(name: str, option: str) -> Path:
         UserError: there is no such folder, and neither the cache nor the hub has a model of this name.
     """
     if not is_hub_name(name):
-        return Path(name)
+        return at_home(name)
     cached = None
     with suppress(OSError):
         cached = Path(_snapshot(name, local=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 from salaad.common import distributed, locks
 from salaad.common.errors import UserError
-from salaad.common.files import CHECKSUMS, PARTIAL, unseen, verify
+from salaad.common.files import CHECKSUMS, PARTIAL, at_home, unseen, verify
 from salaad.common.provenance import provenance
 from salaad.config.command_line import TrainOptions, read_plain_yaml, write_config
 from salaad.config.methods import SETTINGS
@@ -73,12 +73,12 @@ def open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | Non
 
 
 def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | None]:
-    folder = Path(options.output)
+    folder = at_home(options.output)
     tunable = (*_TUNABLE, *(f"{config.method}.{name}" for name in config.settings.tunable))
     if _begun(folder):
         locks.claim(folder)
     if options.resume not in ("auto", "none"):
-        checkpoint = Path(options.resume)
+        checkpoint = at_home(options.resume)
         patience = patience_for([checkpoint])
         unseen(checkpoint, [CHECKSUMS], patience)
         if not (checkpoint / "state").is_dir():

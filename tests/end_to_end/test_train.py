@@ -17,8 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import train
 from salaad.common.errors import UserError
+from salaad.config.command_line import read_command_line
+from salaad.data.documents import expand
+from salaad.data.tokenizer import load_tokenizer
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
+from salaad.model.folders import local_folder
+from salaad.runs.run import open_run
 from tests.helpers.training import (
     assert_same_records,
     last_checkpoint,
@@ -312,6 +317,22 @@ def test_checkpoints_come_on_schedule_and_old_ones_go(toy, tmp_path):
     run_training(toy(train__steps=10, train__save_every=3, train__keep_last=2), tmp_path / "run")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-0000009", "step-0000010"]
+
+
+def test_a_home_folder_in_a_file_is_the_one_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "output: ~/run\nmodel: {path: ~/model}\ndata: {source: files, files: ~/a.txt, validation_files: ~/b.txt}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    config, options = read_command_line([f"--config={tmp_path}/my.yaml"])
+    assert open_run(config, options) == (tmp_path / "run", None)
+    assert local_folder(config.model.path, "model.path") == tmp_path / "model"
+    assert expand(config.data.files) == (str(tmp_path / "a.txt"),)
+    with pytest.raises(UserError, match=r"~no-such-user/a\.txt matches no file"):
+        expand(["~no-such-user/a.txt"])
+    with pytest.raises(UserError, match=r"tokenizer ~no-such-user/mine\.model does not exist"):
+        load_tokenizer("~no-such-user/mine.model")
 
 
 def test_a_finished_run_is_left_as_it_is(toy, tmp_path):
