@@ -38,7 +38,7 @@ class Plan:
         window: number of documents that are shuffled together.
         epochs: passes over the text; None never ends.
         field: the column that holds the text.
-        max_bad: bad documents one file may hold.
+        max_bad: bad documents that a stream tolerates in one pass over its part of a file.
         length: tokens in a row.
         packing: cut rows from concatenated documents instead of one document per row.
         eos: id that ends every document.
