@@ -159,7 +159,8 @@ class Checkpoints:
         except UserError as error:
             wrong.append(str(error))
         # Checkpoints after the one that `latest` names belong to an abandoned start, whose records are gone.
-        for path in sorted((path for path in self._all() if named is None or path <= named), reverse=True):
+        older = [path for path in self._all() if named is None or _step_of(path) <= _step_of(named)]
+        for path in sorted(older, key=_step_of, reverse=True):
             try:
                 verify(path, alone=True, patience=patience)
                 read(path)
@@ -263,10 +264,16 @@ class Checkpoints:
     def _delete_old(self, newest: Path) -> None:
         """Delete the checkpoints that `keep_last` and `keep_every` do not keep; `latest` names `newest` already."""
         # Checkpoints of later steps come first, as they belong to a start that this run has gone back from.
-        older = sorted((path for path in self._all() if path != newest), key=lambda path: (path < newest, path))
+        others = [path for path in self._all() if path != newest]
+        older = sorted(others, key=lambda path: (_step_of(path) < _step_of(newest), _step_of(path)))
         for path in older[: max(0, len(older) - self.keep_last + 1)] if self.keep_last else ():
-            if not self.keep_every or int(path.name.removeprefix("step-")) % self.keep_every:
+            if not self.keep_every or _step_of(path) % self.keep_every:
                 delete_unless_kept(path)
+
+
+def _step_of(path: Path) -> int:
+    """Return the step of a checkpoint; names alone are not in its order, as those of ten million steps are longer."""
+    return int(path.name.rpartition("-")[2])
 
 
 def patience_for(checkpoints: Iterable[Path]) -> float:

@@ -213,6 +213,17 @@ def test_keep_last_and_keep_every_never_delete_what_latest_names(tmp_path):
     assert Checkpoints(folder).latest().name == "step-0000050"
 
 
+def test_checkpoints_are_in_the_order_of_their_steps_beyond_ten_million(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    checkpoints = Checkpoints(folder, keep_last=2)
+    for step in (9_999_980, 9_999_990, 10_000_000):
+        checkpoints.save(step, lambda partial: (partial / "state" / "trainer.json").write_text("{}") and None)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-10000000", "step-9999990"]
+    (folder / "step-10000000" / "state" / "trainer.json").write_text("spoiled")
+    assert Checkpoints(folder).newest_whole()[0].name == "step-9999990"
+
+
 def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
