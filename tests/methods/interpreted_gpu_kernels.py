@@ -105,3 +105,10 @@ def test_a_penalty_far_below_the_resolution_of_bfloat16_is_there_in_the_mean(use
     assert torch.equal(again, found[3]) and not torch.equal(found[2], found[3])
     # 120 000 draws of 2⁻⁷ with probability 0.0128: the mean is off by 2.5e-6 in one standard deviation; 5 are allowed.
     assert abs(torch.stack(found).double().mean().item() - 1 - 1e-4) < 1.3e-5
+
+
+def test_a_nan_of_a_gpu_stays_one_when_it_is_rounded_at_random(used):
+    T = torch.full((3, 5), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    gradient = torch.ones(3, 5).bfloat16()
+    passes.add_penalty(gradient, torch.ones(3, 5).bfloat16(), T, 0.1, seed=1)
+    assert used == ["add_penalty"] and gradient.isnan().all()

@@ -38,3 +38,11 @@ def test_the_penalty_is_that_of_a_block(dtype):
     block.add_penalty_gradient(expected, X, scale=2.0, seed=5)
     passes.add_penalty(gradient, X, block.T, 2.0 * block.rho, seed=5)
     assert torch.equal(gradient, expected)
+
+
+def test_a_nan_stays_one_in_a_gradient_that_is_rounded_at_random():
+    """A GPU computes the NaN of the bits 0x7fffffff; a random number added to them gives those of -0."""
+    T = torch.full((4, 8), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    gradient = torch.ones(4, 8).bfloat16()
+    passes.add_penalty(gradient, torch.ones(4, 8).bfloat16(), T, 0.1, seed=1)
+    assert gradient.isnan().all()

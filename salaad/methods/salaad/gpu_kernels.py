@@ -68,7 +68,9 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
     x, target = tl.load(X + i, mask=inside, other=0.0).to(tl.float32), tl.load(T + i, mask=inside, other=0.0)
     total = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) + factor * (x - target)
     if ROUNDED:
-        bits = total.to(tl.int32, bitcast=True) + (tl.randint(seed, i.to(tl.int32)) & 0xFFFF).to(tl.int32)
+        noise = (tl.randint(seed, i.to(tl.int32)) & 0xFFFF).to(tl.int32)
+        # The NaN that a GPU computes has the largest bits: with noise they would overflow to those of -0.
+        bits = total.to(tl.int32, bitcast=True) + tl.where(total == total, noise, 0)
         total = (bits & -65536).to(tl.float32, bitcast=True)
     tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
 

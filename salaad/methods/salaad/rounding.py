@@ -13,6 +13,8 @@ def add_rounded(gradient: Tensor, change: Tensor, seed: int) -> None:
     `seed` fixes the random numbers.
     """
     generator = torch.Generator(gradient.device).manual_seed(seed)
-    bits = gradient.float().add_(change).view(torch.int32)
+    total = gradient.float().add_(change)
+    bits = total.view(torch.int32)
     noise = torch.randint(0, 2**16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    noise.masked_fill_(total.isnan(), 0)  # the NaN that a GPU computes has the largest bits, which would become -0
     gradient.copy_((bits + noise).bitwise_and_(-(2**16)).view(torch.float32))
