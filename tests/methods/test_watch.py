@@ -1,6 +1,7 @@
 """Users' loops that could train without the penalty, or with it twice: each works or raises an error that says so."""
 
 import gc
+import warnings
 import weakref
 
 import numpy as np
@@ -258,6 +259,31 @@ def test_micro_batches_gradients_thrown_away_and_steps_without_a_gradient_are_no
     salaad = Salaad(model, CONFIG)
     steps_of(model, salaad, calls)
     assert salaad.steps == calls.count("s")
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_of_two_backward_passes_a_step_the_second_begins_anew_after_a_skip_and_with_a_warning_without(skips):
+    """As SAM trains: the first gradient only moves the weights to where the second, which is taken, is computed."""
+    model = toy()
+    salaad, optimizer = Salaad(model, CONFIG), torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss_of(model, 0).backward()
+            optimizer.zero_grad()
+            if skips:
+                salaad.skip()
+            loss_of(model, 1).backward()
+            loss_of(model, 1).backward()  # a further micro-batch, which begins no gradient anew
+            task = 2 * torch.autograd.grad(loss_of(model, 1), model[0].weight)[0].double()
+            expected = task + penalty_of(salaad, "0") if skips else task
+            torch.testing.assert_close(model[0].weight.grad.double(), expected, rtol=1e-4, atol=1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+            salaad.step()
+    words = [str(one.message) for one in said]
+    assert len(words) == (0 if skips else 4)  # for each of two blocks in each of two steps
+    assert all("call salaad.skip() after a gradient that is thrown away" in sentence for sentence in words)
 
 
 def test_a_step_that_a_grad_scaler_leaves_out_is_no_mistake():

@@ -197,7 +197,10 @@ class Salaad:
         return self.steps in self._pulled_steps
 
     def skip(self) -> None:
-        """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away."""
+        """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away.
+
+        SAM throws one away in every step: call it there between the two backward passes.
+        """
         self._pull.begin_step(self.steps, active=self.is_pulled)
         self._watch.moved.clear()
 

@@ -8,6 +8,7 @@ Here every entry is pulled by the same share of its distance. Every rank moves i
 every block, which the owner sends after each update.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -54,11 +55,12 @@ class CoupledPull:
         self._weights, self._owned, self._surrogates, self._scaler = weights, tuple(owned), surrogates, scaler
         self._number = {name: i for i, name in enumerate(weights)}
         self.begin_step(0, active=True)
-        join = weakly(self.join)
-        self._hooks = [
-            weights.places[name].parameter.register_post_accumulate_grad_hook(partial(join, name))
-            for name in self._owned
-        ]
+        join, look = weakly(self.join), weakly(self._warn_of_a_gradient_thrown_away)
+        self._hooks = []
+        for name in self._owned:
+            X = weights.places[name].parameter
+            self._hooks += [X.register_hook(partial(look, name))]  # called before the gradient is accumulated
+            self._hooks += [X.register_post_accumulate_grad_hook(partial(join, name))]
 
     def end(self) -> None:
         """Stop pulling."""
@@ -67,8 +69,21 @@ class CoupledPull:
 
     def begin_step(self, steps: int, *, active: bool) -> None:
         """Let the penalty join the gradients that follow `steps` optimizer steps, or none of them if not `active`."""
-        self._steps, self._scale = steps, None
+        self._steps, self._active, self._scale = steps, active, None
         self.pending: set[str] = set(self._owned) if active else set()
+
+    def _warn_of_a_gradient_thrown_away(self, name: str, *_: Tensor) -> None:
+        """Warn if a gradient is about to begin anew after the penalty has joined that of this step.
+
+        It is not joined by itself: a loop that adds up gradients outside of `.grad` begins anew in every micro-batch.
+        """
+        if self._active and name not in self.pending and self._weights.places[name].gradient is None:
+            warnings.warn(
+                "a gradient that the penalty had joined is gone, and the one that begins now gets none; call "
+                "salaad.skip() after a gradient that is thrown away, as between the two backward passes of SAM; "
+                "gradients that are added up outside of .grad are right as they are",
+                stacklevel=2,
+            )
 
     @property
     def has_joined(self) -> bool:
