@@ -55,6 +55,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def has_flat_weights(model: nn.Module) -> bool:
+    """Whether a module is in FullyShardedDataParallel, which keeps weights in flat vectors, spread over processes."""
+    # By name, as the import of the class takes half a second.
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is spread over processes, of which each holds a part."""
     return hasattr(tensor, "device_mesh")  # a DTensor, whose import takes half a second

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from salaad import Salaad, SalaadConfig
@@ -464,6 +464,33 @@ def test_a_wrapped_model_gets_the_coupled_gradient_however_early_it_was_wrapped(
 def test_sharded_weights_are_refused_on_every_rank(tmp_path, before):
     for sentence in run_ranks(sharded, 2, tmp_path, before):
         assert "spread over the processes" in sentence if before else "another weight in block" in sentence
+
+
+def test_a_model_in_fully_sharded_data_parallel_is_refused_by_that_name():
+    """Its weights are parts of flat vectors, so that no role would match any."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(toy(), device_id=torch.device("cpu"), use_orig_params=True)
+        with pytest.raises(UserError, match=r"in FullyShardedDataParallel, .* train with DistributedDataParallel"):
+            Salaad(model, CONFIG)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_step_says_that_a_weight_became_a_part_of_a_flat_vector():
+    """So FullyShardedDataParallel with use_orig_params leaves the parameters that it finds."""
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    model[0].weight.data = torch.zeros(24)
+    with pytest.raises(UserError, match=r"another weight in block 0 than the one that is watched.*FSDP"):
+        salaad.step()
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = toy()
+    with pytest.raises(UserError, match=r"block 0 has no values yet .* make the Salaad after the weights are loaded"):
+        Salaad(model, CONFIG)
 
 
 def test_a_model_that_is_spread_over_devices_is_refused():

@@ -27,7 +27,7 @@ from salaad.methods.salaad.pull import CoupledPull, DecoupledPull
 from salaad.methods.salaad.schedule import Updates, blocks_due, pulled_steps
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
-from salaad.methods.salaad.watch import Watch
+from salaad.methods.salaad.watch import Watch, refuse_flat_weights
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
@@ -70,6 +70,7 @@ class Salaad:
         self._pulled_steps = pulled_steps(self.config, total_steps)
         self.model = distributed.unwrapped(model)
         self.scaler = scaler
+        refuse_flat_weights(self.model)
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
         self._watch = Watch(self.weights, self._has_joined_nothing)

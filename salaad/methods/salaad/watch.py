@@ -36,8 +36,8 @@ class Watch:
         moved: the optimizers that moved the weights since this was cleared, which is done from outside.
 
     Raises:
-        UserError: a weight is frozen, sharded over processes, not in float32, float64 or bfloat16, or watched by
-            another `Watch`; or the weights lie on several devices.
+        UserError: a weight is frozen, sharded over processes, without values, not in float32, float64 or bfloat16, or
+            watched by another `Watch`; or the weights lie on several devices.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
@@ -52,6 +52,7 @@ class Watch:
         for name, X in self._weights.items():
             _check(name, X)
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
+        self._shapes = {name: X.shape for name, X in self._weights.items()}
         self._joined_nothing, self._missed = joined_nothing, False
         self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
@@ -110,7 +111,7 @@ class Watch:
         """
         for name, X in self._weights.items():
             place = self._places[name]
-            if place.module._parameters.get(place.key) is not X:
+            if place.module._parameters.get(place.key) is not X or X.shape != self._shapes[name]:
                 raise UserError(
                     f"the model has another weight in block {name} than the one that is watched, as "
                     "load_state_dict(assign=True), a new nn.Parameter or FSDP leave behind; make the Salaad after that"
@@ -148,6 +149,15 @@ class Watch:
                 )
 
 
+def refuse_flat_weights(model: nn.Module) -> None:
+    """Raise a UserError if the weights of the model are not its own, in which case no block could be found."""
+    if distributed.has_flat_weights(model):
+        raise UserError(
+            "the model is in FullyShardedDataParallel, which spreads its weights over the processes, and a block is "
+            "updated as a whole matrix by its owner; train with DistributedDataParallel, which keeps weights whole"
+        )
+
+
 def _require_one_device(weights: dict[str, nn.Parameter]) -> None:
     [[first, device], *others] = [(name, X.device) for name, X in weights.items()]
     for name, other in others:
@@ -166,6 +176,8 @@ def _check(name: str, X: nn.Parameter) -> None:
             f"block {name} is spread over the processes (DTensor, as FSDP makes it), and a block is updated as a whole "
             "matrix by its owner; train with DistributedDataParallel, which keeps weights whole"
         )
+    if X.is_meta:
+        raise UserError(f"block {name} has no values yet (device meta); make the Salaad after the weights are loaded")
     if X.dtype not in _DTYPES:
         raise UserError(
             f"block {name} is {X.dtype}, which has no room for the penalty beside the gradient; keep the weights in "
