@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from transformers import Adafactor
 
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
@@ -109,6 +110,25 @@ def test_a_broken_step_draws_nothing():
     optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
     optimizer.step()
     assert all(torch.equal(X, before[name]) for name, X in salaad.weights.items())
+    salaad.close()
+
+
+def test_a_pull_of_weights_that_were_moved_to_another_device_is_refused_in_a_sentence():
+    model = llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS))
+    surrogate = salaad.surrogates[salaad.blocks[0]]
+    surrogate.T = surrogate.T.to("meta")  # a stand-in for model.to(device), as a CPU may be the only device
+    with pytest.raises(UserError, match=r"is on cpu now, but its L and S are on meta; make the Salaad after"):
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    salaad.close()
+
+
+def test_a_pull_without_a_learning_rate_is_refused_in_a_sentence():
+    """Adafactor of transformers has none where it chooses the size of a step itself."""
+    model = llama()
+    salaad = Salaad(model, SalaadConfig(**SETTINGS))
+    with pytest.raises(UserError, match=r"has no learning rate lr, .* moves block model.*; give it one, or take pull="):
+        step(model, Adafactor(model.parameters(), lr=None, relative_step=True))
     salaad.close()
 
 

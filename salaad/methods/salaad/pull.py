@@ -104,11 +104,7 @@ class CoupledPull:
                 f"block {name} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
                 "hook of the gradient; make the Salaad before such hooks, or let the optimizer step after the backward"
             )
-        if place.gradient.device != surrogate.T.device:
-            raise UserError(
-                f"block {name} is on {place.gradient.device} now, but its L and S are on {surrogate.T.device}; make "
-                "the Salaad after the model is on its device"
-            )
+        _require_one_device(name, place.gradient, surrogate.T)
         if place.gradient.is_sparse:
             raise UserError(
                 f"block {name} has a sparse gradient, which the penalty cannot join; make its layer with sparse=False, "
@@ -203,23 +199,37 @@ class DecoupledPull:
         self._depth -= 1
         if self._depth > 0:
             return
-        rates = {id(X): group["lr"] for group in optimizer.param_groups for X in group["params"]}
-        trained = {name: rates.get(id(X)) for name, X in self._weights.parameters.items()}
-        if not self._active or all(rate is None for rate in trained.values()):
+        rates = {id(X): group.get("lr") for group in optimizer.param_groups for X in group["params"]}
+        trained = {name: rates[id(X)] for name, X in self._weights.parameters.items() if id(X) in rates}
+        if not self._active or not trained:
             return
         if self._is_stale:
             self.broadcast_targets(self._weights)
             self._is_stale = False
         # 1 if a fused optimizer has skipped a step whose gradient was not finite.
         left_out: Any = getattr(optimizer, "found_inf", None)
-        for i, (name, rate) in enumerate(trained.items()):
-            if rate is None:
+        for i, name in enumerate(self._weights):
+            if name not in trained:
                 continue
+            if trained[name] is None:
+                raise UserError(
+                    f"the optimizer has no learning rate lr, with which the decoupled pull moves block {name}; give it "
+                    'one, or take pull="coupled"'
+                )
             X, T = self._weights[name], self._T(name)
-            share = rate * self._rates[name]
+            _require_one_device(name, X, T)
+            share = trained[name] * self._rates[name]
             share = share if left_out is None else share * (1 - left_out)
             change = (T - X.float()).mul_(share)
             if X.dtype == torch.bfloat16:
                 add_rounded(X, change, self._steps * len(self._rates) + i)
             else:
                 X.add_(change)
+
+
+def _require_one_device(name: str, X: Tensor, T: Tensor) -> None:
+    if X.device != T.device:
+        raise UserError(
+            f"block {name} is on {X.device} now, but its L and S are on {T.device}; make the Salaad after the model is "
+            "on its device"
+        )
