@@ -18,7 +18,7 @@ class StackResult:
         sigma: b×n singular values of L, descending; None from a solver that does not find them.
         rank: effective rank of L (Definition 4.1), b.
         kept: number of singular values above τ, b.
-        bound: upper bound of the error in L relative to ‖Z‖_F, b.
+        bound: upper bound of the error in L relative to ‖Z‖_F, b; `products` says what its bound leaves out.
         holds: whether the result is finite and as exact as the bound says, b.
         solver: one of `SOLVERS`.
     """
