@@ -40,7 +40,7 @@ class UnitQueue:
         """Build the queue from name → (n, m, singular values of L, entries of S or their magnitudes)."""
         sides = [values for _, _, sigma, S in spectra.values() for values in (sigma, S)]
         costs = [cost for n, m, *_ in spectra.values() for cost in (n + m, 1)]
-        counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64)
+        counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64, device="cpu")
         for i, (values, cost) in enumerate(zip(sides, costs, strict=True)):
             counts[i] = torch.bincount(_level(values, cost), minlength=_LEVELS)
         counts = counts[:, counts.any(0)].flip(1).T
@@ -53,7 +53,7 @@ class UnitQueue:
 
     @property
     def _unit_costs(self) -> Tensor:
-        return torch.tensor([(cost, 1) for cost in self.costs.values()], dtype=torch.int64).view(-1, 2)
+        return torch.tensor([(cost, 1) for cost in self.costs.values()], dtype=torch.int64, device="cpu").view(-1, 2)
 
     def keep(self, most: int) -> Kept:
         """Return name → (rank kept, entries kept) for the longest queue prefix of at most `most` parameters."""

@@ -350,4 +350,4 @@ def _outside(A: Tensor, U: Tensor) -> float:
 def _random(n: int, q: int, like: Tensor, seed: int = 0) -> Tensor:
     """A fixed Gaussian matrix (n×q) with the dtype and device of `like`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, q, generator=generator, dtype=like.dtype).to(like.device)
+    return torch.randn(n, q, generator=generator, dtype=like.dtype, device="cpu").to(like.device)

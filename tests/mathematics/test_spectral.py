@@ -138,6 +138,15 @@ def test_the_basis_follows_the_rank_up_and_down():
     assert widths[-1] < widths[3]
 
 
+def test_random_columns_do_not_depend_on_the_default_device():
+    """The device meta stands in for `torch.set_default_device("cuda")`, on which a generator of the CPU fails."""
+    Z = matrix(40, 90)
+    basis, Z = threshold(Z, 0.8).basis, moved(Z, 0.01)
+    with torch.device("meta"):
+        found = threshold(Z, 0.8, basis, "subspace")
+    assert found.solver == "subspace" and error(found, Z, 0.8) <= found.bound + 1e-6
+
+
 def test_where_most_is_kept_there_is_no_basis():
     assert threshold(matrix(40, 60, kept=30), 0.8).basis is None
     assert threshold(matrix(40, 60, kept=5), 0.8).basis.shape[0] == 40

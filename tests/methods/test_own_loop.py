@@ -315,6 +315,19 @@ def test_any_module_can_be_compressed_a_tied_weight_stays_dense():
     assert small[2].weight is small[0].weight
 
 
+def test_a_default_device_that_is_not_the_models_changes_nothing():
+    """The device meta stands in for a GPU, which cannot multiply the counts of the cut."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 24))
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.5, rank_ratio=0.5, density=0.1, every=1))
+    x = torch.randn(3, 24)
+    expected = salaad.compress(0.6)(x)
+    with torch.device("meta"):
+        small = salaad.compress(0.6)
+    torch.testing.assert_close(small(x), expected)
+    salaad.close()
+
+
 class Thrice(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 3 * super().forward(x)
