@@ -137,7 +137,7 @@ class OptimizerConfig:
         projection_lr: that of the projections, as a share of `lr`; embedding, LM head and vectors keep `lr`.
         betas: Adam's two decay rates; ignored by optimizers without them.
         eps: Adam's epsilon; ignored by optimizers without it.
-        weight_decay: weight decay as the optimizer takes it: AdamW decouples it from the gradient, Adam adds it there.
+        weight_decay: decoupled in AdamW and Adafactor; other optimizers of torch add it to the gradient.
         warmup: fraction of the steps with linearly rising learning rate.
         final_lr: the cosine ends at this fraction of the peak.
         clip: largest norm of the gradient; 0 leaves it alone.
