@@ -197,6 +197,20 @@ def test_a_setting_of_a_newer_version_is_named(saved, tmp_path):
         Salaad.load(model, tmp_path / "newer")
 
 
+def test_counts_without_a_block_are_refused_and_the_weights_are_let_go(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "other")
+    index = tmp_path / "other" / "surrogate" / "index.json"
+    about = json.loads(index.read_text())
+    name = "model.layers.1.mlp.up_proj"
+    del about["updated_at"][name]
+    index.write_text(json.dumps(about))
+    model = AutoModelForCausalLM.from_pretrained(saved, local_files_only=True)
+    with pytest.raises(UserError, match=f"updated_at does not name block {name}") as kept:
+        Salaad.load(model, tmp_path / "other")
+    Salaad.load(model, saved).close()
+    del kept
+
+
 def test_a_folder_without_l_and_s_is_refused_in_a_sentence(tmp_path):
     llama().save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="cannot be read"):

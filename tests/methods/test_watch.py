@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from salaad import Salaad, SalaadConfig
 from salaad.common.errors import NotFiniteError, UserError
+from salaad.methods.salaad import plugin
 from tests.helpers.ranks import run_ranks
 
 CONFIG = SalaadConfig(roles=("re:.",), rho=0.5, every=2)
@@ -115,6 +116,21 @@ def test_a_second_salaad_on_the_same_weights_is_refused_until_the_first_is_close
             (model[0].weight.grad - task).double(), penalty_of(second, "0"), rtol=1e-4, atol=1e-6
         )
     Salaad(model, CONFIG)
+
+
+def test_a_salaad_that_could_not_be_made_does_not_watch_the_weights(monkeypatch):
+    """As where memory does not suffice, which a user answers by fewer roles; a notebook keeps the error's frames."""
+    model = toy()
+
+    def no_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(plugin, "Surrogate", no_memory)
+        with pytest.raises(MemoryError) as kept:
+            Salaad(model, CONFIG)
+    Salaad(model, CONFIG).close()
+    del kept
 
 
 def test_a_closed_salaad_leaves_the_gradient_alone_and_refuses_to_step():
@@ -251,6 +267,16 @@ def test_a_salaad_step_that_does_not_follow_each_step_of_the_optimizer_is_notice
     with pytest.raises(UserError) as error:
         steps_of(model, Salaad(model, CONFIG), calls)
     assert words in str(error.value)
+
+
+def test_an_optimizer_that_a_loop_deletes_after_its_step_has_moved_the_weights():
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    for _ in range(3):
+        steps_of(model, salaad, "bo")  # with an optimizer of its own
+        gc.collect()
+        salaad.step()
+    assert salaad.steps == 3
 
 
 @pytest.mark.parametrize("calls", ["bbos" * 3, "bos" + "bt" + "bos", "bos" + "s" + "bos", "bos" + "os" * 2 + "bos"])

@@ -77,10 +77,14 @@ class Salaad:
         self._costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(self._costs, distributed.world_size(), self.config.owners)
         self._surrogates: dict[str, Surrogate] = {}
-        for name in ownership.dearest_first(self._costs):
-            if self.owners[name] == distributed.rank():
+        mine = (name for name in ownership.dearest_first(self._costs) if self.owners[name] == distributed.rank())
+        try:
+            for name in mine:
                 with true_float32(self.weights[name].device):
                     self._surrogates[name] = Surrogate(self.weights[name], self._rho(name), self.config)
+        except BaseException:  # such as for lack of memory: another try, with fewer roles, must be able to watch
+            self._watch.end()
+            raise
         self._updates = Updates(self._surrogates, self.weights, self.config.overlap, most_records)
         self.steps = 0
         if self.config.pull == "decoupled":
@@ -258,7 +262,13 @@ class Salaad:
         return {"steps": self.steps, "updated_at": updated}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Load what `counts` returned, at any world size."""
+        """Load what `counts` returned, at any world size.
+
+        Raises:
+            UserError: a block is missing; then nothing is loaded.
+        """
+        if missing := [name for name in self.surrogates if name not in counts["updated_at"]]:
+            raise UserError(f"updated_at does not name block {missing[0]}; give a whole checkpoint or state")
         self.steps = counts["steps"]
         self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
         self.skip()
@@ -376,7 +386,7 @@ class Salaad:
             storage.load_surrogates(salaad.surrogates, surrogates, salaad.weights)
             salaad.load_counts(about)
             salaad._moments_found = moments_in(Path(folder), salaad.model)
-        except UserError:
+        except BaseException:
             salaad.close()
             raise
         return salaad

@@ -54,7 +54,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._shapes = {name: X.shape for name, X in self._weights.items()}
         self._joined_nothing, self._missed = joined_nothing, False
-        self.moved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.moved: set[Optimizer] = set()  # also of those that a loop has deleted since
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their newest steps
@@ -66,6 +66,7 @@ class Watch:
     def end(self) -> None:
         """Stop watching the weights, so that another `Watch` can."""
         self._hook.remove()
+        self.moved.clear()
         for X in self._weights.values():
             _WATCHED.pop(X, None)
 
