@@ -56,11 +56,11 @@ class CoupledPull:
         self._number = {name: i for i, name in enumerate(weights)}
         self.begin_step(0, active=True)
         join, look = weakly(self.join), weakly(self._warn_of_a_gradient_thrown_away)
-        self._hooks = []
-        for name in self._owned:
-            X = weights.places[name].parameter
-            self._hooks += [X.register_hook(partial(look, name))]  # called before the gradient is accumulated
-            self._hooks += [X.register_post_accumulate_grad_hook(partial(join, name))]
+        parameters = {name: weights.places[name].parameter for name in self._owned}
+        self._hooks = [X.register_post_accumulate_grad_hook(partial(join, name)) for name, X in parameters.items()]
+        # Before a gradient is accumulated: of several blocks in one parameter, such as experts, one stands for all.
+        one_each = {X: name for name, X in parameters.items()}
+        self._hooks += [X.register_hook(partial(look, name)) for X, name in one_each.items()]
 
     def end(self) -> None:
         """Stop pulling."""
