@@ -512,6 +512,14 @@ def test_a_step_says_that_a_weight_became_a_part_of_a_flat_vector():
         salaad.step()
 
 
+def test_a_model_with_a_frozen_layer_is_refused_with_a_cure_for_a_single_layer():
+    model = toy()
+    model[0].requires_grad_(False)
+    with pytest.raises(UserError, match=r"block 0 is frozen, .* single layers by re:PATTERN"):
+        Salaad(model, CONFIG)
+    Salaad(model, SalaadConfig(roles=("re:^1$",))).close()
+
+
 def test_a_model_without_values_is_refused():
     with torch.device("meta"):
         model = toy()

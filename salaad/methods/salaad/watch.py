@@ -171,7 +171,10 @@ def _require_one_device(weights: dict[str, nn.Parameter]) -> None:
 
 def _check(name: str, X: nn.Parameter) -> None:
     if not X.requires_grad:
-        raise UserError(f"block {name} is frozen, so nothing can draw it; unfreeze it or leave out its role")
+        raise UserError(
+            f"block {name} is frozen, so nothing can draw it; unfreeze it, or choose other blocks by roles, single "
+            "layers by re:PATTERN"
+        )
     if distributed.is_sharded(X):
         raise UserError(
             f"block {name} is spread over the processes (DTensor, as FSDP makes it), and a block is updated as a whole "
