@@ -97,7 +97,11 @@ def _name(requirement: str) -> str:
 
 def _closure(names: Iterable[str]) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
     """(name, distribution) of all installed distributions that are required, directly or indirectly."""
-    installed = {_name(d.metadata["Name"]): d for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    installed: dict[str, importlib.metadata.Distribution] = {}
+    for found in importlib.metadata.distributions():
+        # Importing setuptools puts a folder of its own copies of packages at the end of Python's path.
+        if found.metadata["Name"] and "_vendor" not in Path(found.locate_file("")).parts:
+            installed.setdefault(_name(found.metadata["Name"]), found)  # the one that would be imported
     waiting, seen = list(names), set()
     while waiting:
         name = waiting.pop()

@@ -93,6 +93,20 @@ def test_the_same_machine_gives_the_same_files(machine):
         assert Path(a).read_bytes() == Path(b).read_bytes()
 
 
+def test_copies_of_packages_that_a_program_imported_change_nothing(machine, monkeypatch):
+    """Importing setuptools puts a folder of other versions, and of packages that nobody installed, on the path."""
+    before = python_docs.corpus(machine / "cache")
+    vendored, later = machine / "setuptools" / "_vendor", machine / "later"
+    for folder in (vendored, later):
+        add_distribution(folder, "wanted", {}, version="2.0")
+    add_distribution(vendored, "not_installed", {"m.py": module(7004)})
+    places = [str(folder) for folder in (machine / "site", later, vendored)]
+    found = list(importlib.metadata.Distribution.discover(path=places))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(python_docs, "_documents", lambda sources: pytest.fail("read again"))
+    assert python_docs.corpus(machine / "cache") == before
+
+
 def test_what_is_cached_is_not_read_again_until_versions_change(machine, monkeypatch):
     before = python_docs.corpus(machine / "cache")
     monkeypatch.setattr(python_docs, "_documents", lambda sources: pytest.fail("read again"))

@@ -85,7 +85,7 @@ def test_a_step_is_counted_whole_and_an_update_on_a_gpu_by_all_that_it_delays(de
     assert contender.seconds == [2.0] * 4 and contender.updates == updates
 
 
-def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(monkeypatch):
+def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(toy, monkeypatch):
     """Steps take 1 s; the fifth in a round of ten has 3 s of periodic work on top."""
 
     class Timed(bench_training.Contender):
@@ -103,9 +103,7 @@ def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(monkeypa
 
     monkeypatch.setattr(bench_training, "Contender", Timed)
     monkeypatch.setattr(bench_training, "matmul_peak", lambda *_: 1e12)
-    text = ["--data.source=python-docs", "--data.packing=true", "--data.workers=0", "--train.batch=2"]
-    size = ["--config=nano", "--data.sequence_length=64", "--model.hidden_size=32", "--model.intermediate_size=48"]
-    words = [*size, *text, "--model.vocab_size=4096", "--salaad.every=30"]
+    words = ["--config=nano", *toy(salaad__every=30)]
     configs = {name: read_command_line([*words, "--method", name])[0] for name in ("full_rank", "salaad")}
     found = bench_training.measure(configs, torch.device("cpu"), 20)["methods"]
     assert found["full_rank"]["seconds_per_step"] == 1 and found["full_rank"]["over_full_rank"] == 1

@@ -81,7 +81,9 @@ def checks_of_kernels(command: list[str], **how: object) -> subprocess.Completed
 
 
 @needs_triton
-def test_the_whole_path_leaves_one_folder_with_every_result(tmp_path, monkeypatch, capsys):
+def test_the_whole_path_leaves_one_folder_with_every_result(toy, tmp_path, monkeypatch, capsys):
+    # The embedded text takes minutes to be made where it is not cached.
+    monkeypatch.setattr(gpu, "TEXT", tuple(word for word in toy() if word.startswith("--data.")))
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # the commit stays unknown, even if somebody commits
     monkeypatch.setattr(gpu, "exit_code", perform_here)
     monkeypatch.setattr(trainings, "perform", train_as_told)
