@@ -238,11 +238,11 @@ def test_the_end_of_a_launcher_of_one_process_is_a_request_to_stop(toy, tmp_path
 
 def test_a_second_signal_ends_the_process_at_once(toy, tmp_path):
     # A step takes minutes, and the first signal would let it finish.
-    process = start_alone(toy(train__batch=20_000, train__micro_batch=1), tmp_path / "run")
+    process = start_alone(toy(train__batch=8_000, train__micro_batch=1), tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.05)
     begun = psutil.Process(process.pid).cpu_times().user
-    while psutil.Process(process.pid).cpu_times().user < begun + 16:  # seconds of CPU time, until its text is there
+    while psutil.Process(process.pid).cpu_times().user < begun + 8:  # seconds of CPU time, until its text is there
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):

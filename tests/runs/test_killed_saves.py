@@ -15,7 +15,6 @@ from tests.helpers.training import (
     assert_same_records,
     last_checkpoint,
     lines,
-    start,
     train_on_ranks,
     wait_for_steps,
 )
@@ -64,7 +63,9 @@ def test_the_launcher_waits_as_long_as_it_is_told(monkeypatch):
 
 @pytest.mark.parametrize("ends", [signal.SIGUSR1, signal.SIGKILL])  # for all of the job; for the launcher alone
 def test_two_processes_save_although_their_launcher_has_died(toy, tmp_path, ends):
-    launcher = start(toy(train__steps=100000), tmp_path / "run", processes=2)
+    words = [*toy(train__steps=100000), f"--output={tmp_path / 'run'}"]
+    # The variable by which a process knows that it has a launcher.
+    launcher = Forked(run_on_ranks, "train.py", words, 2, environment={"ACCELERATE_MIXED_PRECISION": "no"})
     try:
         wait_for_steps(launcher, tmp_path / "run")
         trainers = psutil.Process(launcher.pid).children(recursive=True)
