@@ -1,6 +1,5 @@
 """Command lines as users type them: lists, names, hints after mistakes, help, and what help and errors import."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line, read_options
 from salaad.config.commands import LmEvalOptions, PerplexityOptions, SweepOptions
 from salaad.config.option_parser import nearest
-from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "datasets", "pyarrow", "accelerate", "matplotlib", "lm_eval", "wandb")
@@ -229,14 +227,6 @@ def test_help_and_a_wrong_option_import_nothing_heavy(words, code):
     done = command("-c", watch)
     assert done.returncode == code, done.stderr
     assert done.stderr.rstrip().endswith("[]"), done.stderr
-
-
-def test_formats_are_registered_whether_transformers_comes_first_or_later():
-    registry = "transformers.quantizers.auto"
-    see = f"from {registry} import AUTO_QUANTIZER_MAPPING as known; print([name for name in known if 'salaad' in name])"
-    for code in (f"import salaad; {see}", f"import {registry}, salaad; {see}"):
-        registered = ast.literal_eval(command("-c", code).stdout)
-        assert set(registered) == {"salaad", "salaad-elastic", FIXED_SIZE, ANY_SIZE}
 
 
 @pytest.mark.parametrize(

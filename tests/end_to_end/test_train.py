@@ -556,12 +556,6 @@ def test_a_run_without_a_checkpoint_yet_does_not_propose_to_go_on_from_one(toy, 
         run_training(toy(train__steps=2, optimizer__lr=0.1), tmp_path / "run")
 
 
-def test_a_user_error_on_two_processes_is_said_by_the_launched_program(toy, tmp_path):
-    done = launch(toy(train__batch=3), tmp_path / "run", processes=2)
-    assert done.returncode != 0
-    assert done.stderr.rstrip().splitlines()[-1].startswith("error: train.batch 3 cannot be shared by 2 processes")
-
-
 def test_the_last_line_of_a_launch_that_fails_is_our_sentence(tmp_path):
     done = launch(["--config", "nano.yaml", "--lr", "3"], tmp_path / "run", processes=1)
     assert done.returncode != 0

@@ -32,6 +32,7 @@ from salaad.factored.elastic_file import SizeRange
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.slr import Slr
 from salaad.model.build import ModelFolder
+from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
 from tests.helpers.deploying import compress, ok, refused, rows_of
 from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
@@ -566,9 +567,11 @@ def test_a_folder_whose_only_block_is_tied_is_refused_before_anything_is_written
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("first", ["import salaad", "import transformers, salaad"])
-def test_a_new_process_that_knows_nothing_else_opens_a_size(elastic, first):
+@pytest.mark.parametrize("first", ["import salaad", "import transformers.quantizers.auto, salaad"])
+def test_a_new_process_that_knows_nothing_else_knows_all_formats_and_opens_a_size(elastic, first):
     code = f"{first}; from transformers import AutoModelForCausalLM as Any; "
-    code += f"Any.from_pretrained({str(next(iter(elastic.values())))!r}, budget='0.6'); print('opened')"
+    code += f"Any.from_pretrained({str(next(iter(elastic.values())))!r}, budget='0.6'); "
+    code += "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known; "
+    code += "print(*(name for name in known if 'salaad' in name), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "opened", done.stderr
+    assert set(done.stdout.splitlines()) == {"salaad", "salaad-elastic", FIXED_SIZE, ANY_SIZE}, done.stderr
