@@ -306,7 +306,7 @@ class Drills:
         seen: list[tuple[int, int, int]] = []
         while training.alive:
             try:
-                tree = [training.process, *training.process.children(recursive=True)]
+                tree = training.tree()
                 memory, handles = sum(p.memory_info().rss for p in tree), sum(p.num_fds() for p in tree)
             except psutil.Error:
                 break

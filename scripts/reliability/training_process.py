@@ -45,7 +45,10 @@ class Training:
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=ROOT, env=environment, **pipe)
 
-    def _tree(self) -> list[psutil.Process]:
+    def tree(self) -> list[psutil.Process]:
+        """The process and all its descendants; none if it has ended."""
+        if not self.alive:  # another process may have its number
+            return []
         try:
             first = psutil.Process(self.process.pid)
             return [first, *first.children(recursive=True)]
@@ -63,12 +66,12 @@ class Training:
 
     def trainers(self) -> list[psutil.Process]:
         """The processes of this run that train, without launcher and data workers."""
-        tree = self._tree()
+        tree = self.tree()
         return [p for p in tree if "train.py" in p.cmdline() and not _is_worker(p, tree)]
 
     def kill(self) -> None:
         """Send SIGKILL to the launcher and all its descendants at once."""
-        for process in self._tree():
+        for process in self.tree():
             try:
                 process.kill()
             except psutil.NoSuchProcess:
