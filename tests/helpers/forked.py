@@ -71,7 +71,9 @@ class Forked:
         """The exit code, negative for a signal; None while the process runs."""
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        """The same, as a method."""
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
