@@ -47,13 +47,13 @@ PROMPT = "The function returns"
 def main() -> None:
     """Train both runs, sweep the sizes, compress to half, compare, generate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the steps: a few minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and less validation text: minutes")
     parser.add_argument("--output", type=Path, help="folder of the two runs; runs/demo or runs/demo-quick")
     parser.add_argument("--record", action="store_true", help="keep table, pictures and figures under results/demo")
     options = parser.parse_args()
     check(not (options.quick and options.record), "--record keeps the results of the whole demo; leave out --quick")
     output = (options.output or ROOT / "runs" / ("demo-quick" if options.quick else "demo")).absolute()
-    steps = 250 if options.quick else 2000
+    steps, tokens = (250, 20_000) if options.quick else (2000, 10**7)  # of the validation text: all that there is
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -68,7 +68,7 @@ def main() -> None:
         "Cutting both to three sizes, by HPA at four κ and by energy; the vanilla model by way of robust PCA.",
         flush=True,
     )
-    rows = deploy(output, config)
+    rows = deploy(output, config, tokens)
     table = deployment_table(rows)
     print(f"\n{table}\n")
     print(write_text(output))
@@ -82,8 +82,8 @@ def main() -> None:
             shutil.copyfile(output / name, RESULTS / name)
 
 
-def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
-    """Sweep both models over sizes and κ, draw the pictures, and return the rows of the one table."""
+def deploy(output: Path, config: RunConfig, tokens: int) -> list[dict[str, Any]]:
+    """Sweep both models over sizes and κ on so many tokens, draw the pictures, and return the rows of the one table."""
     deployments = {
         "SALAAD": CheckpointDeployment(ModelOnDisk.open(output / "salaad"), split_for(None, head=False)),
         "vanilla + RPCA": CheckpointDeployment(ModelOnDisk.open(output / "full_rank"), split_for("rpca", head=False)),
@@ -93,7 +93,7 @@ def deploy(output: Path, config: RunConfig) -> list[dict[str, Any]]:
     fixed, dense = deployments["SALAAD"].fixed, deployments["SALAAD"].dense
     budgets = [fixed + (dense - fixed) // 2, dense // 2, fixed + (dense - fixed) // 5]
     evaluations = {
-        label: VariantEvaluation(deployment, config.data, tokens=10**7, dtype="float32", batch=32)
+        label: VariantEvaluation(deployment, config.data, tokens=tokens, dtype="float32", batch=32)
         for label, deployment in deployments.items()
     }
     rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE, head=True)])
