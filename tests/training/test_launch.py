@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.constants import DEFAULT_REQUEST_TIMEOUT
 from huggingface_hub.utils import http_backoff
 from torch._dynamo.testing import CompileCounter
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,7 +27,7 @@ from salaad.model.build import describe_model, outline
 from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
 from tests.helpers.launches import resolved, torch_launch
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import assert_same_records, run_training
+from tests.helpers.training import assert_same_records, run_training, train_on_ranks
 
 EXAMPLES = sorted(Path("configs/accelerate").glob("*.yaml"))
 NUMBERS = {"two": 2, "four": 4, "eight": 8}
@@ -121,9 +122,15 @@ def test_the_eight_gpu_example_ends_in_a_sentence_without_a_gpu(tmp_path):
         [*command, f"--output={tmp_path / 'run'}"], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode != 0
-    assert (
-        done.stderr.rstrip().splitlines()[-1].startswith("error: 2 processes were launched, 2 of them on this machine")
-    )
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("error: 2 processes were launched, 2 of them on this machine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_cannot_be_shared_by_the_processes_is_refused(toy, tmp_path):
+    said = "train.batch 3 cannot be shared by 2 processes; give a multiple of 2"
+    with pytest.raises(ProcessRaisedException, match=said):
+        train_on_ranks([(toy(train__batch=3), tmp_path / "run")], 2, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
