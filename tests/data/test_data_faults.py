@@ -373,19 +373,21 @@ def test_a_worker_that_dies_does_not_disturb_the_trainer_elsewhere(config):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
-def test_a_worker_is_forked_where_a_program_starts_its_processes_otherwise(monkeypatch):
+def test_a_worker_is_forked_where_a_program_starts_its_processes_otherwise():
     """An object of a function's own class cannot be sent to a process that is started anew."""
 
     class Unsendable(IterableDataset):
         def __iter__(self):
             yield os.getppid()
 
-    monkeypatch.setattr(
-        multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("spawn")
-    )
-    workers = Workers(Unsendable(), 1)
-    assert next(workers) == os.getpid()
-    workers.close()
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        workers = Workers(Unsendable(), 1)
+        assert next(workers) == os.getpid()
+        workers.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_workers_that_cannot_be_started_are_a_sentence(config, monkeypatch):
