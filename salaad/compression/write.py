@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from salaad.config.run import DataConfig
 from salaad.data.tokenizer import can_read_text, tokenizer_to_copy
 from salaad.factored.any_size import save_elastic
 from salaad.factored.fixed_size import mark_factored, slr_modules
+from salaad.factored.replacement import always_dense
 from salaad.factored.smaller_form import form_for_file, memory_bytes, opened_bytes, takes_dense_form
 from salaad.model.folders import carry_over, has_tokenizer
 from salaad.model.parameters import count_parameters
@@ -188,12 +190,15 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
     parts = ranges[0].parts
     model = deployment.source.folder.load(getattr(torch, options.dtype))
     take_over(model, ranges[0].vectors)
+    stays_dense = always_dense(model)
     save = partial(save_elastic, model, ranges, deployment.fixed)
     total = deployment.fixed + ranges[0].queue.parameters
     vectors = sum(vector.numel() for one in ranges[1:] for vector in one.vectors.values())
     numbers = deployment.fixed + sum(one.queue.parameters for one in ranges) + vectors
     element = getattr(torch, options.dtype).itemsize
-    in_memory = deployment.fixed * element + sum(memory_bytes(slr, element) for slr in parts.values())
+    in_memory = deployment.fixed * element + sum(
+        prod(slr.shape) * element if name in stays_dense else memory_bytes(slr, element) for name, slr in parts.items()
+    )
     refined = [one for one in variants if one.refine]
     fitted = f", fitted to {in_words(refined)}" if refined else ""
     contained = " of the same range" if len(ranges) > 1 else ""

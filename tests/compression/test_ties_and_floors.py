@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.compression import from_checkpoint
@@ -19,6 +19,7 @@ from salaad.compression.tuning.distillation import sizes_in_turn
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
+from salaad.factored.fixed_size import slr_modules
 from salaad.model.nested_widths import Widths
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, refused, text_options
@@ -51,6 +52,19 @@ def test_a_tied_embedding_is_cut_to_one_weight_that_is_counted_once_in_every_kin
     assert not torch.equal(opened["dense"].lm_head.weight, AutoModelForCausalLM.from_pretrained(gpt2).lm_head.weight)
     entry = json.loads((tmp_path / "elastic" / "config.json").read_text())["quantization_config"]
     assert (entry["fixed"], entry["dense"]) == (FIXED, DENSE)
+
+
+def test_the_memory_of_an_elastic_folder_counts_a_tied_embedding_as_the_dense_weight_that_it_stays(tmp_path):
+    """GoDec of low rank makes all blocks smaller in parts, which the tied embedding does not become."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=200, tie_word_embeddings=True, **sizes)).save_pretrained(tmp_path / "tied")
+    words = {"godec": True, "rank_ratio": 0.1, "density": 0.05, "embedding": True, "dtype": "float32"}
+    compress(tmp_path / "tied", tmp_path / "made", elastic=True, **words)
+    opened = open_folder(tmp_path / "made")
+    assert len(slr_modules(opened)) == 7 and opened.lm_head.weight is opened.model.embed_tokens.weight
+    stored = [*opened.parameters(), *(part for name, part in opened.named_buffers() if "inv_freq" not in name)]
+    said = json.loads((tmp_path / "made" / "compression.json").read_text())["bytes_in_memory"][1]
+    assert said == sum(part.nbytes for part in stored)
 
 
 def test_a_tied_head_as_a_block_of_an_elastic_folder_is_the_embedding_in_every_class(gpt2, tmp_path):
