@@ -40,7 +40,7 @@ from tqdm import tqdm
 from transformers import logging
 
 from salaad.common.budgets import parse_count
-from salaad.common.files import require_writable
+from salaad.common.files import at_home, require_writable
 from salaad.compression.card import add_perplexity
 from salaad.compression.deployment import Deployment, best_device
 from salaad.compression.from_checkpoint import CheckpointDeployment
@@ -113,7 +113,7 @@ def sweep_kappa(options: SweepOptions, source: ModelOnDisk, data: DataConfig) ->
 def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     """Measure zero-shot accuracies with the installed lm-evaluation-harness and print their table."""
     tasks = split_list(options.tasks)
-    task_data = Path(options.task_data) if options.task_data else None
+    task_data = at_home(options.task_data) if options.task_data else None
     lm_harness.check_tasks(tasks, task_data)
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
@@ -182,7 +182,7 @@ def texts_read(evaluation: VariantEvaluation, rows: Sequence[dict[str, Any]]) ->
 
 def result_file(source: ModelOnDisk, options: OutputOptions, name: str, *pictures: str) -> Path:
     """Return the path of a table's JSON file; a UserError before measuring if it or a picture may not be written."""
-    path = (Path(options.output) if options.output else source.output) / f"{name}.json"
+    path = (at_home(options.output) if options.output else source.output) / f"{name}.json"
     require_writable(path, [path.with_name(picture) for picture in pictures])
     return path
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from salaad.common.budgets import format_count, parse_budget, parse_count
-from salaad.common.files import new_folder, require_place, tokenizer_errors, write_checksums, write_json
+from salaad.common.files import at_home, new_folder, require_place, tokenizer_errors, write_checksums, write_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from salaad.common.provenance import provenance
 from salaad.common.validation import split_list
@@ -64,7 +64,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         source: the model that --checkpoint names, opened.
         data: where the text is that --calibrate, --match and --distill read.
     """
-    output = Path(options.output)
+    output = at_home(options.output)
+    options = replace(options, output=str(output))
     require_place(output)
     deployment, budgets = _opened(source, options)
     asked = [(replace(options, budget=word), budget) for word, budget in budgets.items()] or [(options, None)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from salaad.common.cache_folder import cache_folder
 from salaad.common.errors import UserError
-from salaad.common.files import CHECKSUMS, digest_of, is_file, read_object, verify
+from salaad.common.files import CHECKSUMS, at_home, digest_of, is_file, read_object, verify
 from salaad.common.locks import keep_from_deletion
 from salaad.common.validation import section
 from salaad.config.methods import SETTINGS, SalaadConfig
@@ -75,6 +75,7 @@ class ModelOnDisk:
         Raises:
             UserError: `path` is none of these, or some file is not as it was written.
         """
+        path = at_home(str(path))
         if is_hub_name(str(path)):
             return _model_folder(local_folder(str(path), option), str(path))
         if is_file(path / "checkpoints" / "latest"):

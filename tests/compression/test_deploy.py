@@ -213,7 +213,8 @@ def test_a_sweep_finds_the_best_kappa_and_keeps_finished_cells(runs, tmp_path):
     assert not any(path.name == "cache" for path in last_checkpoint(runs / "salaad").rglob("*"))
 
 
-def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_folder(runs, tmp_path):
+def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_folder(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     data = tmp_path / "tasks"
     data.mkdir()
     task_rows = [
@@ -222,7 +223,7 @@ def test_harness_scores_are_the_same_through_evaluate_and_by_hand_on_the_dense_f
     ]
     (data / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task_rows))
     compress(runs / "salaad", tmp_path / "dense", budget="0.7", kappa=0.5, format="dense", dtype="float32")
-    common = ("--tasks", "piqa", "--task-data", data, "--dtype", "float32", "--output", tmp_path)
+    common = ("--tasks", "piqa", "--task-data=~/tasks", "--dtype", "float32", "--output", tmp_path)
     ok("evaluate.py", "lm-eval", "--checkpoint", runs / "salaad", "--variants", "0.7@0.5", *common)
     ok("evaluate.py", "lm-eval", "--checkpoint", tmp_path / "dense", *common)
     through_variant, through_folder = rows_of(tmp_path, "lm-eval")

@@ -37,6 +37,19 @@ def gpt2(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     return save_gpt2(folder)
 
 
+def test_a_tilde_after_the_sign_of_equality_is_the_home_folder(gpt2, tmp_path, monkeypatch):
+    """The shell leaves it there as it is; a folder of this name would appear in the working directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "gpt2").symlink_to(gpt2)
+    said = ok("compress.py", "--checkpoint=~/gpt2", "--output=~/made", "--godec", "--roles=re:h.0.attn.c_proj")
+    assert f'from_pretrained("{tmp_path / "made"}")' in said and record_of(tmp_path / "made")["from"] == "gpt2"
+    ok("evaluate.py", "rpca", "--checkpoint=~/gpt2", "--output=~/tables", "--roles=re:h.0.attn.c_proj")
+    assert len(rows_of(tmp_path / "tables", "rpca")) == 1
+    assert not list((tmp_path / "here").iterdir())
+
+
 # ---- warnings
 
 
