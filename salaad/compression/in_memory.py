@@ -12,7 +12,15 @@ from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
 from salaad.compression.cut import Whole, cut
 from salaad.compression.sensitivity import weights_from
-from salaad.compression.split import Parts, PostHoc, beside_trained, can_weigh_head, post_hoc_parts, split_names
+from salaad.compression.split import (
+    Parts,
+    PostHoc,
+    beside_trained,
+    can_weigh_head,
+    free_heads,
+    post_hoc_parts,
+    split_names,
+)
 from salaad.compression.variants import Variant
 from salaad.config.commands import ALTERNATIONS
 from salaad.factored.slr import Slr
@@ -50,8 +58,8 @@ def compress(
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
 
     Raises:
-        UserError: the budget is below what is never compressed, κ is outside [0, 1], or the head that is to be split is
-            tied to the embedding.
+        UserError: the budget is below what is never compressed, κ is outside [0, 1], `refine` is negative, or the head
+            that is to be split is missing or tied to the embedding.
     """
     from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
 
@@ -59,6 +67,14 @@ def compress(
         raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
     if kappa is not None and budget is None:
         raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
+    if refine is not None and refine < 0:
+        raise UserError(f"refine is {refine}, but the least is 0; give 0 or more")
+    if lm_head and not free_heads(salaad.model):
+        name = type(salaad.model).__name__
+        raise UserError(
+            f"lm_head is True, but {name} has no LM head, or one that is tied to another weight and stays dense; leave "
+            "it out"
+        )
     dense = count_parameters(salaad.model)
     variant = Variant("L+S")
     if budget is not None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from salaad import Salaad
 from salaad.common.errors import UserError
 from salaad.common.files import write_checksums
 from salaad.compression.from_checkpoint import CheckpointDeployment
@@ -18,7 +19,6 @@ from salaad.compression.what_to_split import split_of
 from salaad.config.commands import CompressOptions
 from salaad.config.methods import SalaadConfig
 from salaad.factored import SlrEmbedding, SlrLinear
-from salaad.methods.salaad.plugin import Salaad
 from salaad.model.roles import role_of
 from salaad.model.second_moments import SECOND_MOMENTS
 from salaad.runs.model_on_disk import ModelOnDisk
@@ -154,6 +154,13 @@ def test_a_head_that_is_tied_to_the_embedding_is_not_split_beside():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
     with pytest.raises(UserError, match="lm_head of m is tied to another weight and stays dense; leave --lm-head, or"):
         split_names(model, beside_trained(model, {}), {}, "m")
+
+
+def test_a_tied_head_of_a_model_in_training_is_refused_by_the_name_of_the_argument():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **SIZES))
+    said = "lm_head is True, but LlamaForCausalLM has no LM head, or one that is tied to another weight and stays dense"
+    with Salaad(model, SalaadConfig()) as salaad, pytest.raises(UserError, match=f"^{said}; leave it out$"):
+        salaad.compress(0.9, lm_head=True)
 
 
 def test_a_tied_head_is_not_split_with_all_else_either(tmp_path):

@@ -404,6 +404,7 @@ def test_weights_that_layers_share_undeclared_stay_dense_in_one_copy():
         ({"budget": 0.5, "kappa": 1.5}, "outside [0, 1]"),
         ({"kappa": 0.5}, "nothing is cut; give a budget"),
         ({"budget": "half"}, "is no number"),
+        ({"budget": 0.5, "refine": -1}, "refine is -1, but the least is 0; give 0 or more"),
     ],
 )
 def test_what_cannot_be_compressed_is_said_in_a_sentence(saved, arguments, words):
