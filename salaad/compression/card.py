@@ -66,11 +66,14 @@ class Usage:
         return f"Open it:\n\n```python\n{self.opening}\n```{measured}"
 
 
-def not_smaller(options: CompressOptions, kept_dense: int, blocks: int, dense: int, on_disk: int) -> list[str]:
+def not_smaller(
+    options: CompressOptions, kind: str, kept_dense: int, blocks: int, dense: int, on_disk: int
+) -> list[str]:
     """Return a warning with a remedy if a folder takes no fewer bytes on disk than the dense model, else an empty list.
 
     Args:
         options: the options of compress.py.
+        kind: where L and S come from, the `kind` of the deployment.
         kept_dense: number of blocks that are stored dense.
         blocks: number of all blocks.
         dense: bytes of the dense model.
@@ -83,9 +86,11 @@ def not_smaller(options: CompressOptions, kept_dense: int, blocks: int, dense: i
     if options.elastic:
         why = "it holds all of L + S and the place of every entry; leave --elastic out and give a --budget"
         return [f"{sizes}, since {why} for a smaller folder of one size."]
+    cure = "a --budget" if options.budget is None else "a smaller --budget"
+    if kind == "nested":
+        return [f"{sizes}, since it holds the widest of the models inside; give {cure}."]
     if options.format == "dense":
         return [f"{sizes}, since --format dense stores L + S as one matrix; leave that out for a smaller one."]
-    cure = "a --budget" if options.budget is None else "a smaller --budget"
     return [f"{sizes}, since {kept_dense} of {blocks} blocks would take more as U, V and S than dense; give {cure}."]
 
 

@@ -58,6 +58,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 _WHERE_L_AND_S_ARE = (
     "give a checkpoint whose method trains them, such as salaad, sltrain or loro, or make them with compress.py --rpca"
 )
+_WHOLE = "use it whole, as X"
 _WITHOUT_TEXT = "leave --calibrate out"
 
 
@@ -86,6 +87,10 @@ class CheckpointDeployment(Deployment):
         model = source.folder.outline
         self.dense = count_parameters(model)
         entry = getattr(model.config, "quantization_config", None)
+        self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
+        self._activation = entry.get("activation") if self.in_parts else None
+        if post_hoc is not None and self._activation is not None:
+            raise UserError(f"{source.name} {self._between_factors}, so there is no weight to be split; {_WHOLE}")
         if post_hoc is not None and entry:
             how = "stored in parts" if is_fixed_size(entry) or is_any_size(entry) else "quantized"
             raise UserError(f"{source.name} is {how} already; give the dense model it was made of")
@@ -102,8 +107,6 @@ class CheckpointDeployment(Deployment):
         self.shapes = trained | {name: tuple(X.shape) for name, X in weights_of(model, self._split).items()}
         # A method that trains its factors computes the same with X as with L + S.
         self.default_variants = "X,L+S" if source.surrogate and takes_trained else "X"
-        self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
-        self._activation = entry.get("activation") if self.in_parts else None
         self._names = names = list(self.shapes)
         self.fixed = self.dense - sum(n * m for n, m in self.shapes.values())
         self.kind = "stored" if self.in_parts else "trained" if source.surrogate else "factors"
@@ -123,8 +126,7 @@ class CheckpointDeployment(Deployment):
             if variant.name != "X" and not self._names:
                 lacks, cure = "holds no L and S", _WHERE_L_AND_S_ARE
                 if self._activation is not None:
-                    lacks = f"has a {self._activation} between the factors of its layers and no L and S"
-                    cure = "use it whole, as X"
+                    lacks, cure = f"{self._between_factors} and no L and S", _WHOLE
                 elif self.in_parts:
                     lacks, cure = "holds one size in parts", "give the checkpoint or dense model it was made of"
                 elif self.source.parameters is not None:
@@ -176,6 +178,11 @@ class CheckpointDeployment(Deployment):
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant that the options ask for; `settled` finds HPA's κ where that is not given."""
+        if self._activation is not None and (options.match or options.distill):
+            raise UserError(
+                f"{self.source.name} {self._between_factors} and no L and S, so nothing is cut that --match and "
+                "--distill could fit; leave both out"
+            )
         if self.in_parts and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "
@@ -210,6 +217,10 @@ class CheckpointDeployment(Deployment):
         # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
         kappa = round(self.whole.share, 3)
         return replace(variant, name=f"{options.budget}@{kappa:g}", kappa=kappa)
+
+    @property
+    def _between_factors(self) -> str:
+        return f"has a {self._activation} between the factors of its layers"
 
     @cached_property
     def parts(self) -> Parts:

@@ -91,7 +91,8 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         write_json(_record(deployment, content, options, variants) | sizes | provenance(), folder / RECORD)
         write_checksums(folder)
         name = "all units" if options.elastic else f"{variant.name}, {options.format}"
-        warning = not_smaller(options, content.blocks - content.factored, content.blocks, *sizes["bytes_on_disk"])
+        kept_dense = content.blocks - content.factored
+        warning = not_smaller(options, deployment.kind, kept_dense, content.blocks, *sizes["bytes_on_disk"])
         read = [f"Calibrated on {deployment.calibration.described}."] if variant.calibrated else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None and can_read_text(tokenizer))

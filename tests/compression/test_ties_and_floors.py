@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForC
 
 from salaad.common.errors import UserError
 from salaad.compression import from_checkpoint
+from salaad.compression.card import not_smaller
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.from_nested import NestedDeployment
 from salaad.compression.split import PostHoc
@@ -126,6 +127,12 @@ def test_where_the_smallest_size_keeps_nothing_other_sizes_are_trained_all_the_s
     others = [one for one, _ in steps]
     assert min(others) < 10 and max(others) > 2000 and len(set(others)) > 30
     assert sizes_in_turn(0, 0, lambda size: size)(3) == [0, 0]
+
+
+def test_of_narrower_models_the_widest_is_said_to_be_why_a_folder_is_no_smaller():
+    for words, cure in (({}, "a --budget"), ({"budget": "0.99"}, "a smaller --budget")):
+        [said] = not_smaller(CompressOptions(checkpoint="nested", output="made", **words), "nested", 2, 2, 100, 120)
+        assert said.endswith(f", since it holds the widest of the models inside; give {cure}.")
 
 
 def test_narrower_models_are_not_stored_in_int8():

@@ -301,7 +301,8 @@ def test_factors_with_an_activation_stay_what_they_are(tmp_path, monkeypatch, fi
     ids = torch.arange(24).view(2, 12)
     own = AutoModelForCausalLM.from_pretrained(last_checkpoint(folder) / "model")
     assert torch.equal(small(ids).logits, own(ids).logits)
-    for how in (("--format", "dense"), ("--budget", "35000")):
+    fitted = ("--budget", "35000", "--match", "4")
+    for how in (("--format", "dense"), ("--budget", "35000"), ("--rpca",), fitted):
         with pytest.raises(UserError, match=r"silu between (their factors|the factors of its layers)"):
             run_compress(monkeypatch, "--checkpoint", folder, "--output", tmp_path / "other", *how)
     small.save_pretrained(tmp_path / "again")
