@@ -137,6 +137,8 @@ class VariantEvaluation:
             "text_field": self.data.text_field,
             "most_tokens": self.tokens,  # of which `tokens` were predicted
             **({"half": self.half} if self.half else {}),
+            # Only where it says something, as rows of older versions lack it.
+            **({"calibration": of["calibration"]} if variant.calibrated else {}),
         }
 
     def opened(self, variant: Variant) -> AbstractContextManager[OpenedVariant]:

@@ -11,8 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common import native
+from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.opening import open_deployment
+from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant
+from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer
 from salaad.evaluation import variant_perplexity
@@ -122,6 +125,19 @@ def test_rows_measured_otherwise_stay_and_those_measured_alike_are_replaced(eval
     assert json.loads(path.read_text())["rows"] == rows
     keep_rows([row | {"perplexity": 7.0, "tokens": 499, "device": "another"} for row in rows], path)
     assert [row["perplexity"] for row in json.loads(path.read_text())["rows"]] == [7.0] * 4
+
+
+def test_cuts_weighed_on_two_texts_are_two_rows(evaluation, tmp_path):
+    split, rows = PostHoc(SalaadConfig(roles=("q",)), "godec", 1.0, 1.0), []
+    for file in evaluation.data.files[:2]:
+        data = replace(evaluation.data, files=(file,))
+        deployment = CheckpointDeployment(evaluation.deployment.source, split)
+        variant = Variant("q@energy", deployment.fixed + 100, calibrated=True)
+        deployment.calibrate(data, 4)
+        rows.append(VariantEvaluation(deployment, data, tokens=500, dtype="float32", batch=4)(variant))
+        keep_rows(rows[-1:], tmp_path / "perplexity.json")
+    assert rows[0]["perplexity"] != rows[1]["perplexity"]
+    assert json.loads((tmp_path / "perplexity.json").read_text())["rows"] == rows
 
 
 def test_a_row_of_an_older_version_is_replaced_where_it_agrees_in_all_that_it_tells(tmp_path):
