@@ -169,7 +169,7 @@ class _Watched:
         return {name: pair for name, pair in self._sums.items() if name not in self._partial}
 
     def _note(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if output.requires_grad:
+        if isinstance(output, Tensor) and output.requires_grad:  # a router of experts gives its choice as well
             output.register_hook(partial(self._add, name, inputs[0].detach()))
 
     def _add(self, name: str, inputs: Tensor, gradient: Tensor) -> None:

@@ -258,6 +258,7 @@ class ElasticQuantizer(CheckedQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors to save: the parameters that are never compressed, and the units of all ranges."""
+        model._weight_conversions = []  # the names of units are those of the model's modules, and would be changed too
         always = always_dense(model)
         blocks = {model.get_submodule(name).weight.data_ptr() for name in self.quantization_config.blocks}
         state = {key: tensor for key, tensor in model.state_dict().items() if tensor.data_ptr() not in blocks}

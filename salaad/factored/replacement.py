@@ -36,11 +36,13 @@ def outline_of(
     module: nn.Module, rank: int, nnz: int, in_int8: bool = False, activation: str | None = None
 ) -> SlrWeight:
     """Return a layer of U·V + S, perhaps with an activation between U and V, to replace `module`; it is not filled."""
+    if _does_more(module):
+        raise UserError(
+            f"{type(module).__name__} is more than a linear layer or a table, and stays dense; compress the model anew"
+        )
     if isinstance(module, nn.Embedding):
         if activation is not None:
             raise UserError("config.json has an embedding with an activation, which is none; give a whole folder")
-        if _does_more(module):
-            raise UserError(f"{type(module).__name__} is more than a table, and stays dense; compress the model anew")
         return SlrEmbedding(module.num_embeddings, module.embedding_dim, rank, nnz, in_int8)
     m, n = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     return BY_ACTIVATION[activation](m, n, rank, nnz, module.bias is not None, in_int8)

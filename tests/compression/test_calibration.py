@@ -113,6 +113,11 @@ def test_the_square_of_a_gradient_is_that_of_the_output_times_that_of_the_input(
         np.testing.assert_allclose(by_column.numpy(), square.mean(0), rtol=1e-4)
 
 
+def test_a_router_which_gives_its_choice_as_well_has_none():
+    name = "model.layers.1.self_attn.o_proj"
+    assert moments(model_of("mixtral").requires_grad_(False), ["model.layers.1.mlp.gate", name], 3, 4).keys() == {name}
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama4_text"}))  # whose body transformers cannot name
 def test_every_family_has_them_of_all_that_sees_every_token_once(family):
     model = model_of(family).requires_grad_(False)

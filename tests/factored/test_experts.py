@@ -11,9 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from salaad import Salaad, SalaadConfig
+from salaad.common.errors import UserError
 from salaad.factored.experts import ExpertStack, close_stacks, open_stacks, stacks
 from salaad.factored.fixed_size import factor, slr_modules
 from salaad.factored.layers import SlrLinear
+from salaad.factored.replacement import outline_of
 from salaad.factored.slr import Slr
 from salaad.factored.smaller_form import form_for_file
 from salaad.methods.salaad.storage import read_index
@@ -224,3 +226,21 @@ def test_a_stack_multiplies_by_the_layer_and_is_dense_for_all_else():
     torch.testing.assert_close(x @ stack[2].mT, x @ expected[2].mT)
     torch.testing.assert_close(torch.matmul(gaussian(2, 5), stack[1]), gaussian(2, 5) @ expected[1])
     assert distance(stack.dense().double(), expected.double()) < 1e-6
+
+
+def test_a_router_that_a_pattern_names_is_a_block_that_stays_dense(tmp_path):
+    """Mixtral's has another name in transformers' files, where experts are not split."""
+    model = model_of("mixtral")
+    with Salaad(model, SalaadConfig(**SETTINGS, roles=("q", "re:mlp.gate$"))) as salaad:
+        salaad.step()
+        salaad.save(tmp_path / "saved")
+        parts = {name: Slr.from_parts(s.low_rank(), s.sparse(), s.rank) for name, s in salaad.surrogates.items()}
+    for name, slr in parts.items():
+        model.get_submodule(name).weight.data.copy_(slr.dense())
+    compress(tmp_path / "saved", tmp_path / "made", elastic=True, dtype="float32")
+    opened = open_folder(tmp_path / "made")
+    torch.testing.assert_close(logits(opened), logits(model), rtol=1e-4, atol=1e-5)
+    router = opened.model.layers[0].mlp.gate
+    assert len(parts) == 4 and not isinstance(router, SlrLinear)
+    with pytest.raises(UserError, match="MixtralTopKRouter is more than a linear layer or a table, and stays dense"):
+        outline_of(router, 1, 1)
