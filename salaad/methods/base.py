@@ -14,6 +14,18 @@ A method object lives for one start of a run, the first or a resume. `train.py` 
     at intervals:  columns() and drain_records() to log, variants() to evaluate, writer() and state_dict() to save
 
 A new method is a subclass in a file of its own, with a dataclass of its settings, and one call of `registry.register`.
+Then `--method frozen_embedding` chooses this one, in a program that calls `train.main(*read_command_line())`:
+
+    from salaad.methods import base, registry
+
+
+    class FrozenEmbedding(base.Method):
+        @classmethod
+        def rebuild(cls, model, config):
+            model.get_input_embeddings().requires_grad_(False)
+
+
+    registry.register("frozen_embedding", FrozenEmbedding)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

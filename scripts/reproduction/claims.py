@@ -11,6 +11,8 @@ from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.freshness import MARK, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
 
+NOT_MEASURED = "not measured"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -30,7 +32,7 @@ class Verdict:
     def answer(self) -> str:
         """Yes, no, not shown or not measured, as text; with a mark if the results are not fresh."""
         if not self.numbers:
-            return "not measured"
+            return NOT_MEASURED
         return ANSWERS[self.agrees] if self.fresh else f"{ANSWERS[self.agrees]} {MARK}"
 
     @property
@@ -137,7 +139,7 @@ CLAIMS = (
         deployment_judges.elastic_by_energy,
     ),
     Claim(
-        "A cut beats a small dense model",
+        "A cut of the paper's model beats a small dense model",
         "beyond the paper",
         "A model trained as in the paper and cut is better than a dense model trained at that size on the same tokens.",
         "perplexity of the cut (by energy, with the entry weights that the scale's page names, refined, the head left "
@@ -214,11 +216,11 @@ CLAIMS = (
         "4.1, appendix",
         "The mean distance between X and L + S stays bounded throughout training.",
         f"in every seed: mean δ in the second half of the updates is never above {criteria.LATE_OVER_EARLY} times its "
-        "largest value in the first half; the average over the last quarter, of the largest value in each 200th "
-        f"of the updates, is at most {criteria.LAST_OVER_THIRD} times that over the third; no block ends with "
-        f"‖X − L − S‖ above {criteria.WORST_BLOCK:.0%} of ‖X‖; and no "
-        f"block's mean τ_S over the last quarter is above {criteria.THRESHOLD_GROWTH} times that over the third, since "
-        "with J = 1 no entry of X − L − S can exceed 2·τ_S",
+        "largest value in the first half; with the updates in 200 equal parts, and the largest mean δ of each, the "
+        f"average of these over the last quarter is at most {criteria.LAST_OVER_THIRD} times that over the third "
+        f"quarter; no block ends with ‖X − L − S‖ above {criteria.WORST_BLOCK:.0%} of ‖X‖; and no block's mean τ_S "
+        f"over the last quarter is above {criteria.THRESHOLD_GROWTH} times that over the third quarter, since with "
+        "J = 1 no entry of X − L − S can exceed 2·τ_S",
         "figures at four sizes: bounded",
         ("dynamics",),
         judges.bounded,

@@ -4,7 +4,6 @@ A sentence compares models over the seeds that all of them were measured with, a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,16 @@ from salaad.common.formats import megabytes
 from salaad.config.methods import SETTINGS
 from scripts.compare_methods import best_run
 from scripts.reproduction.evidence import the_row
-from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, Model, Trainings, not_copied_over
-from scripts.results_tables.elastic import TODAY, bench_of, named_seeds
+from scripts.results_tables.compared import (
+    FIFTH,
+    FULL_RANK,
+    HALF,
+    Model,
+    Trainings,
+    dense_not_copied,
+    not_copied_over,
+)
+from scripts.results_tables.elastic import bench_of, named_seeds
 
 ELASTIC = "[elastic](elastic/README.md)"
 METHODS = "[methods](methods/README.md#the-search)"
@@ -76,11 +83,9 @@ def full_size(results: Path) -> str | None:
 
 
 def _besides(trainings: Trainings) -> str:
-    """Return in parentheses what SALAAD's X is over the tokens that are not copied, and with today's preset."""
-    others, todays = not_copied_over(trainings.rows, Model("SALAAD")), trainings.over(Model(TODAY))
-    said = [] if others is None else [f"over the tokens that are not copied: {others}"]
-    said += [] if todays is None else [f"with today's preset {todays:+.1%}, {_seeds(trainings, Model(TODAY))}"]
-    return f" ({'; '.join(said)})" if said else ""
+    """Return in parentheses what SALAAD's X is over the tokens that are not copied; empty if not measured."""
+    others = not_copied_over(trainings.rows, Model("SALAAD"))
+    return "" if others is None else f" (over the tokens that are not copied: {others})"
 
 
 def others(results: Path) -> str | None:
@@ -94,10 +99,16 @@ def others(results: Path) -> str | None:
     best = {method: variants["X"]["perplexity"] for method, variants in runs.items() if variants}
     rest = best.keys() - whole.keys() - set(PAIR) if "full_rank" in best else ()
     short = {method: best[method] / best["full_rank"] - 1 for method in rest}
-    told = f"**Other methods** are in perplexity, relative to full-rank training: {_listed(whole)} ({ELASTIC})"
+    told = f"**Other methods** are in perplexity, relative to full-rank training: {_listed(whole)} ({ELASTIC})."
     if short:
-        told += f"; trained for an eighth of the length alone, at the best rates found: {_listed(short)} ({METHODS})"
-    return f"{told}. One seed each."
+        told += (
+            " The rest were trained for an eighth of the length alone, at the best rates found: "
+            f"{_listed(short)} ({METHODS})."
+        )
+        both = {method: best[method] / best["full_rank"] - 1 for method in whole if method in best}
+        if both:
+            told += f" Compare these with others after an eighth, not in full: {_listed(both)}."
+    return f"{told} One seed each."
 
 
 def _listed(costs: Mapping[str, float]) -> str:
@@ -188,11 +199,10 @@ def trained_small(results: Path) -> str | None:
 
 def _without_copies(results: Path) -> str:
     """Return a sentence on small dense models over the tokens that cannot be copied; empty if not measured."""
-    path = results / "elastic" / "in-context" / "nano-20.json"
-    if not path.exists():
+    found = dense_not_copied(results / "elastic" / "in-context" / "nano-20.json")
+    if found is None:
         return ""
-    losses = {row["model"]: row["other"][0] for row in read_json(path)["rows"]}  # of the last checkpoint measured
-    half, fifth = (exp(losses[f"dense-{share:g}-0"] - losses["full-rank-0"]) - 1 for share in (HALF, FIFTH))
+    half, fifth = found
     return (
         f" Over the tokens that are not copied, seed 0, it is {half:+.1%} and {fifth:+.1%} (over [fewer "
         "tokens](elastic/README.md#nano-20) than in the table above); the rest of the distance is in copied tokens."

@@ -16,7 +16,7 @@ flowchart TB
     gradient --> optimizer["any optimizer"]
     optimizer -- "next X" --> model
   end
-  subgraph admm["every K steps, J times, each block on its owner: ADMM (eqs. 2 to 5)"]
+  subgraph admm["every K steps, J times, each block on its owner: ADMM (eqs. 3 to 5)"]
     direction LR
     low["singular value threshold<br>L ← SVT(X − S + Y/ρ, α/ρ)"]
     sparse["soft threshold<br>S ← soft(X − L + Y/ρ, β/ρ)"]

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
 from salaad.common.files import read_json
-from scripts.reproduction.claims import CLAIMS, text_table, verdicts
+from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
 from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
@@ -24,6 +25,10 @@ ABOUT = (
     "surrogate cut to a budget of parameters. *Vanilla* is full-rank training without SALAAD; *RPCA* (robust PCA) "
     "splits its weights into L + S after training. κ is the fraction of the removed parameters that is taken from L, "
     "and κ* the best κ of those tried.",
+    "ρ = c/(N·√(n·m)) is the strength of the pull on one of N blocks of n×m (eq. 7). A block is updated every K steps, "
+    "by J iterations of ADMM; Δα and Δβ are the step sizes of the controller for the thresholds τ_L and τ_S, whose "
+    "targets are the rank ratio Γ̂ and the density Υ̂; γ is the share of the singular values' energy that counts for "
+    "the rank; δ = ‖X − L − S‖.",
     "Perplexity (PPL) is exp of the mean loss over the second half of the validation text; κ* is chosen on the first "
     "half. Items measured before commit 25bcf70 use the whole text, and choose κ* on it too; notes below the tables "
     "tell the number of tokens. Tables of κ, and the demo's and nano's own pages, are of the text that chose κ*.",
@@ -49,7 +54,7 @@ PAGES = {
     "micro/README.md": "micro: what L + S costs at every size",
     "elastic/README.md": "one training cut to every size, compared with small dense models and other methods",
     "methods/README.md": "all training methods compared",
-    "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over ranks",
+    "admm/README.md": "the ADMM update: solvers of the singular-value threshold, balance over processes",
     "bench/README.md": "time and memory of training, inference and compression",
     "gpu/nvidia-h200/README.md": "an H200: whether it computes what the CPU does",
     "kernels/README.md": "the GPU kernels: errors and registers, found without a GPU",
@@ -99,12 +104,13 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         (f"[{claim.name}]({CLAIMS_PAGE}#{anchor(claim.name)})", *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
     ]
-    once = [scale.name for scale in scales if len(scale.seeds) == 1]
+    answered = [any(verdict.answer != NOT_MEASURED for _, verdict in column) for column in columns]
+    once = [scale.name for scale in compress(scales, answered) if len(scale.seeds) == 1]
     told = (
         f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
         f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)} "
-        f"One seed at {', '.join(once)}. {LEGEND}"
+        f"They have one seed at {', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 

@@ -46,6 +46,7 @@ def storage_table() -> str:
     told = (
         f"nano-20's model, trained with SALAAD and cut to {result['budget']} of its parameters. The last two columns "
         f"are speeds relative to X in float32, which takes {megabytes(result['dense_bytes'])}. "
+        "Perplexities are comparable within this table only. "
         f"{result['machine']}, {result['threads']} threads, {result['products']} products in float32, "
         f"commit {result['commit']}."
     )

@@ -1,7 +1,9 @@
 """Ratios of the perplexities that compare_elastic.py measured, seed by seed, and the table of goals."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -124,6 +126,22 @@ def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Mode
         return None
     named = "" if seeds == Trainings(rows).seeds(model, other) else f", {named_seeds(seeds)}"
     return f"{value:+.1%}{named}"
+
+
+def dense_not_copied(path: Path) -> tuple[float, float] | None:
+    """Return half and a fifth trained small over full-rank training, less 1, over the tokens that are not copied.
+
+    Args:
+        path: a file of scripts/in_context.py; None is returned if it does not exist.
+    """
+    if not path.exists():
+        return None
+    losses = {row["model"]: row["other"][0] for row in read_json(path)["rows"]}  # of the last checkpoint measured
+    half, fifth = (
+        math.exp(losses[f"dense-{share:g}-{CHOSEN_ON}"] - losses[f"full-rank-{CHOSEN_ON}"]) - 1
+        for share in (HALF, FIFTH)
+    )
+    return half, fifth
 
 
 def elastic_score(trainings: Trainings, way: Way) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.compared import FULL_RANK, Model, Trainings, not_copied_over
+from scripts.results_tables.compared import FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
 from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, not_copied, size_of
 
 Row = Mapping[str, Any]
@@ -49,9 +49,16 @@ def summary_table() -> str:
         )
     told += earlier_preset(rows, "results/elastic/")
     told += (
-        " Small dense models have the learning rates of the large one, which were not searched for them, and copy "
-        f"less from their context. [All sizes, and how they were measured]({ELASTIC}); there the cuts are called *cut, "
-        "head* and *rpca, head*."
+        " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
+        "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, which "
+        "were not searched for them, and copy less from their context"
+    )
+    if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{SCALE}.json")) is not None:
+        told += (
+            f": over the tokens not copied they are {others[0]:+.1%} at half and {others[1]:+.1%} at a fifth (seed 0)"
+        )
+    told += (
+        f". [All sizes, and how they were measured]({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
     )
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
     columns = zip(names, columns_at(SHARES[-1]), strict=True)

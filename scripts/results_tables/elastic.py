@@ -28,7 +28,6 @@ REFERENCE = "full-rank"
 REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 TRIED = ("nano-20-95", "nano-5")  # settings that were given up, or shorter runs: on tried.md, by their curves alone
 COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
-TODAY = "SALAAD, today's preset"  # beside rows of an earlier preset, until all their seeds are trained with today's
 SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
@@ -152,51 +151,62 @@ def fair_table(
     )
     measured = [bool(any(column)) for column in zip(*shown, strict=True)]
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
-    copying = f"*Not copied* is the perplexity over the other tokens: {COPIED}. " if "not copied" in header else ""
-    told = (
-        f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
-        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds. *Share* "
-        "is the part of the compressible parameters (those of embedding and projections) that a cut keeps; *dense, s* "
-        "was trained small, with the share s of them. κ* is HPA's allocation that was best on other text. "
-        f"{copying}*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 "
-        "text; a figure that not all seeds of its row have names its seeds. *Stored* and *trained* count parameters; "
-        "*bytes* is the size of the model in float32; *state* is the memory of the optimizer and the method; *step "
-        "time* is relative to full-rank training, of SALAAD while its weights are pulled "
-        f"(results/bench/{bench.name}). ± is the root mean square deviation of the seeds from their mean."
-    )
+    copying = [f"*Not copied* is the perplexity over the other tokens: {COPIED}."] if "not copied" in header else []
+    timed = "full-rank training, of SALAAD while its weights are pulled"
     if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
-        told += " *State* and *step time* of SALAAD are of the paper's settings, with the embedding among the blocks."
-    told += _what_is_compared(lines, folder)
-    told += earlier_preset(rows, folder)
-    told += " Some of the code behind every row has changed since the row was measured." if all(old) else ""
-    return f"{markdown_table(header, shown)}\n\n{told}"
+        timed += "; here both are of the paper's settings, with the embedding among the blocks"
+    told = [
+        f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
+        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds; ± is the "
+        "root mean square deviation of the seeds from their mean. A figure names its seeds if its row has more.",
+        *_models_compared(lines, folder),
+        "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
+        *copying,
+        "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
+        "*Stored* and *trained* count parameters; *bytes* is the size of the model in float32.",
+        f"*State* is the memory of the optimizer and the method; *step time* is relative to {timed} "
+        f"(results/bench/{bench.name}).",
+        *_how_rates_were_chosen(folder),
+    ]
+    told += [earlier_preset(rows, folder).strip()]
+    told += ["Some of the code behind every row has changed since the row was measured."] if all(old) else []
+    legend = "\n".join(f"- {line}" for line in told if line)
+    return f"{markdown_table(header, shown)}\n\n{legend}"
 
 
-def _what_is_compared(lines: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], folder: str) -> str:
-    """Return sentences, each after a space, on the models of the table of all methods and on how rates were chosen.
+def _models_compared(lines: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]], folder: str) -> Iterator[str]:
+    """Yield sentences on the models of the table of all methods.
 
     Args:
         lines: label, commits and cells of every model.
         folder: path to results/elastic from the page of the table; empty on its own page, which defines the models.
     """
     labels = {label for label, *_ in lines}
-    told = ""
     if folder:
-        told += (
-            " *Rpca* and *godec* are the full-rank model, split after training; *cut* is SALAAD's L + S, cut by "
-            "energy; *head*: the LM head is split too; *tuned*: fitted on more text ([definitions and commands]"
-            f"({folder}README.md))."
+        yield (
+            "*Cut* is SALAAD's L + S, cut by energy; *rpca* and *godec* are the full-rank model, split after training "
+            "and cut in the same way; *head*: the LM head is split too; *tuned*: fitted on more text, of SALAAD's cuts "
+            f"or the full-rank model's ([definitions and commands]({folder}README.md))."
         )
     if "SALAAD, as in the paper" in labels:
-        told += " *SALAAD, as in the paper* has the embedding among its blocks; the paper's Table 1 leaves it out."
+        yield (
+            "*SALAAD, as in the paper* has the embedding among its blocks; the paper's Table 1 leaves it out. κ* is "
+            "HPA's allocation that was best on other text."
+        )
     if any(label.startswith(SMALL) for label in labels):
-        told += " Small dense models have the learning rates of the large one, which were not searched for them."
+        yield (
+            "*Dense, s* was trained small, with the share s of the compressible parameters, at the learning rates of "
+            "the large model, which were not searched for it."
+        )
+
+
+def _how_rates_were_chosen(folder: str) -> Iterator[str]:
+    """Yield a sentence on the searches, unless the table is on the elastic page (`folder` is empty), which has it."""
     if folder:
-        told += (
-            " The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
+        yield (
+            "The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
             f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
         )
-    return told
 
 
 def _fair_lines(
@@ -211,8 +221,7 @@ def _fair_lines(
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
         if not label.startswith(SMALL):  # a small dense model has other shapes than those timed
-            timed = "SALAAD" if label == TODAY else label  # it computes and keeps the same
-            cost = _cost(costs.get(timed, costs[mine[0]["method"]]))
+            cost = _cost(costs.get(label, costs[mine[0]["method"]]))
         if "X" in mine[0]:
             yield label, trained, (*figures(mine, itemgetter("X")), *cost)
         if "L+S" in mine[0]:

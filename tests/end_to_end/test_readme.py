@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from salaad import SalaadCallback, suggest
 from salaad.config import commands
 from salaad.config.command_line import read_command_line
 from salaad.factored.fixed_size import slr_modules
-from salaad.methods import registry
+from salaad.methods import base, registry
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts import reproduce
 from scripts.update_results import PAGES, all_sections, filled
@@ -73,12 +74,12 @@ def test_the_callback_of_the_readme_is_one_line_at_a_trainer(tmp_path):
 def test_the_example_of_a_method_is_a_method(monkeypatch):
     registered = {}
     monkeypatch.setattr(registry, "register", registered.__setitem__)
-    code = next(block for block in code_blocks("python") if "registry" in block)
-    exec(code, {})
+    usage, code = base.__doc__.split("Then `--method ")[1].split("\n\n", 1)
+    exec(dedent(code), {})
     [(name, method)] = registered.items()
     hooks = {name for name in vars(method) if not name.startswith("__")}
     assert hooks and hooks <= set(dir(method.__mro__[1]))
-    assert f"--method {name}" in code
+    assert usage.startswith(f"{name}`")
 
 
 def test_the_readme_is_one_page_with_one_table_of_four_rows():

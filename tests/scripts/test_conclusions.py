@@ -107,9 +107,6 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
         one["X"]["in_context"] = {"other": [loss, 9], "copied": [1.0, 1]}
     [whole] = said(tmp_path, *others)
     assert "to full-rank training (over the tokens that are not copied: +3.0%), its" in whole
-    assert "with today's preset" not in whole
-    [whole] = said(tmp_path, *others, row("SALAAD, today's preset", 0, 49.5))
-    assert "that are not copied: +3.0%; with today's preset -1.0%, seed 0), its" in whole
     assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
 
 
