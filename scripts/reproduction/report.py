@@ -110,7 +110,7 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
         f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)} "
-        f"They have one seed at {', '.join(once)}. {LEGEND}"
+        f"The claims rest on one seed at {', '.join(once)}. {LEGEND}"
     )
     return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
 
