@@ -63,18 +63,7 @@ def compress(
     """
     from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
 
-    if kappa is not None and not 0 <= kappa <= 1:
-        raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
-    if kappa is not None and budget is None:
-        raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
-    if refine is not None and refine < 0:
-        raise UserError(f"refine is {refine}, but the least is 0; give 0 or more")
-    if lm_head and not free_heads(salaad.model):
-        name = type(salaad.model).__name__
-        raise UserError(
-            f"lm_head is True, but {name} has no LM head, or one that is tied to another weight and stays dense; leave "
-            "it out"
-        )
+    _check(salaad.model, budget, kappa, refine, lm_head)
     dense = count_parameters(salaad.model)
     variant = Variant("L+S")
     if budget is not None:
@@ -98,6 +87,23 @@ def compress(
         )
         small = cut(whole, variant)
         return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
+
+
+def _check(
+    model: nn.Module, budget: str | float | None, kappa: float | None, refine: int | None, lm_head: bool | None
+) -> None:
+    """Refuse arguments of `compress` that are out of range or contradict each other or the model."""
+    if kappa is not None and not 0 <= kappa <= 1:
+        raise UserError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
+    if kappa is not None and budget is None:
+        raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
+    if refine is not None and refine < 0:
+        raise UserError(f"refine is {refine}, but the least is 0; give 0 or more")
+    if lm_head and not free_heads(model):
+        raise UserError(
+            f"lm_head is True, but {type(model).__name__} has no LM head, or one that is tied to another weight and "
+            "stays dense; leave it out"
+        )
 
 
 def _parts(salaad: Salaad, split: PostHoc, beside: Mapping[str, Tensor]) -> Parts:

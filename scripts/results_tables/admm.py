@@ -1,4 +1,4 @@
-"""The tables of results/admm: the singular-value threshold, its solvers, host reads, how evenly ranks share blocks."""
+"""The tables of results/admm: singular-value threshold, solvers, host reads, how evenly processes share blocks."""
 
 import statistics
 from collections import Counter
@@ -153,7 +153,7 @@ def balance_table() -> str:
             ratios = [ownership.imbalance(costs, deal(costs, ranks), ranks) for ranks in counts]
             rows.append((name, blocks, how, *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown_table(
-        ("model", "blocks", "assignment", "1 rank", *(f"{ranks} ranks" for ranks in counts[1:])), rows
+        ("model", "blocks", "assignment", "1 process", *(f"{ranks} processes" for ranks in counts[1:])), rows
     )
 
 
