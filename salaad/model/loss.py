@@ -102,7 +102,13 @@ def _sum_over_chunks(
 
 
 def _gradients(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `hidden` and `head`, given the gradient of the summed loss."""
+    """Return the gradients of `hidden` and `head`, given the gradient of the summed loss.
+
+    Raises:
+        RuntimeError: second derivatives are asked for; the saved gradients are numbers to autograd.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("the summed loss has no second derivatives; take the loss that the model itself returns")
     grad_hidden, grad_head = (None if grad is None else grad * grad_total for grad in ctx.saved_tensors)
     return grad_hidden, grad_head
 

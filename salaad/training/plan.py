@@ -10,6 +10,7 @@ from salaad.data.tokenizer import text_pieces
 from salaad.methods.registry import method_of
 from salaad.methods.work import Work
 from salaad.model.build import is_rotary, outline, require_positions, training_flops
+from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.loss import SummedLoss, loss_bytes
 from salaad.model.parameters import count_parameters
 from salaad.spectral.cost import RATES
@@ -72,13 +73,20 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     """Check a configuration for errors that no section can find by itself, before anything is built.
 
     Raises:
-        UserError: the model of model.path has fewer positions than a row; the loss cannot compute the model's logits;
+        UserError: the model of model.path has fewer positions than a row, or blocks of U·V + S where the method takes
+            dense layers; the loss cannot compute the model's logits;
             the method cannot train this configuration, for example as torch has no such optimizer; or the optimizer is
             to be sharded, but the method reads all of its state.
     """
     if config.model.path is not None and not is_rotary(description):  # a new model has as many positions as a row
         require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
     model, method = outline(description), method_of(config)
+    entry = getattr(description, "quantization_config", None)
+    if method.replaces_modules and (is_fixed_size(entry) or is_any_size(entry)):
+        raise UserError(
+            f"model.path {config.model.path} is a compressed folder, but method {config.method} replaces dense layers; "
+            "give a dense model, such as this one after dequantize() and save_pretrained(), or method full_rank"
+        )
     SummedLoss(model)
     method.check(model, config)
     if config.train.shard == "optimizer" and method.reads_moments:

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConf
 from salaad.methods.optimizer import build_optimizer, load_optimizer_state, projection_weights
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, model_source
+from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
 from salaad.model.loss import IGNORED, SummedLoss, summed_cross_entropy
 from salaad.model.parameters import count_parameters
 from salaad.training.plan import check_run
@@ -223,6 +225,12 @@ def test_cross_entropy_computes_no_gradient_that_is_not_asked_for(frozen, share)
         assert_same_gradients(loss, expected, learned)
 
 
+def test_a_second_derivative_of_the_loss_is_refused_instead_of_zero():
+    hidden, head, targets = randn(30, 16).requires_grad_(), randn(50, 16, seed=1), torch.arange(30)
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
+        torch.autograd.grad(summed_cross_entropy(hidden, head, targets), hidden, create_graph=True)
+
+
 @pytest.mark.parametrize("how", ["autocast", "pure"])
 def test_cross_entropy_in_bfloat16_keeps_its_sum_and_the_size_of_its_gradient(how):
     hidden, head = randn(300, 16), randn(4096, 16, seed=1)
@@ -366,6 +374,18 @@ def test_an_optimizer_that_cannot_mix_dtypes_is_refused_in_pure_bfloat16(name):
     description = describe_model(ModelConfig(num_hidden_layers=1), 32)
     with pytest.raises(UserError, match=f"optimizer.name is {name}.* float32 .*choose"):
         check_run(config, description)
+
+
+@pytest.mark.parametrize("format", [FIXED_SIZE, ANY_SIZE])
+def test_a_compressed_folder_is_refused_by_a_method_that_replaces_dense_layers(format):
+    description = describe_model(ModelConfig(num_hidden_layers=1), 32)
+    description.quantization_config = {"quant_method": format, "blocks": {}}
+    config = RunConfig(method="full_rank", model=ModelConfig(path="compressed"))
+    check_run(config, description)
+    with pytest.raises(
+        UserError, match=r"model.path compressed is a compressed folder, but method lora .* give a dense"
+    ):
+        check_run(replace(config, method="lora"), description)
 
 
 SIZES_OF_RATES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
