@@ -9,10 +9,20 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from salaad.common.errors import UserError
+
 
 def cache_folder() -> Path:
-    """Return the cache folder: `$SALAAD_CACHE`, or ~/.cache/salaad."""
-    return Path(os.environ.get("SALAAD_CACHE") or Path.home() / ".cache" / "salaad")
+    """Return the cache folder: `$SALAAD_CACHE`, or ~/.cache/salaad.
+
+    Raises:
+        UserError: there is neither.
+    """
+    named = os.environ.get("SALAAD_CACHE")
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "salaad"
+    except RuntimeError:
+        raise UserError("this user has no home folder for a cache; name a folder in SALAAD_CACHE") from None
 
 
 @contextlib.contextmanager
