@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.budgets import format_count, parse_budget, to_remove
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
-from salaad.factored.checked_quantizer import CheckedQuantizer
+from salaad.factored.checked_quantizer import CheckedQuantizer, FolderEntry
 from salaad.factored.elastic_file import ElasticFile, SizeRange, expected_line, expected_units, expected_vector
 from salaad.factored.experts import close_stacks, open_stacks
 from salaad.factored.fixed_size import ignore_guards, mark_dense, mark_factored, slr_modules, stack_guards
@@ -45,7 +44,7 @@ FORMAT_VERSION, WITH_RANGES = 1, 2
 _DENSER = 1000  # largest ratio of the numbers in weights that are always dense in memory to those in the files
 
 
-class ElasticConfig(QuantizationConfigMixin):
+class ElasticConfig(FolderEntry):
     """The entry `quantization_config` in the config.json of an elastic folder.
 
     Args:

@@ -1,13 +1,22 @@
-"""What both folder formats have in common when transformers opens them: the checks before a model is built."""
+"""What both folder formats have in common when transformers opens them: entry, checks before a model is built."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
 from salaad.model.weight_headers import check_layers
+
+
+class FolderEntry(QuantizationConfigMixin):
+    """The base class of the entry `quantization_config` of both formats."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an attribute, as transformers reads the entry of a configuration that `from_pretrained` is given."""
+        return getattr(self, key, default)
 
 
 class CheckedQuantizer(HfQuantizer):

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from salaad.common.errors import UserError
-from salaad.factored.checked_quantizer import CheckedQuantizer
+from salaad.factored.checked_quantizer import CheckedQuantizer, FolderEntry
 from salaad.factored.experts import close_stacks, open_stacks, stacks
 from salaad.factored.layers import BY_ACTIVATION, SlrEmbedding, SlrLinear
 from salaad.factored.other_heads import names_inside, new_head
@@ -48,7 +47,7 @@ from salaad.model.weights import place_of, tied_modules, weights_of
 FORMAT_VERSION, WITH_ACTIVATION = 1, 2
 
 
-class SlrConfig(QuantizationConfigMixin):
+class SlrConfig(FolderEntry):
     """The entry `quantization_config` in the config.json of a folder of a fixed size.
 
     Args:
@@ -306,6 +305,9 @@ def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:
                 layer = SlrEmbedding.from_slr(slr)
             else:  # GPT-2's Conv1D keeps its weight as in×out
                 layer = SlrLinear.from_slr(slr.transposed() if isinstance(module, Conv1D) else slr, module.bias)
+            layer.requires_grad_(module.weight.requires_grad)
+            if getattr(module, "bias", None) is not None:
+                layer.bias.requires_grad_(module.bias.requires_grad)
             model.set_submodule(name, layer.train(module.training))
     mark_factored(model, parameters)
     return model

@@ -15,7 +15,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +50,7 @@ class _Later:
 
 
 class _AfterImport(MetaPathFinder):
-    """An import hook that changes one module after its import, and removes itself when that import begins."""
+    """An import hook that changes one module after its import, and then removes itself."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self._change = name, change
@@ -61,13 +61,17 @@ class _AfterImport(MetaPathFinder):
         """Return the module's spec, whose loader applies the change after the import; None for other modules."""
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _AfterImport))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._change(module)
+            if self in sys.meta_path:  # a module may be searched for without being imported
+                sys.meta_path.remove(self)
+                self._change(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -81,10 +85,17 @@ def _enter_formats(registry: ModuleType) -> None:
 
 
 def _take_budgets(configurations: ModuleType) -> None:
-    configurations.PreTrainedConfig.budget = property(lambda config: getattr(config, ASKED, None), _ask_for)
+    configurations.PreTrainedConfig.budget = property(_asked, _ask_for)
+
+
+def _asked(config: Any) -> Any:
+    return vars(config).get("budget", getattr(config, ASKED, None))
 
 
 def _ask_for(config: Any, budget: str | float | None) -> None:
+    if "budget" in signature(type(config).__init__).parameters:  # an architecture with a setting of this name
+        vars(config)["budget"] = budget
+        return
     if budget is None:
         return
     if not is_any_size(getattr(config, "quantization_config", None)):
@@ -92,7 +103,7 @@ def _ask_for(config: Any, budget: str | float | None) -> None:
             f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
             "written with --elastic"
         )
-    setattr(config, ASKED, budget)
+    setattr(config, ASKED, str(budget))  # as a number of NumPy would not be written into config.json
 
 
 def _ask_ours_first(models: ModuleType) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     logging,
@@ -151,8 +153,18 @@ def test_sizes_that_are_tried_cover_blocks_in_parts_and_dense_ones(elastic, floo
 def test_a_budget_is_a_count_a_text_or_a_fraction(elastic):
     dense = entry_of(elastic["float32"])["dense"]
     expected = open_folder(elastic["float32"], budget=dense // 2)
-    for same in ("0.5", 0.5, str(dense // 2), f"{dense / 2e6:.6f}M"):
+    for same in ("0.5", 0.5, str(dense // 2), np.int64(dense // 2), f"{dense / 2e6:.6f}M"):
         assert_same_model(open_folder(elastic["float32"], budget=same), expected)
+
+
+def test_an_architecture_may_have_a_setting_called_budget():
+    class WithBudget(LlamaConfig):
+        def __init__(self, budget: int = 1, **rest: object) -> None:
+            super().__init__(**rest)
+            self.budget = budget
+
+    config = WithBudget(budget=5)
+    assert config.budget == 5 and config.to_dict()["budget"] == 5 and "budget" not in LlamaConfig().to_dict()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -567,10 +579,13 @@ def test_a_folder_whose_only_block_is_tied_is_refused_before_anything_is_written
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("first", ["import salaad", "import transformers.quantizers.auto, salaad"])
+SEARCHED = "from importlib.util import find_spec; find_spec('transformers.modeling_utils')"  # which imports nothing
+
+
+@pytest.mark.parametrize("first", [f"import salaad; {SEARCHED}", "import transformers.quantizers.auto, salaad"])
 def test_a_new_process_that_knows_nothing_else_knows_all_formats_and_opens_a_size(elastic, first):
     code = f"{first}; from transformers import AutoModelForCausalLM as Any; "
-    code += f"Any.from_pretrained({str(next(iter(elastic.values())))!r}, budget='0.6'); "
+    code += f"Any.from_pretrained({str(next(iter(elastic.values())))!r}, budget='0.6').dequantize(); "
     code += "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known; "
     code += "print(*(name for name in known if 'salaad' in name), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

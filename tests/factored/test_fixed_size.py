@@ -179,6 +179,11 @@ def test_an_opened_folder_computes_to_the_bit_what_was_saved(case):
     assert torch.equal(logits(load_model(case.folder, torch.float32)), logits(case.model))
 
 
+def test_the_configuration_of_an_opened_model_opens_the_folder_again(one):
+    opened = open_folder(one.folder)
+    assert torch.equal(logits(open_folder(one.folder, config=opened.config)), logits(opened))
+
+
 def test_saving_again_gives_the_same_bytes(case, tmp_path):
     open_folder(case.folder).save_pretrained(tmp_path)
     files = sorted(path.name for path in case.folder.iterdir())
