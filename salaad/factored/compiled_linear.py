@@ -31,15 +31,20 @@ class CompiledLinear(torch.autograd.Function):
         return products.linear(x, bias, (U, V, starts, columns, values))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments of the forward pass; None for those that need no gradient."""
-        x, U, V, starts, columns, values = ctx.saved_tensors
+        """Return the gradients of the arguments of the forward pass; None for those that need no gradient.
+
+        With `create_graph` autograd records these operations, so that second derivatives are right.
+        """
+        x, *tensors = ctx.saved_tensors
+        U, V, starts, columns, _ = tensors
         for_x, for_U, for_V, _, _, for_values, for_bias, _ = ctx.needs_input_grad
         G, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         with without_autocast(gradient.device):
+            # Autograd cannot record the compiled sum.
+            weight = operators.dense if torch.is_grad_enabled() else lambda *parts: ctx.products.dense(parts)
             return (
-                gradient @ ctx.products.dense((U, V, starts, columns, values)) if for_x else None,
+                gradient @ weight(*tensors) if for_x else None,
                 G.mT @ (rows @ V.mT) if for_U else None,
                 (G @ U).mT @ rows if for_V else None,
                 None,

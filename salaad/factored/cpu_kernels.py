@@ -26,7 +26,7 @@ from salaad.common import native
 from salaad.common.cache_folder import cache_folder, made_once
 from salaad.common.errors import UserError
 from salaad.factored.autocast import without_autocast
-from salaad.factored.slr_tensors import SlrTensors, positions
+from salaad.factored.slr_tensors import SlrTensors, contiguous, positions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Sums may be reordered, since no loop could be vectorised otherwise; NaN and infinity keep their meaning.
@@ -86,7 +86,7 @@ class Products:
         *outer, width = x.shape
         if width != self.m:
             raise RuntimeError(f"the shape of x is {tuple(x.shape)}, but its rows must have {self.m} numbers")
-        x, rows, weight, add = x.contiguous(), x.numel() // width, self._whole, True
+        x, rows, weight, add = contiguous(x), x.numel() // width, self._whole, True
         if rows * self._work > _FEW and rows > 1:
             weight = self._S_alone
             U, V, *_ = tensors
@@ -148,19 +148,21 @@ def products(shape: tuple[int, int], tensors: SlrTensors) -> Products | None:
 _products_at = functools.lru_cache(maxsize=4096)(Products)
 
 
-def is_intercepted() -> bool:
-    """Whether torch records or replaces operations, which it could not do with our compiled calls.
-
-    That is the case under torch.compile, torch.func, a dispatch mode such as torch's FLOP counter, a tracer, and
-    forward-mode differentiation.
-    """
+def is_transformed() -> bool:
+    """Whether torch.func, a tracer or forward-mode differentiation is at work, which know no sparse tensors."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()
         or forward_ad._current_level >= 0
     )
+
+
+def is_intercepted() -> bool:
+    """Whether torch records or replaces operations, which it could not do with our compiled calls.
+
+    That is the case under torch.compile, `is_transformed`, and a dispatch mode such as torch's FLOP counter.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
 
 
 @functools.cache
@@ -175,8 +177,8 @@ def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
         return None
     try:
         functions = ctypes.PyDLL(str(_compiled(compiler))).products
-    except (OSError, subprocess.SubprocessError) as error:
-        [reason, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    except (OSError, subprocess.SubprocessError, AttributeError, UserError) as error:  # Attribute: no such function
+        [reason, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
         problem = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or the library cannot be loaded ({reason})"
         warnings.warn(f"{problem}; torch's products are used", stacklevel=2)
         return None
@@ -199,7 +201,9 @@ def _compiled(compiler: list[str]) -> Path:
     with made_once(folder) as make:
         if make:
             command = [*compiler, *FLAGS, str(SOURCE), "-o", str(make / "native.so")]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS
+            )
     return folder / "native.so"
 
 

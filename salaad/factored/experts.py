@@ -120,7 +120,8 @@ def close_stacks(model: nn.Module) -> None:
     for module in list(model.modules()):
         for key, stack in list(module._modules.items()):
             if isinstance(stack, ExpertStack) and all(type(layer) is nn.Linear for layer in stack._modules.values()):
-                weights = nn.Parameter(stack.dense().detach())
+                trained = any(parameter.requires_grad for parameter in stack.parameters())
+                weights = nn.Parameter(stack.dense().detach(), trained)
                 del module._modules[key]
                 module.register_parameter(key, weights)
     if not stacks(model) and (before := vars(model).pop(_BEFORE, None)):

@@ -20,7 +20,7 @@ from torch import Tensor
 from salaad.common import native
 from salaad.common.gpus import Gpu, gpu_of
 from salaad.factored.autocast import without_autocast
-from salaad.factored.slr_tensors import SlrTensors
+from salaad.factored.slr_tensors import SlrTensors, contiguous
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 8  # rows of x that a program multiplies at once
@@ -163,7 +163,7 @@ def linear_of_several(
     m, kernels = layers[0].m, _kernels()
     if x.shape[-1] != m:
         raise RuntimeError(f"the shape of x is {tuple(x.shape)}, but its rows must have {m} numbers")
-    x = x.contiguous()
+    x = contiguous(x)
     rows, widest, tallest = x.shape[:-1].numel(), max(one.rank for one in layers), max(one.n for one in layers)
     results = [x.new_empty(*x.shape[:-1], layer.n) for layer in layers]
     if not (rows and tallest):

@@ -5,6 +5,7 @@ torch.compile sees each layer as one operation (`operators`); torch.export, and 
 see products with a dense weight that is made of U, V and S in plain operations.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from salaad.factored import operators
-from salaad.factored.autocast import without_autocast
+from salaad.factored import cpu_kernels, operators
+from salaad.factored.autocast import is_autocast_on, without_autocast
 from salaad.factored.compiled_linear import CompiledLinear
 from salaad.factored.slr import Slr
 from salaad.factored.slr_tensors import SlrTensors
 from salaad.factored.slr_weight import SlrWeight
+
+
+def _knows_no_sparse(x: Tensor) -> bool:
+    """Whether torch has no sparse products for a tensor of x's kind, or for what is being done with it."""
+    return cpu_kernels.is_transformed() or x.is_meta or isinstance(x, FakeTensor)
 
 
 class _SlrProjection(SlrWeight):
@@ -65,7 +71,7 @@ class SlrLinear(_SlrProjection, nn.Linear):
                 return CompiledLinear.apply(x, *tensors, self.bias, products)
             y = self.siblings.linear(self, x) if products.joins and self.siblings is not None else None
             return products.linear(x, self.bias, tensors) if y is None else y
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        if x.is_floating_point() and is_autocast_on(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         if not self.nnz:
@@ -74,7 +80,7 @@ class SlrLinear(_SlrProjection, nn.Linear):
             return F.linear(x, operators.dense(*self._tensors), self.bias)
         if torch.compiler.is_compiling():
             return operators.linear(x, *self._tensors, self.bias)
-        if torch._C._is_tracing() or isinstance(x, FakeTensor):  # neither supports sparse tensors
+        if _knows_no_sparse(x):
             return F.linear(x, operators.dense(*self._tensors), self.bias)
         return operators.linear_in_torch(x, self.U, self.V, self._S(), self.bias)
 
@@ -95,7 +101,7 @@ class SlrActivated(_SlrProjection):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (…×n) of x (…×m), in the dtype of the weights."""
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        if x.is_floating_point() and is_autocast_on(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x.to(self.U.dtype))
         y = F.linear(F.silu(F.linear(x, self.V)), self.U, self.bias)
@@ -104,15 +110,14 @@ class SlrActivated(_SlrProjection):
         found = None if self._is_recorded(x) else self._native(x)
         if found is not None:
             return found[0].linear(x, None, self._tensors).add_(y)
-        if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(x, FakeTensor):
+        if torch.compiler.is_compiling() or _knows_no_sparse(x):
             return y + F.linear(x, operators.dense(*self._tensors))
         U, V, *_ = self._tensors
         return y + operators.linear_in_torch(x, U, V, self._S(), None)
 
-    @property
-    def _tensors(self) -> SlrTensors:
-        """The tensors of S with empty U (n×0) and V (0×m), since an activation separates the layer's own U and V."""
-        U, V, *S = super()._tensors
+    def _read(self, held: Mapping[str, Tensor]) -> SlrTensors:
+        """Return the tensors of S with empty U (n×0) and V (0×m): an activation separates the layer's own U and V."""
+        U, V, *S = super()._read(held)
         return U.detach()[:, :0], V.detach()[:0], *S
 
     @property
@@ -162,8 +167,10 @@ class SlrEmbedding(SlrWeight):
         if found is not None and ids.dtype == torch.int64:
             products, tensors = found
             return products.rows(ids, tensors)
-        # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU.
-        rows = operators.rows_in_torch if ids.is_cpu and not compiling else operators.plain_rows
+        # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU, and
+        # which torch.func does not tell.
+        told = ids.is_cpu and not compiling and not cpu_kernels.is_transformed()
+        rows = operators.rows_in_torch if told else operators.plain_rows
         with without_autocast(ids.device):
             y = rows(ids, *self._tensors)
         return y if self.nnz else self._with_empty_S(y)

@@ -59,7 +59,8 @@ def put_dense(model: nn.Module, name: str, usual: nn.Module, dtype: torch.dtype 
     """
     layer = model.get_submodule(name)
     weight = layer.float_weight().to(dtype or layer.U.dtype)
-    usual.weight = nn.Parameter(weight.mT.contiguous() if isinstance(usual, Conv1D) else weight)
+    trained = layer.U.requires_grad
+    usual.weight = nn.Parameter(weight.mT.contiguous() if isinstance(usual, Conv1D) else weight, trained)
     if getattr(layer, "bias", None) is not None:
         usual.bias = layer.bias
     model.set_submodule(name, usual.train(layer.training))

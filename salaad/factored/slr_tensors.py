@@ -13,6 +13,11 @@ from salaad.common import native
 SlrTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """Return x as it is to be read by its address: row by row, and without the lazy sign of a negative view."""
+    return x.resolve_neg().contiguous()
+
+
 def positions(starts: Tensor, columns: Tensor, m: int) -> Tensor:
     """Row-major positions (nnz, int64) of S's entries."""
     entries = torch.arange(len(columns), device=columns.device, dtype=starts.dtype)

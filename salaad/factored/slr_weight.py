@@ -174,13 +174,23 @@ class SlrWeight(nn.Module):
     @property
     def _tensors(self) -> SlrTensors:
         """The tensors that products read, looked up in few steps, since every forward pass does so."""
-        held = self._held
+        return self._read(self._held)
+
+    def _read(self, held: Mapping[str, Tensor]) -> SlrTensors:
+        """Return the tensors that products read, of `_held`."""
         return held["U"], held["V"], self._buffers["S_starts"], self.columns, held["S_values"]
 
     @property
     def _held(self) -> Mapping[str, Tensor]:
-        """Name → U, V and S_values; a replica of torch.nn.DataParallel has them as plain attributes."""
-        return self._parameters if "U" in self._parameters else self.__dict__
+        """Name → U, V, S_values and perhaps bias, in one step where they are parameters.
+
+        A replica of torch.nn.DataParallel has them as plain attributes, as has a pruned layer; those of a parametrized
+        one are computed.
+        """
+        held = self._parameters
+        if "U" in held and "V" in held and "S_values" in held:
+            return held
+        return {name: getattr(self, name) for name in (*PARTS, "bias") if hasattr(self, name)}
 
     def _S(self) -> Tensor:
         """S as a sparse tensor of torch (n×m), which shares the memory of S_values."""
@@ -205,7 +215,8 @@ class SlrWeight(nn.Module):
         key = *addresses, U.numel(), V.numel(), U.dtype, V.dtype, values.dtype
         cached = self._cached_products  # read once, since another thread may replace it
         if cached is None or cached[0] != key:
-            cached = self._cached_products = key, operators.compiled_products(self.shape, self._tensors)
+            # Of the very tensors at these addresses: those of a parametrized layer are new whenever they are asked for.
+            cached = self._cached_products = key, operators.compiled_products(self.shape, self._read(held))
         products = cached[1]
         if products is None or not (on_cpu if products.on_cpu else products.takes(x)):
             return None

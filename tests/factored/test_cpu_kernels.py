@@ -3,6 +3,7 @@
 import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -284,15 +285,24 @@ def fresh_library(tmp_path, monkeypatch):
     cpu_kernels.library.cache_clear()
 
 
+def no_home() -> Path:
+    """Raise what `Path.home` does for a user without HOME and without an entry among the users."""
+    raise RuntimeError("Could not determine home directory.")
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
         ({"SALAAD_NATIVE": "0"}, ""),
         ({"CXX": "no-such-compiler"}, "no-such-compiler cannot compile cpu_kernels.cpp"),
         ({"CXX": "false"}, "torch's products are used"),
+        ({"CXX": "sh -c 'echo >&2; exit 1'"}, "(CalledProcessError)"),  # it says nothing but an empty line
+        ({"CXX": r"sh -c 'printf \\377 >&2; exit 1'"}, "torch's products are used"),  # no UTF-8
+        ({"SALAAD_CACHE": "", "HOME": ""}, "this user has no home folder for a cache; name a folder in SALAAD_CACHE"),
     ],
 )
 def test_without_a_compiler_torch_multiplies(environment, said, fresh_library, tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(Path, "home", no_home if "HOME" in environment else Path.home)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     slr, x = parts(40, 30, 3, 200), torch.randn(5, 30)
@@ -301,6 +311,13 @@ def test_without_a_compiler_torch_multiplies(environment, said, fresh_library, t
     assert distance(layer(x), x.double() @ dense(slr).T) < 1e-5
     assert said in " ".join(str(warning.message) for warning in recwarn)
     assert not list(tmp_path.glob("native-*/native.so"))
+
+
+@compiled
+def test_a_library_without_our_functions_is_not_used(fresh_library, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "_compiled", lambda _: find_library("m"))  # that of mathematics
+    with pytest.warns(UserWarning, match="the library cannot be loaded"):
+        assert cpu_kernels.library() is None
 
 
 def test_a_compiler_that_is_no_command_is_refused(monkeypatch, fresh_library):
