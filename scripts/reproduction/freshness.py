@@ -8,15 +8,17 @@ from typing import Any
 
 from scripts.reproduction.grid import ROOT
 
-# Files and folders that a recorded number depends on: training, cut, evaluation, and the computation of items.
+# Files and folders that a recorded number depends on: training, cut, evaluation, and the computation of items and rows.
 BEHIND = (
-    *("train.py", "configs", "scripts/elastic_ways.py"),
-    *(f"salaad/{one}.py" for one in ("prox", "rpca", "hpa", "energy_allocation")),
+    *("train.py", "configs", "salaad"),
+    *(f"scripts/{one}.py" for one in ("compare_elastic", "elastic_ways", "in_context", "outlines", "shares")),
     *(
-        f"salaad/{one}"
-        for one in ("spectral", "methods", "model", "data", "training", "compression", "factored", "evaluation")
+        f"scripts/reproduction/{one}.py"
+        for one in (
+            *("grid", "trainings", "records", "tables", "deployments", "experiments", "curves", "appendix_c"),
+            "pictures",  # also averages over blocks
+        )
     ),
-    *(f"scripts/reproduction/{one}.py" for one in ("records", "tables", "deployments", "experiments", "curves")),
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 UNKNOWN = "not known, as git does not have this commit"
@@ -34,24 +36,53 @@ def commits_of(result: Mapping[str, Any]) -> list[str]:
     return [result["commit"], *(one["commit"] for one in result["trainings"])]
 
 
+def changes_text(commits: Iterable[str]) -> str:
+    """Return what has changed since any of these commits, as text: places grouped by folder; empty if nothing has."""
+    changed = list(dict.fromkeys(place for commit in commits for place in changed_since(commit)))
+    if {_entry(place) for place in changed} >= {*BEHIND}:
+        return "all code behind it (training, cutting and evaluation)"
+    groups: dict[str, list[str]] = {}
+    for place in changed:
+        folder, _, name = place.rpartition("/")
+        groups.setdefault(folder, []).append(name)
+    told = ((folder, ", ".join(sorted(names))) for folder, names in groups.items())
+    return ", ".join(f"{folder} ({names})" if folder else names for folder, names in told)
+
+
 @cache
 def changed_since(commit: str) -> list[str]:
-    """Return the entries of BEHIND whose code differs between `commit` and HEAD; `UNKNOWN` where git cannot tell."""
+    """Return where in BEHIND the code differs between `commit` and HEAD; `UNKNOWN` where git cannot tell.
+
+    A place is an entry of BEHIND; of the folder salaad, which is most of the code, the package or module in it.
+    """
     clean = commit.removesuffix("-dirty")
     try:
-        names = _git("diff", "--name-only", clean, "HEAD", "--", *BEHIND).split()
-        changed = [name for name in names if _meaning(clean, name) != _meaning("HEAD", name)]
+        lines = _git("diff", "--raw", "--no-renames", "--no-abbrev", clean, "HEAD", "--", *BEHIND).splitlines()
+        changed = [name for old, new, name in map(_difference, lines) if _meaning(old, name) != _meaning(new, name)]
     except (OSError, subprocess.SubprocessError):  # no git, or a clone without the commit
         return [UNKNOWN]
-    return [place for place in BEHIND if any(name == place or name.startswith(f"{place}/") for name in changed)]
+    places = {"/".join(name.split("/")[:2]) if name.startswith("salaad/") else _entry(name) for name in changed}
+    return sorted(places, key=lambda place: (BEHIND.index(_entry(place)), place))
+
+
+def _difference(line: str) -> tuple[str, str, str]:
+    """Return the old object, the new object and the path of a line of `git diff --raw`."""
+    about, name = line.split("\t", 1)
+    _, _, old, new, _ = about.split()
+    return old, new, name
+
+
+def _entry(place: str) -> str:
+    """Return the entry of BEHIND that holds a place; the place itself if none does."""
+    return next((entry for entry in BEHIND if place == entry or place.startswith(f"{entry}/")), place)
 
 
 @cache
-def _meaning(commit: str, name: str) -> str | None:
+def _meaning(blob: str, name: str) -> str | None:
     """Return the syntax tree of a Python file without docstrings, the text of any other file; None if it is missing."""
-    if not _git("ls-tree", commit, "--", name):
+    if not blob.strip("0"):  # how git names a file that is not there
         return None
-    text = _git("show", f"{commit}:{name}")
+    text = _git("cat-file", "blob", blob)
     if not name.endswith(".py"):
         return text
     tree = ast.parse(text)

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.reproduction.claims import claims_table, text_table
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import BEHIND, changed_since, commits_of, is_fresh
+from scripts.reproduction.freshness import changes_text, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
@@ -64,20 +64,19 @@ def markdown_item(result: Result) -> list[str]:
 
 
 def facts(result: Result) -> list[str]:
-    """Return the origin of an item's numbers, one line each: command, hub command, commit and machine, trainings."""
+    """Return the origin of an item's numbers, a line each: commands, commit and machine, trainings, later changes."""
     trainings = result["trainings"]
     told = [f"made by: `{result['command']}`"]
     told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
-    changed = changed_since(result["commit"])
-    everything = "all code behind it (training, cutting and evaluation)"
-    what = everything if len(changed) == len(BEHIND) else ", ".join(changed)
-    since = f"; since then changed: {what}" if changed else ""
-    told.append(f"measured at: commit {result['commit']}, {result['machine']}{since}")
+    told.append(f"measured at: commit {result['commit']}, {result['machine']}")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))
         runs = "1 run" if len(trainings) == 1 else f"{len(trainings)} runs"
         told.append(f"trained: {runs}, {tokens / 1e6:,.1f} M tokens, {hours:.2f} h, on {machines}")
+    if changed := changes_text(commits_of(result)):
+        since = "its commit or one of its trainings'" if trainings else "its commit"
+        told.append(f"changed since {since}: {changed}")
     return told
 
 

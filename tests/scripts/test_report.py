@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 
-from scripts.reproduction import freshness, report, scale_page
+from scripts.reproduction import freshness, report
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table
 from scripts.reproduction.diagrams import overview
@@ -60,8 +60,7 @@ def link(claim: int) -> str:
 @pytest.fixture
 def results(tmp_path, rows, monkeypatch):
     """A folder of results at nano in which one item is missing, all of commits since which nothing has changed."""
-    for module in (scale_page, freshness):
-        monkeypatch.setattr(module, "changed_since", lambda commit: [])
+    monkeypatch.setattr(freshness, "changed_since", lambda commit: [])
     folder = tmp_path / "results" / "nano" / "reproduce"
     folder.mkdir(parents=True)
     rows |= {
@@ -112,14 +111,23 @@ def test_a_training_behind_several_items_is_listed_once(results):
 
 def test_the_report_says_what_changed_since_an_item_was_measured(results, monkeypatch):
     kept = json.loads((results / "nano" / "reproduce" / "table1.json").read_text())
-    changed = {kept["commit"]: ["train.py"]}
-    for module in (scale_page, freshness):
-        monkeypatch.setattr(module, "changed_since", lambda commit: changed.get(commit, []))
+    changed = {kept["commit"]: ["train.py", "salaad/data"], kept["trainings"][0]["commit"]: ["salaad/common"]}
+    monkeypatch.setattr(freshness, "changed_since", lambda commit: changed.get(commit, []))
     text = pages(results)["nano/reproduce/README.md"]
-    assert "since then changed: train.py" in text and "table1" in text.split("were measured before some of the code")[1]
+    assert "- changed since its commit or one of its trainings': train.py, salaad (common, data)\n" in text
+    assert "table1" in text.split("were measured before some of the code")[1]
+    del changed[kept["commit"]]  # an item whose trainings alone are old says so too
+    text = pages(results)["nano/reproduce/README.md"]
+    assert "- changed since its commit or one of its trainings': salaad (common)\n" in text
     changed.clear()
     text = pages(results)["nano/reproduce/README.md"]
-    assert "since then changed" not in text and "All items were measured with the code as it is." in text
+    assert "changed since" not in text and "All items were measured with the code as it is." in text
+
+
+def test_the_code_that_computes_a_number_is_looked_at():
+    assert all((freshness.ROOT / place).exists() for place in freshness.BEHIND)
+    for module in {item.measure.__module__ for item in ITEMS} - {"scripts.reproduction.diagrams"}:  # prints no number
+        assert f"{module.replace('.', '/')}.py" in freshness.BEHIND
 
 
 def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
@@ -142,6 +150,7 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     def committed(text: str, config: str) -> str:
         (tmp_path / "train.py").write_text(text)
         (tmp_path / "configs" / "nano.yaml").write_text(config)
+        (tmp_path / "salaad" / "common" / "budgets.py").write_text(text)
         git("add", ".")
         git("commit", "-qm", "more")
         freshness.changed_since.cache_clear()
@@ -150,12 +159,14 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
 
     monkeypatch.setattr(freshness, "ROOT", tmp_path)
     (tmp_path / "configs").mkdir()
+    (tmp_path / "salaad" / "common").mkdir(parents=True)
     git("init", "-q")
     first = committed('def f():\n    """Old."""\n    return 1\n', "lr: 1\n")
     second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1\n")
     assert freshness.is_fresh([first, second]) and not freshness.is_fresh([f"{second}-dirty"])
     committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
-    assert freshness.changed_since(first) == ["train.py", "configs"] and not freshness.is_fresh([second])
+    assert freshness.changed_since(first) == ["train.py", "configs", "salaad/common"]
+    assert not freshness.is_fresh([second])
     assert freshness.changed_since("no-such-commit") == [freshness.UNKNOWN]
     assert not freshness.is_fresh(["no-such-commit"])
     freshness.changed_since.cache_clear()
