@@ -1,7 +1,10 @@
-"""The sizes at which an elastic curve is measured, as shares of the compressible parameters."""
+"""The sizes of an elastic curve, as shares of the compressible parameters, and what counts as one size."""
 
 SIZES, MOST, LEAST = 8, 0.75, 0.2
 NAMED = (0.5, 0.2)  # the shares that tables show beside the elastic score
+# Relative difference of parameters below which two models are of one size: a cut may be off by a unit, a dense model by
+# half a step of its width, and the dense model of a share of 0.35 stands beside the cut to 0.352 on the curve.
+SAME_SIZE = 0.005
 
 
 def shares() -> list[float]:
@@ -12,3 +15,8 @@ def shares() -> list[float]:
 def all_shares() -> list[float]:
     """Return the eight shares of the elastic score and those that tables name, the largest first."""
     return sorted({*shares(), *NAMED}, reverse=True)
+
+
+def is_same_size(parameters: float, other: float) -> bool:
+    """Return whether models of so many parameters count as being of one size."""
+    return abs(parameters / other - 1) < SAME_SIZE

@@ -25,6 +25,7 @@ from scripts.reproduction.evidence import (
     the_row,
 )
 from scripts.reproduction.judges import STRUCTURE, Results
+from scripts.shares import is_same_size
 
 Curve = dict[tuple[int, int], tuple[float, float]]  # (seed, budget) → perplexity of SALAAD and of vanilla + RPCA
 
@@ -91,13 +92,19 @@ def _text_of_kappa(rows: Sequence[Row], way: str) -> list[Number]:
 
 
 def against_small_dense(results: Results) -> list[Number]:
-    """Every cut of one training beside the dense model that was trained at its size."""
+    """Judge every cut of one training beside the dense model that was trained at its size, where there is one."""
     rows = results["one_training"]["rows"]
     salaad, _, dense = ([row for row in rows if row["label"] == label] for label in distinct(rows, "label"))
     whole = the_row(salaad, variant="L+S")["parameters"]
     cuts = [row for row in salaad if row["budget"] and row["budget"] < whole]
     pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
-    return _beside_dense([(cut["budget"], cut["perplexity"], rival["perplexity"]) for cut, rival in pairs])
+    return _beside_dense(
+        [
+            (cut["budget"], cut["perplexity"], rival["perplexity"])
+            for cut, rival in pairs
+            if is_same_size(rival["parameters"], cut["budget"])
+        ]
+    )
 
 
 def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
@@ -116,7 +123,11 @@ def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
         (min(paper["ways"][way], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in dense
     ]
     whole = paper["L+S"]["parameters"]
-    pairs = [(X["parameters"], cut["perplexity"], X["perplexity"]) for cut, X in cuts if X["parameters"] < whole]
+    pairs = [
+        (X["parameters"], cut["perplexity"], X["perplexity"])
+        for cut, X in cuts
+        if X["parameters"] < whole and is_same_size(cut["parameters"], X["parameters"])
+    ]
     entries = {"cut": "weighted by the optimizer's second moments", "energy": "of equal weights"}[way]
     return [
         *_beside_dense(pairs),

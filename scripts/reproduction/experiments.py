@@ -16,6 +16,7 @@ from scripts.reproduction.evidence import Number, percent, span, structure_text
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
 from scripts.reproduction.records import REFINE, choose_kappas, evaluation, perplexity, post_hoc, summary
+from scripts.shares import is_same_size
 
 LEFT = (1, 0.6, 0.3)  # fractions of L's singular values and of S's entries to keep, the largest ones
 RANKS, DENSITIES = (0, 0.05, 0.1, 0.15, 0.2, 1), (0, 0.05, 0.1, 0.2, 1)  # bounds of the ranges in the table
@@ -106,15 +107,13 @@ def by_size(rows: list[dict[str, Any]], budgets: list[int]) -> str:
     columns = list(dict.fromkeys(row["label"] for row in rows))
     lines = []
     for budget in budgets:
-        near = [[row for row in rows if row["label"] == label and _has_size(row, budget)] for label in columns]
+        near = [
+            [row for row in rows if row["label"] == label and is_same_size(row["parameters"], budget)]
+            for label in columns
+        ]
         best = [min((row["perplexity"] for row in some), default=None) for some in near]
         lines.append((millions(budget), *("–" if value is None else f"{value:.2f}" for value in best)))
     return markdown_table(("parameters", *columns), lines)
-
-
-def _has_size(row: dict[str, Any], budget: int) -> bool:
-    """Return whether a model has this size to 0.5 %: a cut may be off by a unit, a dense model by half a width step."""
-    return abs(row["parameters"] / budget - 1) < 0.005
 
 
 def recovery(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:

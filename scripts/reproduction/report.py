@@ -12,8 +12,8 @@ from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, folder_of, scale_page
-from scripts.results_tables.compared import AGAINST_DENSE, WAYS
-from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table
+from scripts.results_tables.compared import WAYS, dense_of_size, worst
+from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, with_seeds
 
 TITLE = "Results"
 ABOUT = (
@@ -117,13 +117,13 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
 
 def beside_dense(results: Path) -> str:
     """Return a sentence, after a space, on cuts that we recommend beside small dense models; empty if not measured."""
-    found = {scale: AGAINST_DENSE(recorded(results, scale), WAYS["without text"]) for scale in JUDGED}
-    worst = [f"{value:+.1%} at {scale}" for scale, value in found.items() if value is not None]
-    if not worst:
+    found = {scale: worst(recorded(results, scale), WAYS["without text"], dense_of_size) for scale in JUDGED}
+    told = [(f"{of[0]:+.1%} at {scale}", of[1]) for scale, of in found.items() if of is not None]
+    if not told:
         return ""
     return (
         " With our settings and the head split, the perplexity of SALAAD's cuts relative to dense models trained at "
-        f"their sizes is, at the size where it compares worst, {', '.join(worst)} (seed 0)."
+        f"their sizes is, at the size where it compares worst, {with_seeds(told)}."
     )
 
 

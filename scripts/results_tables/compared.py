@@ -11,6 +11,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table
 from scripts.results_tables.elastic import (
     COPIED,
+    SMALL,
     by_label,
     named_seeds,
     not_copied,
@@ -19,7 +20,7 @@ from scripts.results_tables.elastic import (
     score,
     size_of,
 )
-from scripts.shares import all_shares
+from scripts.shares import all_shares, is_same_size
 
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 
@@ -63,11 +64,20 @@ class Trainings:
         self.rows, self._models, self._figure = rows, by_label(rows), figure
         self.labels = tuple(self._models)
 
-    def perplexities(self, model: Model) -> dict[int, float]:
-        """Seed → perplexity, of the seeds that were measured."""
+    def figures(self, model: Model) -> dict[int, Mapping[str, Any]]:
+        """Return seed → figures of the model, of the seeds that have any."""
         mine = self._models.get(model.label, ())
         sizes = {row["seed"]: row["X"] if model.way is None else size_of(row, *model[1:]) for row in mine}
-        return {seed: value for seed, size in sizes.items() if size and (value := self._figure(size)) is not None}
+        return {seed: size for seed, size in sizes.items() if size}
+
+    def perplexities(self, model: Model) -> dict[int, float]:
+        """Seed → perplexity, of the seeds that were measured."""
+        found = self.figures(model)
+        return {seed: value for seed, size in found.items() if (value := self._figure(size)) is not None}
+
+    def parameters(self, model: Model) -> int | None:
+        """Return the parameters of the model with its first seed; None if it was not measured."""
+        return next((size["parameters"] for size in self.figures(model).values()), None)
 
     def seeds(self, *models: Model) -> list[int]:
         """Return the seeds with which all of these models were measured."""
@@ -98,6 +108,7 @@ class Trainings:
 
 
 Measure = Callable[[Trainings, Way], float | None]
+Other = Callable[[Trainings, Way, float], Model | None]  # the model to compare at a share with SALAAD's cut in a way
 
 
 def of_size(share: float) -> Measure:
@@ -105,14 +116,36 @@ def of_size(share: float) -> Measure:
     return lambda trainings, way: trainings.over(Model("SALAAD", way.salaad, share))
 
 
-def at_worst(other: Callable[[Way, float], Model]) -> Measure:
+def worst(trainings: Trainings, way: Way, other: Other) -> tuple[float, list[int]] | None:
+    """Return SALAAD's model over another of its size at the share where this is largest, less 1, and the seeds of both.
+
+    Returns:
+        None if the two were measured at no share.
+    """
+    found = []
+    for share in all_shares():
+        ours, theirs = Model("SALAAD", way.salaad, share), other(trainings, way, share)
+        if theirs is not None and (over := trainings.over(ours, theirs)) is not None:
+            found.append((over, trainings.seeds(ours, theirs)))
+    return max(found, default=None)
+
+
+def at_worst(other: Other) -> Measure:
     """Return the measure of SALAAD's model over another of its size, at the share where this is largest."""
 
     def measure(trainings: Trainings, way: Way) -> float | None:
-        found = [trainings.over(Model("SALAAD", way.salaad, share), other(way, share)) for share in all_shares()]
-        return max((value for value in found if value is not None), default=None)
+        found = worst(trainings, way, other)
+        return None if found is None else found[0]
 
     return measure
+
+
+def dense_of_size(trainings: Trainings, way: Way, share: float) -> Model | None:
+    """Return the dense model that was trained at the size of SALAAD's model at a share; None if there is none."""
+    size = trainings.parameters(Model("SALAAD", way.salaad, share))
+    small = {label: trainings.parameters(Model(label)) for label in trainings.labels if label.startswith(SMALL)}
+    near = {label: abs(own - size) for label, own in small.items() if size and own and is_same_size(own, size)}
+    return Model(min(near, key=near.get)) if near else None
 
 
 def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Model = FULL_RANK) -> str | None:
@@ -154,24 +187,23 @@ def uncut(trainings: Trainings, way: Way) -> float | None:
     return trainings.over(Model("SALAAD")) if way == WAYS["without text"] else None
 
 
-AGAINST_DENSE = at_worst(lambda _, share: Model(f"dense, {share:.2g}"))
 GOALS: Mapping[str, tuple[float, Measure]] = {
     "uncut, over full-rank training": (0.0, uncut),
     "half, over full-rank training": (0.005, of_size(HALF)),
     "a fifth, over full-rank training": (0.05, of_size(FIFTH)),
     "the elastic score": (0.015, elastic_score),
-    "over the dense model trained at the size": (0.0, AGAINST_DENSE),
+    "over the dense model trained at the size": (0.0, at_worst(dense_of_size)),
     "over the full-rank model, split and cut the same way": (
         0.0,
-        at_worst(lambda way, share: Model("full-rank", way.full_rank, share)),
+        at_worst(lambda _, way, share: Model("full-rank", way.full_rank, share)),
     ),
     "over the cut that leaves the head dense": (
         0.0,
-        at_worst(lambda _, share: Model("SALAAD", "cut", share)),
+        at_worst(lambda _, way, share: Model("SALAAD", "cut", share)),
     ),
     "over the model trained as in the paper, cut by energy with equal weights": (
         0.0,
-        at_worst(lambda _, share: Model("SALAAD, as in the paper", "energy", share)),
+        at_worst(lambda _, way, share: Model("SALAAD, as in the paper", "energy", share)),
     ),
 }
 

@@ -270,6 +270,13 @@ def named_seeds(seeds: Iterable[int]) -> str:
     return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
+def with_seeds(told: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return phrases with their seeds in parentheses, behind the last where all have the same, else behind each."""
+    if len({tuple(seeds) for _, seeds in told}) == 1:
+        return f"{', '.join(phrase for phrase, _ in told)} ({named_seeds(told[0][1])})"
+    return ", ".join(f"{phrase} ({named_seeds(seeds)})" for phrase, seeds in told)
+
+
 def _kappas(sizes: Iterable[Row]) -> str:
     """Return κ* of cuts by HPA as text, one per seed; an empty string for other cuts, and where κ was not recorded."""
     kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]

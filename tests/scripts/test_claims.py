@@ -346,16 +346,20 @@ def test_rows_of_another_kind_are_measured_again(rows, judged):
     assert "('delta' is not in frequency.json)" in found["frequency"].missing
 
 
-def compared(tmp_path, **ways) -> Verdict:
-    """Return the verdict on small dense models from rows of compare_elastic.py; every way has four perplexities."""
+def compared(tmp_path, half: float = 1.2e6, **ways) -> Verdict:
+    """Return the verdict on small dense models from rows of compare_elastic.py; every way has four perplexities.
+
+    `half` is the parameters of the model cut to half; the dense model has 1.2 M.
+    """
     sizes = {0.75: 1.5e6, 0.5: 1.2e6, 0.35: 1.0e6, 0.2: 0.8e6}
     of_all = {"seed": 0, "commit": "HEAD", "commits": {}}
     rows = [
         {**of_all, "label": f"dense, {share:g}", "X": {"parameters": size, "perplexity": 60.0}, "ways": {}}
         for share, size in sizes.items()
     ]
+    cuts = [1.5e6, half, 1.0e6, 0.8e6]
     cut = {
-        way: [{"parameters": size - 2000, "perplexity": one} for size, one in zip(sizes.values(), all_, strict=True)]
+        way: [{"parameters": size - 2000, "perplexity": one} for size, one in zip(cuts, all_, strict=True)]
         for way, all_ in ways.items()
     }
     rows.append({**of_all, "label": "SALAAD, as in the paper", "L+S": {"parameters": 1.4e6}, "ways": cut})
@@ -373,3 +377,13 @@ def test_small_dense_models_of_the_comparison_decide_where_the_item_is_missing(t
     lost = compared(tmp_path, energy=[40, 50, 55, 61])
     assert lost.agrees is False and ["at 0.80 M" in name for name in failed(lost)] == [True]
     assert compared(tmp_path, hpa=[40, 50, 55, 59]).answer == "not measured"
+
+
+def test_a_cut_stands_beside_a_small_dense_model_of_its_size_alone(rows, judged, tmp_path):
+    for row in rows["one_training"]:
+        row["parameters"] += 5000 if (row["label"], row["budget"]) == ("dense", "0.5") else 0  # of 900,000
+    assert list(ours(judged(rows)["against_small_dense"])) == [
+        "PPL of the cut over the dense model's at 1.40 M, below 0 %"
+    ]
+    beside = [name for name in ours(compared(tmp_path, half=1.21e6, cut=[99, 50, 55, 61])) if name.startswith("PPL")]
+    assert [name.split()[-5] for name in beside] == ["1.00", "0.80"]

@@ -136,8 +136,9 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
         row("SALAAD", 1, 49.0, cut=[49.0, 50.4, 60.0], cut_head=[49.0, 50.4, 52.4]),
         row("SALAAD", 2, 90.0, cut_head=[49.0, 50.4, 62.4]),
         row("SALAAD, as in the paper", 1, 52.0, energy=[50.0, 50.0, 60.0]),
-        row("dense, 0.5", 1, 56.0),
-        row("dense, 0.2", 0, 40.0),
+        row("dense, 0.5", 1, 56.0, parameters=1.499e6),  # its size up to half a percent
+        row("dense, as loro", 1, 1.0, parameters=1.52e6),  # of no size of a cut
+        row("dense, 0.2", 0, 40.0, parameters=1.2e6),
     ]
     for figures, loss in ((rows[1]["X"], 4.0), (rows[2]["X"], 4.02), (rows[2]["ways"]["cut, head"][1], 4.001)):
         figures["in_context"] = {"other": (loss, 10), "copied": (1, 1)}
