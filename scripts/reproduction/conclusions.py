@@ -1,6 +1,6 @@
 """What a user should conclude: a sentence per purpose, made of recorded numbers; None if a number is missing.
 
-A sentence compares models over the seeds that all of them were measured with, and ends with these seeds.
+A phrase compares models over the seeds that all of them were measured with, and names these seeds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from salaad.config.methods import SETTINGS
 from scripts.compare_methods import best_run
 from scripts.reproduction.evidence import the_row
 from scripts.results_tables.compared import (
+    CHOSEN_ON,
     FIFTH,
     FULL_RANK,
     HALF,
@@ -21,7 +22,7 @@ from scripts.results_tables.compared import (
     dense_not_copied,
     not_copied_over,
 )
-from scripts.results_tables.elastic import bench_of, named_seeds
+from scripts.results_tables.elastic import REPORTED, bench_of, named_seeds, with_seeds
 
 ELASTIC = "[elastic](elastic/README.md)"
 METHODS = "[methods](methods/README.md#the-search)"
@@ -68,7 +69,10 @@ def full_size(results: Path) -> str | None:
     if costs[best] > -LEVEL:  # the methods that are no better cost time or memory
         best = FULL_RANK.label
     how = (
-        best if best == FULL_RANK.label else f"{best} ({costs[best]:+.1%} in perplexity relative to full-rank training)"
+        best
+        if best == FULL_RANK.label
+        else f"{best} ({costs[best]:+.1%} in perplexity relative to full-rank training, "
+        f"{_seeds(trainings, Model(best))})"
     )
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
@@ -99,20 +103,26 @@ def others(results: Path) -> str | None:
     best = {method: variants["X"]["perplexity"] for method, variants in runs.items() if variants}
     rest = best.keys() - whole.keys() - set(PAIR) if "full_rank" in best else ()
     short = {method: best[method] / best["full_rank"] - 1 for method in rest}
-    told = f"**Other methods** are in perplexity, relative to full-rank training: {_listed(whole)} ({ELASTIC})."
+    named = [(f"{method} {whole[method]:+.1%}", trainings.seeds(FULL_RANK, Model(method))) for method in _rising(whole)]
+    told = f"**Other methods** are in perplexity, relative to full-rank training: {with_seeds(named, ELASTIC)}."
     if short:
         told += (
-            " The rest were trained for an eighth of the length alone, at the best rates found: "
+            " The rest were trained for an eighth of the length alone, with one seed, at the best rates found: "
             f"{_listed(short)} ({METHODS})."
         )
         both = {method: best[method] / best["full_rank"] - 1 for method in whole if method in best}
         if both:
             told += f" Compare these with others after an eighth, not in full: {_listed(both)}."
-    return f"{told} One seed each."
+    return told
 
 
 def _listed(costs: Mapping[str, float]) -> str:
-    return ", ".join(f"{method} {costs[method]:+.1%}" for method in sorted(costs, key=costs.get))
+    return ", ".join(f"{method} {costs[method]:+.1%}" for method in _rising(costs))
+
+
+def _rising(costs: Mapping[str, float]) -> list[str]:
+    """Return the methods, that with the lowest perplexity first."""
+    return sorted(costs, key=costs.get)
 
 
 def rates(results: Path) -> str | None:
@@ -204,8 +214,9 @@ def _without_copies(results: Path) -> str:
         return ""
     half, fifth = found
     return (
-        f" Over the tokens that are not copied, seed 0, it is {half:+.1%} and {fifth:+.1%} (over [fewer "
-        "tokens](elastic/README.md#nano-20) than in the table above); the rest of the distance is in copied tokens."
+        f" Over the tokens that are not copied, {named_seeds([CHOSEN_ON])}, it is {half:+.1%} and {fifth:+.1%} (over "
+        f"[fewer tokens](elastic/README.md#{REPORTED}) than in the table above); the rest of the distance is in copied "
+        "tokens."
     )
 
 
@@ -288,12 +299,14 @@ def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> st
     """
     trainings = nano_20(results)
     models = [Model(label, way, share) for label, way in ways.values() for share in (HALF, FIFTH)]
-    if not trainings.seeds(FULL_RANK, *models):
+    seeds = trainings.seeds(FULL_RANK, *models)
+    if not seeds:
         return None
     over = iter(trainings.all_over(models))
     pairs = {place: f"{next(over):+.1%} and {next(over):+.1%}" for place in ways}
-    said = f"{sentence.format(**pairs)} ({ELASTIC}, {_seeds(trainings, *models)})."
-    return said + _advice(trainings, ways) if ways.keys() >= RIVALS.keys() else said
+    said = f"{sentence.format(**pairs)} ({ELASTIC}, {named_seeds(seeds)})."
+    common = Trainings([row for row in trainings.rows if row["seed"] in seeds])
+    return said + _advice(common, ways) if ways.keys() >= RIVALS.keys() else said
 
 
 def _advice(trainings: Trainings, ways: Mapping[str, tuple[str, str]]) -> str:

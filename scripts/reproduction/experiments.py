@@ -143,7 +143,7 @@ def limit_numbers(rows: list[dict[str, Any]]) -> list[Number]:
 
 
 def embedding_why(scale: Scale) -> Measured:
-    """Measure the embedding's rank ratio and density, and perplexity, under settings stronger than those of Table 1."""
+    """Measure the embedding's rank ratio and density, and perplexity, under the scale's settings and stronger ones."""
     rows = []
     for setting, run in trainings.embedding_why(scale).items():
         ended = summary(run, scale)
@@ -179,7 +179,7 @@ def embedding_numbers(rows: list[dict[str, Any]]) -> list[Number]:
     first = rows[0]
     return [
         Number(
-            f"embedding, {row['setting']}: rank ratio, density; PPL of X over that of Table 1",
+            f"embedding, {row['setting']}: rank ratio, density; PPL of X over that of a training {first['setting']}",
             f"{structure_text(row)}; {percent(row['X'] / first['X'] - 1)}",
         )
         for row in rows

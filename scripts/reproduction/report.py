@@ -12,11 +12,12 @@ from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, folder_of, scale_page
-from scripts.results_tables.compared import WAYS, dense_of_size, worst
+from scripts.reproduction.trainings import embedding_is_in_table_1
+from scripts.results_tables.compared import WAYS, against_dense
 from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, with_seeds
 
 TITLE = "Results"
-ABOUT = (
+ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedding
     "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no measured "
     "number is typed by hand. Every item has its command, with which `--again` repeats the measurement.",
     "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/). With -20, "
@@ -42,8 +43,6 @@ ABOUT = (
     "At nano and micro all weights have one learning rate, as is usual in the field. Later searches found that a lower "
     "rate for the projections is far better for full-rank training and SALAAD alike (elastic/README.md), so the "
     "comparisons at nano and micro hold for a single rate only.",
-    "*SALAAD, as in the paper*, and every Table 1 here, has the embedding among the blocks. The paper's Table 1 leaves "
-    "it out; its appendix has both.",
     "On the pages of the scales, cuts by energy weight every entry by the optimizer's second moments. Checkpoints "
     "before commit 42d0652 did not store these moments, so there cuts measured before it weight all entries of a block "
     "equally. On the elastic page and in the first table, *cut* is the weighted and *energy* the unweighted cut.",
@@ -106,18 +105,19 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     ]
     answered = [any(verdict.answer != NOT_MEASURED for _, verdict in column) for column in columns]
     once = [scale.name for scale in compress(scales, answered) if len(scale.seeds) == 1]
-    told = (
+    told = [
         f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
-        f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)} "
-        f"The claims rest on one seed at {', '.join(once)}. {LEGEND}"
-    )
-    return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{told}"
+        f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)}"
+    ]
+    told += [f"The claims rest on one seed at {', '.join(once)}."] if once else []
+    told.append(LEGEND)
+    return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{' '.join(told)}"
 
 
 def beside_dense(results: Path) -> str:
     """Return a sentence, after a space, on cuts that we recommend beside small dense models; empty if not measured."""
-    found = {scale: worst(recorded(results, scale), WAYS["without text"], dense_of_size) for scale in JUDGED}
+    found = {scale: against_dense(recorded(results, scale), WAYS["without text"]) for scale in JUDGED}
     told = [(f"{of[0]:+.1%} at {scale}", of[1]) for scale, of in found.items() if of is not None]
     if not told:
         return ""
@@ -151,11 +151,19 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
         level = f"Models whose perplexities differ by less than {LEVEL:.0%} count as equally good."
         level += earlier_preset(rows, "elastic/")
         parts += ["## What to conclude", level, "\n".join(f"- {sentence}" for sentence in said)]
-    parts += ["## How to read it", "\n".join(f"- {line}" for line in ABOUT), "## Other pages"]
+    parts += ["## How to read it", "\n".join(f"- {line}" for line in about(judged)), "## Other pages"]
     pages = {CLAIMS_PAGE: "what each claim says, by what it is judged, and the paper's numbers"}
     pages |= {page_of(scale): f"{scale.name}: the paper's tables and figures, and our numbers" for scale in measured}
     parts.append("\n".join(f"- [{path}]({path}): {what}" for path, what in (pages | PAGES).items()))
     return "\n\n".join(parts) + "\n"
+
+
+def about(scales: Sequence[Scale]) -> list[str]:
+    """Return the paragraphs on how to read the page, of which one names the scales with the embedding in Table 1."""
+    within = [scale.name for scale in scales if embedding_is_in_table_1(scale)]
+    table = f"; so has Table 1 at {', '.join(within)}" if within else ""
+    paper = "The paper's Table 1 leaves it out; its appendix has both."
+    return [*ABOUT, f"*SALAAD, as in the paper* has the embedding among the blocks{table}. {paper}"]
 
 
 def anchor(heading: str) -> str:

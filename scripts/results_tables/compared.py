@@ -100,42 +100,37 @@ class Trainings:
                 return costs[way]["operations"] / costs["train"]["operations"], costs[way]["bytes"]
         return None
 
-    def score(self, label: str, way: str) -> float | None:
-        """Return the elastic score of a way, mean over the seeds with all sizes; None if there is no such seed."""
-        scores = [score(self.rows, row, way) for row in self._models.get(label, ())]
-        whole = [found for found in scores if found is not None]
-        return fmean(whole) if whole else None
+    def score(self, label: str, way: str) -> tuple[float, list[int]] | None:
+        """Return the elastic score of a way, mean over the seeds with all sizes, and these; None without such seeds."""
+        scores = {row["seed"]: score(self.rows, row, way) for row in self._models.get(label, ())}
+        whole = {seed: found for seed, found in scores.items() if found is not None}
+        return (fmean(whole.values()), sorted(whole)) if whole else None
 
 
-Measure = Callable[[Trainings, Way], float | None]
+Found = tuple[float, list[int]]  # a figure and the seeds that it is a mean over
+Measure = Callable[[Trainings, Way], Found | None]
 Other = Callable[[Trainings, Way, float], Model | None]  # the model to compare at a share with SALAAD's cut in a way
 
 
 def of_size(share: float) -> Measure:
     """Return the measure of SALAAD's model at a share over the whole full-rank model."""
-    return lambda trainings, way: trainings.over(Model("SALAAD", way.salaad, share))
+    return lambda trainings, way: _over(trainings, Model("SALAAD", way.salaad, share))
 
 
-def worst(trainings: Trainings, way: Way, other: Other) -> tuple[float, list[int]] | None:
-    """Return SALAAD's model over another of its size at the share where this is largest, less 1, and the seeds of both.
-
-    Returns:
-        None if the two were measured at no share.
-    """
-    found = []
-    for share in all_shares():
-        ours, theirs = Model("SALAAD", way.salaad, share), other(trainings, way, share)
-        if theirs is not None and (over := trainings.over(ours, theirs)) is not None:
-            found.append((over, trainings.seeds(ours, theirs)))
-    return max(found, default=None)
+def _over(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> Found | None:
+    over = trainings.over(model, other)
+    return None if over is None else (over, trainings.seeds(model, other))
 
 
 def at_worst(other: Other) -> Measure:
     """Return the measure of SALAAD's model over another of its size, at the share where this is largest."""
 
-    def measure(trainings: Trainings, way: Way) -> float | None:
-        found = worst(trainings, way, other)
-        return None if found is None else found[0]
+    def measure(trainings: Trainings, way: Way) -> Found | None:
+        rivals = {share: other(trainings, way, share) for share in all_shares()}
+        found = (
+            _over(trainings, Model("SALAAD", way.salaad, share), rival) for share, rival in rivals.items() if rival
+        )
+        return max((one for one in found if one), default=None)
 
     return measure
 
@@ -177,22 +172,23 @@ def dense_not_copied(path: Path) -> tuple[float, float] | None:
     return half, fifth
 
 
-def elastic_score(trainings: Trainings, way: Way) -> float | None:
+def elastic_score(trainings: Trainings, way: Way) -> Found | None:
     """Return the elastic score of SALAAD's model."""
     return trainings.score("SALAAD", way.salaad)
 
 
-def uncut(trainings: Trainings, way: Way) -> float | None:
+def uncut(trainings: Trainings, way: Way) -> Found | None:
     """Return SALAAD's X over the full-rank model; None for ways that use text, since the uncut model is not tuned."""
-    return trainings.over(Model("SALAAD")) if way == WAYS["without text"] else None
+    return _over(trainings, Model("SALAAD")) if way == WAYS["without text"] else None
 
 
+against_dense = at_worst(dense_of_size)
 GOALS: Mapping[str, tuple[float, Measure]] = {
     "uncut, over full-rank training": (0.0, uncut),
     "half, over full-rank training": (0.005, of_size(HALF)),
     "a fifth, over full-rank training": (0.05, of_size(FIFTH)),
     "the elastic score": (0.015, elastic_score),
-    "over the dense model trained at the size": (0.0, at_worst(dense_of_size)),
+    "over the dense model trained at the size": (0.0, against_dense),
     "over the full-rank model, split and cut the same way": (
         0.0,
         at_worst(lambda _, way, share: Model("full-rank", way.full_rank, share)),
@@ -221,11 +217,13 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
     over_all, over_others = Trainings(rows), Trainings(rows, not_copied)
     lines, copying = [], False
     for name, (limit, measure) in GOALS.items():
-        lines.append((name, f"{limit:.1%}", *(_judged(measure(over_all, way), limit) for way in WAYS.values())))
-        values = [measure(over_others, way) for way in WAYS.values()] if measure is not elastic_score else []
-        if any(value is not None for value in values):
+        found = [measure(over_all, way) for way in WAYS.values()]
+        lines.append((name, f"{limit:.1%}", *(_judged(one, limit) for one in found)))
+        besides = [measure(over_others, way) for way in WAYS.values()] if measure is not elastic_score else []
+        if any(besides):
             copying = True
-            lines.append((f"{name}, not copied", f"{limit:.1%}", *(_judged(value, limit) for value in values)))
+            judged = (_judged(one, limit, above) for one, above in zip(besides, found, strict=True))
+            lines.append((f"{name}, not copied", f"{limit:.1%}", *judged))
     ways = [any(cell != UNMEASURED for cell in column) for column in zip(*lines, strict=True)]
     header, *lines = ([*compress(line, ways)] for line in (("goal", "at most", *WAYS), *lines))
     told = (
@@ -233,31 +231,40 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "Where no size is named, the worst size counts."
     )
     if copying:
-        seeds = named_seeds(over_others.seeds(FULL_RANK, Model("SALAAD")))
         told += (
-            f" *Not copied*: over the other tokens ({COPIED}), of models whole, at half and at a fifth, with {seeds}."
+            f" *Not copied*: over the other tokens ({COPIED}), of models whole, at half and at a fifth; the seeds are "
+            "named where they are not those of the line above."
         )
     told += _of_other_seeds(rows)
     return f"{markdown_table(header, lines)}\n\n{told}"
 
 
 def _of_other_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence on the first three goals over the seeds on which no setting was chosen; empty without any."""
+    """Return a sentence on the first three goals over the seeds with which no setting was chosen; empty without any.
+
+    All three are over the seeds that have all of them.
+    """
     others = Trainings([row for row in rows if row["seed"] != CHOSEN_ON])
-    seeds = others.seeds(FULL_RANK, Model("SALAAD"))
-    values = [measure(others, WAYS["without text"]) for _, measure in [*GOALS.values()][:3]]
-    if not seeds or None in values:
+    cuts = [Model("SALAAD", WAYS["without text"].salaad, share) for share in (HALF, FIFTH)]
+    models = [Model("SALAAD"), *cuts]
+    seeds = others.seeds(FULL_RANK, *models)
+    if not seeds:
         return ""
-    uncut, half, fifth = (f"{value:+.1%}" for value in values)
+    uncut, half, fifth = (f"{over:+.1%}" for over in others.all_over(models))
     return (
         f" SALAAD's settings were chosen with seed {CHOSEN_ON} and the same validation text; with "
         f"{named_seeds(seeds)} alone it is {uncut} uncut, {half} at half and {fifth} at a fifth without text."
     )
 
 
-def _judged(value: float | None, limit: float) -> str:
-    """Return a value in percent, with two decimals where one would hide its sign, and whether it is in the limit."""
-    if value is None:
+def _judged(found: Found | None, limit: float, above: Found | None = None) -> str:
+    """Return a figure in percent, with two decimals where one would hide its sign, and whether it is in the limit.
+
+    Its seeds are named where they are not those of the figure `above` it, if that is given.
+    """
+    if found is None:
         return UNMEASURED
+    value, seeds = found
     digits = 1 if abs(value) >= 0.0005 else 2
-    return f"{value:+.{digits}%}, {'met' if value <= limit else 'missed'}"
+    named = f", {named_seeds(seeds)}" if above and above[1] != seeds else ""
+    return f"{value:+.{digits}%}, {'met' if value <= limit else 'missed'}{named}"

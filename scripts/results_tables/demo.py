@@ -7,8 +7,8 @@ from typing import Any
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.compared import FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
-from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, not_copied, size_of
+from scripts.results_tables.compared import CHOSEN_ON, FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
+from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, named_seeds, not_copied, size_of
 
 Row = Mapping[str, Any]
 
@@ -55,7 +55,8 @@ def summary_table() -> str:
     )
     if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{SCALE}.json")) is not None:
         told += (
-            f": over the tokens not copied they are {others[0]:+.1%} at half and {others[1]:+.1%} at a fifth (seed 0)"
+            f": over the tokens not copied they are {others[0]:+.1%} at half and {others[1]:+.1%} at a fifth "
+            f"({named_seeds([CHOSEN_ON])})"
         )
     told += (
         f". [All sizes, and how they were measured]({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
@@ -92,7 +93,9 @@ def _besides(trainings: Trainings, model: Model, other: Model) -> str:
     others = Trainings(trainings.rows, not_copied)
     over, fewer = others.over(model, other), others.seeds(model, other) != trainings.seeds(model, other)
     seeds = _seeds(others, model, other) if fewer else ""
-    return "" if over is None else f", {compared(over).removesuffix(' than')} over the tokens not copied{seeds}"
+    if over is None:
+        return ""
+    return f", {compared(over).removesuffix(' than').removesuffix(' with')} over the tokens not copied{seeds}"
 
 
 def _deviation(trainings: Trainings) -> float:

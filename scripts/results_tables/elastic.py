@@ -270,11 +270,17 @@ def named_seeds(seeds: Iterable[int]) -> str:
     return f"seed{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
-def with_seeds(told: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """Return phrases with their seeds in parentheses, behind the last where all have the same, else behind each."""
+def with_seeds(told: Sequence[tuple[str, Sequence[int]]], page: str = "") -> str:
+    """Return phrases with their seeds in parentheses, behind the last where all have the same, else behind each.
+
+    Args:
+        told: phrases and the seeds of each; at least one.
+        page: link to the page that has the figures, which the last parentheses name.
+    """
     if len({tuple(seeds) for _, seeds in told}) == 1:
-        return f"{', '.join(phrase for phrase, _ in told)} ({named_seeds(told[0][1])})"
-    return ", ".join(f"{phrase} ({named_seeds(seeds)})" for phrase, seeds in told)
+        source = ", ".join(filter(None, (page, named_seeds(told[0][1]))))
+        return f"{', '.join(phrase for phrase, _ in told)} ({source})"
+    return ", ".join(f"{phrase} ({named_seeds(seeds)})" for phrase, seeds in told) + (f" ({page})" if page else "")
 
 
 def _kappas(sizes: Iterable[Row]) -> str:

@@ -42,6 +42,18 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
     assert head.endswith("seeds 0, 1).")
 
 
+def test_what_to_train_is_judged_over_the_seeds_that_the_sentence_names(tmp_path):
+    [found] = said(
+        tmp_path,
+        row("full-rank", 0, 50.0, rpca_head={0.5: 50.0, 0.2: 60.0}),
+        row("SALAAD", 0, 50.0, cut_head={0.5: 48.0, 0.2: 57.0}),
+        row("SALAAD", 1, 50.0, cut_head={0.5: 99.0, 0.2: 99.0}),
+        # Split, but not measured whole, so that nothing is relative to it.
+        {**row("full-rank", 1, 50.0, rpca_head={0.5: 50.0, 0.2: 60.0}), "X": None},
+    )
+    assert "seed 0). So, judged over all tokens, train SALAAD for both sizes." in found
+
+
 def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_says_its_price(tmp_path):
     full = row("full-rank", 0, 50.0, rpca_head_tuned={0.5: 48.0, 0.2: 55.0})
     mine = row("SALAAD", 0, 51.0, head_tuned={0.5: 49.0, 0.2: 52.0})
@@ -87,8 +99,11 @@ def test_other_methods_stand_by_their_whole_trainings_and_else_by_their_best_sho
     (tmp_path / "methods" / "nano-20.json").write_text(json.dumps({"methods": methods | {"salaad": tried(1.0)}}))
     rows = [row("full-rank", 0, 50.0), row("galore", 0, 60.0), row("matformer", 0, 51.0)]
     [found] = said(tmp_path, *rows)
-    assert "relative to full-rank training: matformer +2.0%, galore +20.0% ([elastic]" in found
-    assert "at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
+    assert "training: matformer +2.0%, galore +20.0% ([elastic](elastic/README.md), seed 0). The rest" in found
+    more = [row("full-rank", 1, 40.0), row("galore", 1, 56.0)]
+    [found] = said(tmp_path, *rows, *more)
+    assert "matformer +2.0% (seed 0), galore +30.0% (seeds 0, 1) ([elastic](elastic/README.md)). The rest" in found
+    assert "with one seed, at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
 
 
 def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp_path):
@@ -107,7 +122,10 @@ def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp
         one["X"]["in_context"] = {"other": [loss, 9], "copied": [1.0, 1]}
     [whole] = said(tmp_path, *others)
     assert "to full-rank training (over the tokens that are not copied: +3.0%), its" in whole
-    assert "train galore (-4.0% in perplexity relative to full-rank training). SALAAD's X is -2.0% in" in whole
+    assert "train galore (-4.0% in perplexity relative to full-rank training, seed 0). SALAAD's X is -2.0%" in whole
+    more = [row("full-rank", 1, 100.0), row("SALAAD", 1, 98.0)]
+    [whole] = said(tmp_path, *others, *more)
+    assert "full-rank training, seed 0). SALAAD" in whole and whole.endswith("seeds 0, 1).")
 
 
 def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):

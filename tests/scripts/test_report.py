@@ -197,6 +197,16 @@ def test_two_scales_have_a_page_each_and_one_table_of_claims(results, rows):
     assert "--scale micro kappa`" in missing and "--scale micro cost`" not in missing  # `cost` trains nothing
 
 
+def test_sentences_without_anything_to_name_are_left_out(results):
+    text = pages(results, [NANO])["README.md"]
+    assert "one seed at" not in text and "we recommend too. †: measured" in text  # nano has three seeds
+    assert "among the blocks; so has Table 1 at nano. The paper's" in text
+    (results / "nano").rename(results / "350m")
+    text = pages(results, [SCALES["350m"]])["README.md"]
+    assert "The claims rest on one seed at 350m. †" in text
+    assert "*SALAAD, as in the paper* has the embedding among the blocks. The paper's" in text
+
+
 def test_every_line_of_the_table_of_claims_has_as_many_cells(results):
     lines = claims_table(NANO, results / "nano" / "reproduce").splitlines()
     assert sum(line.startswith("| **") for line in lines) == len(CLAIMS)

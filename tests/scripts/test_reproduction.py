@@ -24,6 +24,12 @@ def test_the_same_training_asked_for_in_two_ways_is_one():
     assert len(distinct(same, SCALES["350m"])) == 2
 
 
+def test_a_training_is_called_that_of_table_1_only_where_it_is():
+    for scale in SCALES.values():
+        for name, run in trainings.embedding_why(scale).items():
+            assert ("Table 1" in name) == (run.name(scale) == trainings.SALAAD.name(scale)), (scale.name, name)
+
+
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
 def test_every_budget_of_a_scale_is_above_what_is_never_compressed(scale):
     config = scale.config

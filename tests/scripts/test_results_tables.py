@@ -8,7 +8,7 @@ from math import exp, log
 import pytest
 
 from scripts.results_tables import demo, elastic, elastic_picture
-from scripts.results_tables.compared import goals_table
+from scripts.results_tables.compared import Trainings, goals_table
 
 SHARES = (0.75, 0.5, 0.2)
 
@@ -158,3 +158,35 @@ def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     by_energy = "over the model trained as in the paper, cut by energy with equal weights"
     assert found[by_energy][1] == "+0.8%, missed"  # at half
     assert "with seed 1 alone it is -2.0% uncut, +0.8% at half and +4.8% at a fifth" in goals_table(rows)
+
+
+def test_figures_name_the_seeds_that_they_have():
+    """The second seed has no fifth without text, and the third has figures over tokens not copied alone of X."""
+    rows = [
+        *(row("full-rank", seed, 50.0) for seed in (0, 1, 2)),
+        row("SALAAD", 0, 49.0, cut_head=[49.0, 50.0, 55.0]),
+        row("SALAAD", 1, 60.0, cut_head=[49.0, 50.0, 55.0]),
+        row("SALAAD", 2, 51.0, cut_head=[49.0, 52.0, 54.0]),
+    ]
+    del rows[4]["ways"]["cut, head"][2]
+    for one in (rows[1], rows[2], rows[4], rows[5]):
+        one["X"]["in_context"] = {"other": (4.0, 10)}
+    rows[5]["ways"]["cut, head"][1]["in_context"] = {"other": (4.01, 10)}
+    text = goals_table(rows)
+    assert "with seed 2 alone it is +2.0% uncut, +4.0% at half and +8.0% at a fifth" in text
+    found = {line[0]: line[2] for line in cells(text)}
+    assert found["uncut, over full-rank training"] == "+6.7%, missed"
+    assert found["uncut, over full-rank training, not copied"] == "+0.00%, met, seeds 1, 2"
+    assert found["half, over full-rank training, not copied"] == "+1.0%, missed, seed 2"
+
+
+def test_models_that_are_level_over_the_tokens_not_copied_are_said_to_be_so():
+    rows = [
+        row("full-rank", 0, 50.0, rpca_head=[50.0, 56.0, 60.0]),
+        row("SALAAD", 0, 50.0, cut_head=[50.0, 50.4, 54.0]),
+    ]
+    for one in rows:
+        for size in next(iter(one["ways"].values())):
+            size["in_context"] = {"other": (4.0, 10)}
+    said = demo.headline(Trainings(rows), ["60 %", "40 %"])
+    assert "10.0 % better than a full-rank model cut the same way (one seed), level over the tokens not copied" in said
