@@ -130,8 +130,8 @@ def print_result(result: dict) -> None:
 
 
 def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
-    """Measure, keep and print every item whose trainings are there; return what stands in the way of the others."""
-    problems = []
+    """Measure, keep and print every item whose trainings are there, then write the report; return what went wrong."""
+    problems, kept = [], []
     for item in items:
         if left := item.missing(scale, again):
             problems.append(f"{item.name} lacks {', '.join(run.name(scale) for run in left)}")
@@ -142,8 +142,14 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
             problems.append(f"{item.name}: {error}")
             continue
         print_result(result)
-        report = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
-        print(f"kept: {item.result(scale).relative_to(ROOT)}; {report.relative_to(ROOT)}")
+        kept.append(item.name)
+        print(f"kept: {item.result(scale).relative_to(ROOT)}", flush=True)
+    if kept:
+        try:
+            report = write_report(ROOT / "results", ITEMS, list(SCALES.values()))
+            print(f"report: {report.relative_to(ROOT)}")
+        except UserError as error:  # a damaged file, perhaps of another scale
+            problems.append(f"the report is not written: {error}")
     return problems
 
 

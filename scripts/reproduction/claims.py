@@ -10,6 +10,7 @@ from scripts.reproduction.evidence import NOT_SHOWN, Number, Row, percent
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.freshness import MARK, commits_of, is_fresh
 from scripts.reproduction.grid import Scale
+from scripts.results_tables.elastic import rows_of
 
 NOT_MEASURED = "not measured"
 
@@ -75,7 +76,7 @@ class Claim:
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing:
             comparison = folder.parents[1] / "elastic" / f"{scale.name}.json"
-            rows = read_json(comparison)["rows"] if self.compared and comparison.exists() else []
+            rows = rows_of(comparison) if self.compared and comparison.exists() else []
             numbers = self.compared(rows) if rows else []
             fresh = is_fresh(commit for row in rows for commit in (row["commit"], *row.get("commits", {}).values()))
             return Verdict(numbers, missing=scale.command(*missing), fresh=fresh)

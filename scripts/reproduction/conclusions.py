@@ -22,7 +22,7 @@ from scripts.results_tables.compared import (
     dense_not_copied,
     not_copied_over,
 )
-from scripts.results_tables.elastic import REPORTED, bench_of, named_seeds, with_seeds
+from scripts.results_tables.elastic import REPORTED, bench_of, named_seeds, rows_of, with_seeds
 
 ELASTIC = "[elastic](elastic/README.md)"
 METHODS = "[methods](methods/README.md#the-search)"
@@ -44,8 +44,8 @@ def nano_20(results: Path) -> Trainings:
 
 def recorded(results: Path, scale: str) -> Trainings:
     """Return the trainings that compare_elastic.py recorded at a scale; there may be none yet."""
-    found = _json(results / "elastic" / f"{scale}.json")
-    return Trainings(found["rows"] if found else ())
+    path = results / "elastic" / f"{scale}.json"
+    return Trainings(rows_of(path) if path.exists() else ())
 
 
 def conclusions(results: Path) -> list[str]:

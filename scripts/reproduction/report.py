@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
-from salaad.common.files import read_json
+from salaad.common.errors import UserError
+from salaad.common.files import read_object
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
 from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
-from scripts.reproduction.items import Item
+from scripts.reproduction.items import Item, Measured
 from scripts.reproduction.scale_page import Result, folder_of, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
 from scripts.results_tables.compared import WAYS, against_dense
-from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, with_seeds
+from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, rows_of, with_seeds
 
 TITLE = "Results"
 ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedding
@@ -63,6 +64,7 @@ PAGES = {
 
 CLAIMS_PAGE = "claims.md"
 FAIR = REPORTED  # the scale whose table of all methods opens the report
+PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
 
@@ -91,9 +93,17 @@ def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) 
 
 
 def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
-    """Return item → result, of the items whose result is there, in the order of `items`."""
+    """Return item → result, of the items whose result is there, in the order of `items`.
+
+    Raises:
+        UserError: a file is damaged or lacks a part of what an item writes.
+    """
     paths = {item.name: folder / f"{item.name}.json" for item in items}
-    return {name: read_json(path) for name, path in paths.items() if path.exists()}
+    found = {name: read_object(path) for name, path in paths.items() if path.exists()}
+    for name, result in found.items():
+        if lacking := [part for part in PARTS if part not in result]:
+            raise UserError(f"{paths[name]} has no {' and no '.join(lacking)}; restore it, or measure {name} --again")
+    return found
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
@@ -132,7 +142,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{FAIR}.json"
     if not measured.exists():
         return []
-    table = fair_table(read_json(measured)["rows"], bench_of(results, FAIR), is_fresh, "elastic/")
+    table = fair_table(rows_of(measured), bench_of(results, FAIR), is_fresh, "elastic/")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
     return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
 

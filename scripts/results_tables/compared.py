@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from salaad.common.files import read_json
+from salaad.common.files import read_object
 from salaad.common.formats import markdown_table
 from scripts.results_tables.elastic import (
     COPIED,
@@ -17,6 +17,7 @@ from scripts.results_tables.elastic import (
     not_copied,
     perplexity,
     results,
+    rows_of,
     score,
     size_of,
 )
@@ -160,16 +161,21 @@ def dense_not_copied(path: Path) -> tuple[float, float] | None:
     """Return half and a fifth trained small over full-rank training, less 1, over the tokens that are not copied.
 
     Args:
-        path: a file of scripts/in_context.py; None is returned if it does not exist.
+        path: a file of scripts/in_context.py.
+
+    Returns:
+        None if the file does not exist, or lacks one of these models with the seed `CHOSEN_ON`.
     """
     if not path.exists():
         return None
-    losses = {row["model"]: row["other"][0] for row in read_json(path)["rows"]}  # of the last checkpoint measured
-    half, fifth = (
-        math.exp(losses[f"dense-{share:g}-{CHOSEN_ON}"] - losses[f"full-rank-{CHOSEN_ON}"]) - 1
-        for share in (HALF, FIFTH)
-    )
-    return half, fifth
+    losses = {
+        row["model"]: row["other"][0] for row in read_object(path).get("rows", ())
+    }  # of the last checkpoint measured
+    names = ("full-rank", *(f"dense-{share:g}" for share in (HALF, FIFTH)))
+    whole, half, fifth = (losses.get(f"{name}-{CHOSEN_ON}") for name in names)
+    if None in (whole, half, fifth):
+        return None
+    return math.exp(half - whole) - 1, math.exp(fifth - whole) - 1
 
 
 def elastic_score(trainings: Trainings, way: Way) -> Found | None:
@@ -206,7 +212,7 @@ GOALS: Mapping[str, tuple[float, Measure]] = {
 
 def sections() -> dict[str, str]:
     """Return for every scale the table of goals and of what was reached."""
-    return {f"elastic-goals-{scale}": goals_table(read_json(path)["rows"]) for scale, path in results().items()}
+    return {f"elastic-goals-{scale}": goals_table(rows_of(path)) for scale, path in results().items()}
 
 
 def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from statistics import pstdev
 from typing import Any
 
-from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import CHOSEN_ON, FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
-from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, named_seeds, not_copied, size_of
+from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, named_seeds, not_copied, rows_of, size_of
 
 Row = Mapping[str, Any]
 
@@ -27,7 +26,7 @@ def sections() -> dict[str, str]:
 
 def summary_table() -> str:
     """Return a table: a SALAAD and a full-rank model whole, cut, and fitted on text; dense models of these sizes."""
-    rows = read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"]
+    rows = rows_of(RESULTS / "elastic" / f"{SCALE}.json")
     trainings = Trainings(rows)
     first = {label: mine[0] for label, mine in by_label(rows).items()}
     whole = first[FULL_RANK.label]["X"]
@@ -152,7 +151,7 @@ def compared(difference: float) -> str:
 
 def samples() -> str:
     """What the smallest and the largest size of SALAAD's elastic folder write, a line each; of the first seed."""
-    rows = reversed(read_json(RESULTS / "elastic" / f"{SCALE}.json")["rows"])
+    rows = reversed(rows_of(RESULTS / "elastic" / f"{SCALE}.json"))
     written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
     texts = written.get("head, tuned") or written["tuned"]
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)

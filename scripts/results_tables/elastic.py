@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from salaad.common.files import read_json
+from salaad.common.errors import UserError
+from salaad.common.files import read_json, read_object
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts import in_context
 from scripts.reproduction.freshness import MARK
@@ -52,6 +53,18 @@ PERPLEXITIES: Mapping[str, Callable[[Row], float | None]] = {
 }
 
 
+def rows_of(path: Path) -> list[Row]:
+    """Return the rows of a JSON file of compare_elastic.py.
+
+    Raises:
+        UserError: the file is damaged or has no rows.
+    """
+    rows = read_object(path).get("rows")
+    if not rows:
+        raise UserError(f"{path} has no rows; restore it, or delete it and measure again with compare_elastic.py")
+    return rows
+
+
 def results() -> dict[str, Path]:
     """Return scale → JSON file of the measurements at it."""
     return {path.stem: path for path in sorted(ELASTIC.glob("*.json"))}
@@ -61,7 +74,7 @@ def sections() -> dict[str, str]:
     """Return for every scale the tables of curves and, unless in `TRIED`, costs, all methods, samples and copying."""
     found = {}
     for scale, path in results().items():
-        rows = read_json(path)["rows"]
+        rows = rows_of(path)
         found[f"elastic-{scale}"] = curves_table(rows)
         if scale in TRIED:
             continue

@@ -7,7 +7,6 @@ from statistics import fmean
 from matplotlib import pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-from salaad.common.files import read_json
 from salaad.evaluation.figures import dress, save
 from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.results_tables.elastic import (
@@ -18,6 +17,7 @@ from scripts.results_tables.elastic import (
     by_label,
     references_of,
     results,
+    rows_of,
     seeds_text,
     ways_of,
 )
@@ -29,7 +29,7 @@ MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts withou
 def draw_pictures() -> None:
     """Draw one picture per scale."""
     for scale, path in results().items():
-        picture(read_json(path)["rows"], ELASTIC / f"{scale}.png")
+        picture(rows_of(path), ELASTIC / f"{scale}.png")
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:

@@ -165,3 +165,5 @@ def test_small_dense_models_are_compared_over_tokens_that_cannot_be_copied_too(t
     (tmp_path / "elastic" / "in-context" / "nano-20.json").write_text(json.dumps({"rows": measured}))
     [more] = said(tmp_path, *rows)
     assert more.startswith(plain) and "are not copied, seed 0, it is +10.0% and +25.0% (over" in more
+    (tmp_path / "elastic" / "in-context" / "nano-20.json").write_text(json.dumps({"rows": measured[:2]}))
+    assert said(tmp_path, *rows) == [plain]

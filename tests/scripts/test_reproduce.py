@@ -190,3 +190,18 @@ def test_commands_name_a_place_for_what_an_item_reads_and_no_path_of_this_machin
     scale = reproduce.asked_scale(reproduce.parser().parse_args(["--scale", "nano", "--task-data", "tasks"]))
     assert reading.command(scale) == "python scripts/reproduce.py --scale nano --task-data DIR asking"
     assert reproduce.ITEMS[0].command(scale) == "python scripts/reproduce.py --scale nano opening"
+
+
+def test_a_damaged_file_of_another_scale_stops_the_report_and_no_item(call, place):
+    damaged = place / "results" / "elastic" / "micro.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{}")
+    with pytest.raises(UserError, match=r"^the report is not written: .*elastic/micro.json has no rows; restore it"):
+        call("all")
+    for name in ("opening", "reading"):
+        assert (place / "results/nano/reproduce" / f"{name}.json").exists()
+    damaged.unlink()
+    (place / "results/micro/reproduce").mkdir(parents=True)
+    (place / "results/micro/reproduce/reading.json").write_text('{"item": "reading"}')
+    with pytest.raises(UserError, match=r"^the report is not written: .*reading.json has no title and no section"):
+        call("all", "--again")
