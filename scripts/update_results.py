@@ -3,7 +3,8 @@
 python scripts/update_results.py
 
 Between <!-- NAME:begin --> and <!-- NAME:end --> a page holds the generated section NAME; the rest of it is prose.
-scripts/reproduce.py makes the report: results/README.md, claims.md and a page per scale.
+The report (results/README.md, claims.md and a page per scale) is generated as a whole, here and at the end of
+scripts/reproduce.py; its marks of changed code are those of the commit that is checked out.
 """
 
 import argparse
@@ -15,6 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from salaad.common.errors import UserError, run_command
+from scripts.reproduction.catalogue import ITEMS
+from scripts.reproduction.grid import SCALES
+from scripts.reproduction.report import write_report
 from scripts.results_tables import (
     RESULTS,
     admm,
@@ -41,13 +45,14 @@ PAGES = (
 
 
 def main() -> None:
-    """Draw the pictures, then write the generated sections of every page."""
+    """Draw the pictures, then write the generated sections of every page, and the report."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     nano.draw_pictures()
     elastic_picture.draw_pictures()
     sections = all_sections()
     for page in PAGES:
         page.write_text(filled(page, sections))
+    write_report(RESULTS, ITEMS, list(SCALES.values()))
 
 
 def all_sections() -> dict[str, str]:

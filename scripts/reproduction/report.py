@@ -19,8 +19,9 @@ from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, f
 
 TITLE = "Results"
 ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedding
-    "scripts/reproduce.py makes this page and those of the scales from the JSON files under results/; no measured "
-    "number is typed by hand. Every item has its command, with which `--again` repeats the measurement.",
+    "`python scripts/update_results.py` makes this page, the claims and the pages of the scales from the JSON files "
+    "under results/, as scripts/reproduce.py does after it has measured; no measured number is typed by hand. Every "
+    "item has its command, with which `--again` repeats the measurement.",
     "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/). With -20, "
     "they see twenty training tokens per parameter; nano sees 1.1 and micro 2.",
     "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
@@ -62,7 +63,7 @@ PAGES = {
     "reliability.md": "faults that a training run survives, and the time to recover",
 }
 
-CLAIMS_PAGE = "claims.md"
+README, CLAIMS_PAGE = "README.md", "claims.md"
 FAIR = REPORTED  # the scale whose table of all methods opens the report
 PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 # Scales at which the claims are judged; others join once there are results of them.
@@ -81,15 +82,24 @@ def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) 
         the path of README.md.
     """
     found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
-    judged = [scale for scale in scales if found[scale] or scale.name in JUDGED]
     measured = {scale: result for scale, result in found.items() if result}
     anywhere = frozenset().union(*measured.values())
-    for scale, of_scale in measured.items():
-        (folder_of(results, scale) / "README.md").write_text(scale_page(results, scale, of_scale, items, anywhere))
-    (results / CLAIMS_PAGE).write_text(claims_page())
-    readme = results / "README.md"
-    readme.write_text(overview(results, judged, list(measured)))
-    return readme
+    pages = {page_of(scale): scale_page(results, scale, of, items, anywhere) for scale, of in measured.items()}
+    for path, text in (first_pages(results, scales, list(measured)) | pages).items():
+        (results / path).write_text(text)
+    return results / README
+
+
+def first_pages(results: Path, scales: Sequence[Scale], measured: Sequence[Scale]) -> dict[str, str]:
+    """Return path → text of the pages that are not of one scale; paths are relative to the folder of all results.
+
+    Args:
+        results: folder of all results.
+        scales: those that may have results.
+        measured: those that have some.
+    """
+    judged = [scale for scale in scales if scale in measured or scale.name in JUDGED]
+    return {README: overview(results, judged, measured), CLAIMS_PAGE: claims_page()}
 
 
 def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:

@@ -29,6 +29,7 @@ REFERENCE = "full-rank"
 REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 TRIED = ("nano-20-95", "nano-5")  # settings that were given up, or shorter runs: on tried.md, by their curves alone
 COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
+ALL_OLD = "Some of the code behind every row has changed since the row was measured."
 SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
@@ -182,7 +183,7 @@ def fair_table(
         *_how_rates_were_chosen(folder),
     ]
     told += [earlier_preset(rows, folder).strip()]
-    told += ["Some of the code behind every row has changed since the row was measured."] if all(old) else []
+    told += [ALL_OLD] if all(old) else []
     legend = "\n".join(f"- {line}" for line in told if line)
     return f"{markdown_table(header, shown)}\n\n{legend}"
 

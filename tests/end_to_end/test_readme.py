@@ -22,6 +22,10 @@ from salaad.factored.fixed_size import slr_modules
 from salaad.methods import base, registry
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts import reproduce
+from scripts.reproduction import freshness
+from scripts.reproduction.grid import SCALES
+from scripts.reproduction.report import first_pages, page_of
+from scripts.results_tables import RESULTS, elastic
 from scripts.update_results import PAGES, all_sections, filled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +121,20 @@ def generated() -> dict[str, str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_table_of_a_page_is_as_update_results_makes_it(page):
     assert filled(page, generated()) == page.read_text(), "run python scripts/update_results.py"
+
+
+def test_the_first_page_of_the_results_and_the_claims_are_as_update_results_makes_them(monkeypatch):
+    """But for what depends on git: the marks of code that has changed, and the widths of columns with them."""
+    monkeypatch.setattr(freshness, "changed_since", lambda commit: [])
+    measured = [scale for scale in SCALES.values() if (RESULTS / page_of(scale)).exists()]
+    for name, text in first_pages(RESULTS, list(SCALES.values()), measured).items():
+        assert unmarked(text) == unmarked((RESULTS / name).read_text()), "run python scripts/update_results.py"
+
+
+def unmarked(text: str) -> list[str]:
+    """The lines of a page of results without marks and the padding of cells."""
+    plain = re.sub(" +", " ", re.sub("-{3,}", "---", text.replace(f" {freshness.MARK}", "")))
+    return [line for line in plain.splitlines() if elastic.ALL_OLD not in line]
 
 
 def test_every_generated_table_stands_on_one_page():
