@@ -23,7 +23,7 @@ from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.variants import Variant
 from salaad.compression.write import compress
 from salaad.config.command_line import read_command_line
-from salaad.config.commands import CompressOptions
+from salaad.config.commands import ALTERNATIONS, CompressOptions
 from salaad.config.run import RunConfig
 from salaad.data import python_docs
 from salaad.evaluation import sweep
@@ -40,7 +40,6 @@ RESULTS = ROOT / "results" / "demo"
 CONFIG = "demo.yaml"
 METHODS = ("full_rank", "salaad")
 KAPPAS = (0.2, 0.4, 0.6, 0.8)
-REFINE = 20
 PROMPT = "The function returns"
 
 
@@ -96,7 +95,8 @@ def deploy(output: Path, config: RunConfig, tokens: int) -> list[dict[str, Any]]
         label: VariantEvaluation(deployment, config.data, tokens=tokens, dtype="float32", batch=32)
         for label, deployment in deployments.items()
     }
-    rows = sweep.measure(evaluations, [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, REFINE, head=True)])
+    variants = [*sweep.grid(budgets, KAPPAS), *sweep.by_energy(budgets, ALTERNATIONS, head=True)]
+    rows = sweep.measure(evaluations, variants)
     elastic_figure(rows, output / "elastic.png")
     keep_rows([{"label": label, **row} for label, mine in rows.items() for row in mine], output / "sweep.json")
     table = []
@@ -123,7 +123,7 @@ def write_text(output: Path) -> str:
     folder = output / f"half-{run.digest[:8]}"
     said = ""
     if not folder.exists():
-        how = {"budget": "0.5", "allocation": "energy", "refine": REFINE, "dtype": "float32"}
+        how = {"budget": "0.5", "allocation": "energy", "refine": ALTERNATIONS, "dtype": "float32"}
         said = compress(CompressOptions(checkpoint=run.name, output=str(folder), **how), run)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -22,7 +22,7 @@ from salaad.compression.deployment import Deployment
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
-from salaad.compression.variants import Variant, parse_kappas
+from salaad.compression.variants import Variant
 from salaad.compression.write import compress
 from salaad.config.command_line import read_command_line
 from salaad.config.commands import ALTERNATIONS, CompressOptions
@@ -36,13 +36,13 @@ from salaad.spectral.cost import RATES
 from salaad.training.plan import flops_of_passes, rebuilt_outline
 from scripts.in_context import losses
 from scripts.outlines import description_of
+from scripts.reproduction.records import KAPPAS
 from scripts.shares import NAMED, all_shares
 
 BEGINS = (0.45, 0.28, 0.2)  # shares at which the ranges of an elastic folder begin
 MATCH = 256  # sequences that layers are matched on
 DISTILL = 20  # distillation reads one in so many of the training tokens
 TEXT_SHARE = 0.3  # share of the text in the targets of distillation; the rest is X's predictions
-KAPPAS = "0:1:0.05"
 BEGINNING = "The village is"  # of the text that the smallest and the largest size go on with
 BLOCKS = SalaadConfig(embedding=True)
 SPLITS = ("rpca", "godec")  # methods of splitting a model that was trained full-rank
@@ -167,7 +167,7 @@ def by_hpa(model: Measured) -> Sizes:
     evaluation = model.evaluation(model.source)
     half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
     for share, budget in budgets_of(model):
-        variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in parse_kappas(KAPPAS)]
+        variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in KAPPAS]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
         yield share, model.row(evaluation, best, share) | {"bytes": cut_bytes(evaluation.deployment, best)}
 

@@ -35,7 +35,8 @@ from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
-from scripts.reproduction.report import FAIR, write_report
+from scripts.reproduction.report import write_report
+from scripts.results_tables.elastic import REPORTED
 
 
 def chosen_items(names: list[str]) -> list[Item]:
@@ -184,8 +185,10 @@ def main() -> None:
     if options.list:
         rows = listing(scale, items)
         print(json.dumps(rows, indent=1) if options.json else listing_table(rows))
-        if scale.name == FAIR and not options.json:
-            print(f"\nThe table of all methods at {FAIR}: the first command of results/elastic/README.md, with --list")
+        if scale.name == REPORTED and not options.json:
+            print(
+                f"\nThe table of all methods at {REPORTED}: the first command of results/elastic/README.md, with --list"
+            )
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")

@@ -12,6 +12,7 @@ from salaad.common.formats import megabytes
 from salaad.config.methods import SETTINGS
 from scripts.compare_methods import best_run
 from scripts.reproduction.evidence import the_row
+from scripts.reproduction.grid import SCALES
 from scripts.results_tables.compared import (
     CHOSEN_ON,
     FIFTH,
@@ -31,15 +32,15 @@ RIVALS = {"ours": "SALAAD", "theirs": "full-rank"}  # field of a sentence → wh
 # Models whose perplexities differ by less count as equally good: SALAAD's relative to full-rank training with the same
 # seed, differs by about as much from one seed to another.
 LEVEL = 0.01
-SCALES = ("nano-20", "nano")  # in order of preference: the longer training, if it is measured
-CUT_BOTH_WAYS = ("nano-20", "nano", "micro")  # scales whose model as in the paper may be cut by HPA and in our way
+PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
+CUT_BOTH_WAYS = (*PREFERRED, "micro")  # scales whose model as in the paper may be cut by HPA and in our way
 # Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
 NO_CHOICE = ("dense, ", "full-rank, one rate")
 
 
-def nano_20(results: Path) -> Trainings:
-    """Return the trainings recorded at nano-20, which has the paper's tokens per parameter."""
-    return recorded(results, SCALES[0])
+def reported(results: Path) -> Trainings:
+    """Return the trainings recorded at the reported scale, which has the paper's tokens per parameter."""
+    return recorded(results, REPORTED)
 
 
 def recorded(results: Path, scale: str) -> Trainings:
@@ -56,8 +57,8 @@ def conclusions(results: Path) -> list[str]:
 
 def full_size(results: Path) -> str | None:
     """Return the sentence on what to train for the best model of full size, and on what SALAAD's X costs."""
-    trainings = nano_20(results)
-    bench = _json(bench_of(results, SCALES[0]))
+    trainings = reported(results)
+    bench = _json(bench_of(results, REPORTED))
     costs = {
         label: cost
         for label in trainings.labels
@@ -94,7 +95,7 @@ def _besides(trainings: Trainings) -> str:
 
 def others(results: Path) -> str | None:
     """Return the sentence on the other methods: trained in full, and otherwise in runs of an eighth of the length."""
-    trainings, searched = nano_20(results), _json(results / "methods" / f"{SCALES[0]}.json")
+    trainings, searched = reported(results), _json(results / "methods" / f"{REPORTED}.json")
     costs = {method: trainings.over(Model(method)) for method in SETTINGS}
     whole = {method: over for method, over in costs.items() if over is not None}
     if not whole or searched is None:
@@ -127,7 +128,7 @@ def _rising(costs: Mapping[str, float]) -> list[str]:
 
 def rates(results: Path) -> str | None:
     """Return the sentence on what a higher learning rate of embedding and head is worth."""
-    for scale in SCALES:
+    for scale in PREFERRED:
         trainings, one_rate = recorded(results, scale), Model("full-rank, one rate")
         cost = trainings.over(one_rate)
         if cost is not None:
@@ -153,7 +154,7 @@ def many_sizes(results: Path) -> str | None:
 
 def many_sizes_with_text(results: Path) -> str | None:
     """Return the sentence on one elastic folder, matched and distilled."""
-    costs = nano_20(results).costs("SALAAD", "head, tuned")
+    costs = reported(results).costs("SALAAD", "head, tuned")
     size, price = "", ""
     if costs is not None:
         size, price = f" ({megabytes(costs[1])})", f", for {costs[0]:.0%} of the training's operations"
@@ -181,7 +182,7 @@ def with_text(results: Path) -> str | None:
 
 def head(results: Path) -> str | None:
     """Return the sentence on what splitting the LM head is worth."""
-    trainings = nano_20(results)
+    trainings = reported(results)
     models = [Model("SALAAD", way, FIFTH) for way in ("cut, head", "cut")]
     if not trainings.seeds(FULL_RANK, *models):
         return None
@@ -195,7 +196,7 @@ def head(results: Path) -> str | None:
 
 def trained_small(results: Path) -> str | None:
     """Return the sentence on small dense models."""
-    trainings = nano_20(results)
+    trainings = reported(results)
     models = [Model(f"dense, {share:g}") for share in (HALF, FIFTH)]
     if not trainings.seeds(FULL_RANK, *models):
         return None
@@ -209,7 +210,7 @@ def trained_small(results: Path) -> str | None:
 
 def _without_copies(results: Path) -> str:
     """Return a sentence on small dense models over the tokens that cannot be copied; empty if not measured."""
-    found = dense_not_copied(results / "elastic" / "in-context" / "nano-20.json")
+    found = dense_not_copied(results / "elastic" / "in-context" / f"{REPORTED}.json")
     if found is None:
         return ""
     half, fifth = found
@@ -297,7 +298,7 @@ def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> st
         sentence: format string with a field for every way.
         ways: field → label of the model and way to cut it; the field gets the changes from the whole full-rank model.
     """
-    trainings = nano_20(results)
+    trainings = reported(results)
     models = [Model(label, way, share) for label, way in ways.values() for share in (HALF, FIFTH)]
     seeds = trainings.seeds(FULL_RANK, *models)
     if not seeds:
@@ -328,15 +329,15 @@ def _seeds(trainings: Trainings, *models: Model) -> str:
 
 def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | None]]:
     """Return the first scale that has results of all these items, and the results; "" and None for each if none has."""
-    for scale in SCALES:
-        found = [_json(results / scale / "reproduce" / f"{item}.json") for item in items]
+    for scale in PREFERRED:
+        found = [_json(SCALES[scale].results_in(results) / f"{item}.json") for item in items]
         if None not in found:
             return scale, found
     return "", [None] * len(items)
 
 
 def _page(scale: str) -> str:
-    return f"[{scale}]({scale}/reproduce/README.md)"
+    return f"[{scale}]({SCALES[scale].results_in(Path())}/README.md)"
 
 
 def _json(path: Path) -> Mapping[str, Any] | None:

@@ -1,6 +1,7 @@
 """The hours that a training takes on a few kinds of machine, measured or estimated from its operations."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.gpus import GPUS as DATA_SHEETS
@@ -17,7 +18,7 @@ MACHINES = ("2 cores", *GPUS)
 def hours(run: Run, scale: Scale, machine: str) -> float:
     """Return the hours of a training: for "2 cores" those on record, if any; else an estimate from its operations."""
     if machine == "2 cores" and run.recorded(scale):
-        return measured_hours(run.record(scale))
+        return measured_hours(read_json(run.record(scale))["summary"])
     if machine == "2 cores":
         return run.flops(scale) / CORES / 3600
     train = scale.config.train
@@ -25,6 +26,6 @@ def hours(run: Run, scale: Scale, machine: str) -> float:
     return max(LAUNCHES * train.steps, run.flops(scale) / speed) / 3600
 
 
-def measured_hours(record: Path) -> float:
-    """Return the wall time, in hours, of the training in a record file."""
-    return sum(read_json(record)["summary"]["seconds"].values()) / 3600
+def measured_hours(summary: Mapping[str, Any]) -> float:
+    """Return the wall time, in hours, of a training, from its summary.json."""
+    return sum(summary["seconds"].values()) / 3600

@@ -11,7 +11,6 @@ CUT_OVER_X, CUT_PARAMETERS = 19.70 / 18.30 - 1, 194 / 368
 WHOLE_OVER_FULL_RANK = 18.04 / 18.80 - 1
 # κ* over all sizes and budgets (section 5.3 and Table 1).
 LEAST_KAPPA, KAPPA_BAND = 0.55, 0.25
-KAPPA_STEP = 0.05  # the largest step of the grid of κ
 # The embedding among the blocks: perplexity relative to that without it, of X at 130M and of L + S at 60M; its rank
 # ratio and density at 350M.
 EMBEDDING_COST = {"X": 22.94 / 22.90 - 1, "L+S": 31.29 / 31.26 - 1}

@@ -25,6 +25,7 @@ from scripts.reproduction.evidence import (
     the_row,
 )
 from scripts.reproduction.judges import STRUCTURE, Results
+from scripts.reproduction.records import KAPPA_STEP
 from scripts.shares import is_same_size
 
 Curve = dict[tuple[int, int], tuple[float, float]]  # (seed, budget) → perplexity of SALAAD and of vanilla + RPCA
@@ -196,8 +197,8 @@ def kappa(results: Results) -> list[Number]:
     """Where κ* lies over all budgets and seeds, and what one κ for all of them costs."""
     winners, costs = [], {}
     coarse = max(b - a for a, b in pairwise(sorted({row["kappa"] for row in results["kappa"]["rows"]} - {None})))
-    if coarse > criteria.KAPPA_STEP + _OF_A_STEP:
-        raise ValueError(f"a grid of κ with steps of {criteria.KAPPA_STEP}")
+    if coarse > KAPPA_STEP + _OF_A_STEP:
+        raise ValueError(f"a grid of κ with steps of {KAPPA_STEP}")
     for rows in each_seed(results["kappa"]["rows"]):
         whole = the_row(rows, variant="L+S")["parameters"]
         for winner in best(rows):

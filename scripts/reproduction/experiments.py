@@ -9,13 +9,14 @@ import numpy as np
 from salaad.common.budgets import parse_budget
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
+from salaad.config.commands import ALTERNATIONS
 from salaad.evaluation.sweep import by_energy
 from scripts.reproduction import pictures, trainings
 from scripts.reproduction.deployments import found_and_true
 from scripts.reproduction.evidence import Number, percent, span, structure_text
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Measured
-from scripts.reproduction.records import REFINE, choose_kappas, evaluation, perplexity, post_hoc, summary
+from scripts.reproduction.records import choose_kappas, evaluation, perplexity, post_hoc, summary
 from scripts.shares import is_same_size
 
 LEFT = (1, 0.6, 0.3)  # fractions of L's singular values and of S's entries to keep, the largest ones
@@ -87,7 +88,7 @@ def one_training(scale: Scale) -> Measured:
     ):
         measure = evaluation(run.folder(scale), scale, split)
         budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
-        refined = [variant for variant in by_energy(budgets, REFINE) if variant.refine]
+        refined = [variant for variant in by_energy(budgets, ALTERNATIONS) if variant.refine]
         variants = [Variant("X"), *([] if split else [Variant("L+S")]), *refined]
         rows += [{"label": label, **measure(variant)} for variant in variants]
     small = {"1": trainings.VANILLA, **trainings.small_dense(scale)}
@@ -96,7 +97,7 @@ def one_training(scale: Scale) -> Measured:
     pictures.one_training(rows, scale.results / "one_training.png")
     dense = next(row["parameters"] for row in rows)
     table = by_size(rows, [parse_budget(share, dense) for share in ("1", *scale.budgets)])
-    notes = [f"cuts by energy, with {REFINE} refinements; every model saw the same tokens; seed 0"]
+    notes = [f"cuts by energy, with {ALTERNATIONS} refinements; every model saw the same tokens; seed 0"]
     notes += ["–: L + S is smaller than this size"] if "–" in table else []
     tables = {"perplexity by parameters of the whole model": table}
     return Measured(rows, tables, {"perplexity over parameters": "one_training.png"}, notes)

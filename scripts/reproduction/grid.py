@@ -106,7 +106,11 @@ class Scale:
     @property
     def results(self) -> Path:
         """The folder of this scale's results."""
-        return ROOT / "results" / self.name / "reproduce"
+        return self.results_in(ROOT / "results")
+
+    def results_in(self, results: Path) -> Path:
+        """Return the folder of this scale's results in a folder of all results."""
+        return results / self.name / "reproduce"
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 
 from salaad.common.files import read_json, write_json
 from salaad.common.provenance import provenance
+from scripts.reproduction.cost import measured_hours
 from scripts.reproduction.grid import Run, Scale, distinct
 
 
@@ -100,5 +101,5 @@ def trained_by(run: Run, scale: Scale) -> dict[str, Any]:
         "name": run.name(scale),
         **{key: record[key] for key in ("command", "commit", "machine")},
         "tokens": summary["tokens"],
-        "hours": sum(summary["seconds"].values()) / 3600,
+        "hours": measured_hours(summary),
     }

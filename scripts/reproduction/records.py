@@ -12,7 +12,8 @@ from salaad.common.budgets import parse_budget, parse_count
 from salaad.common.files import read_json
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc
-from salaad.compression.variants import Variant
+from salaad.compression.variants import Variant, parse_kappas
+from salaad.config.commands import ALTERNATIONS
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.evaluation.sweep import best, by_energy, grid
@@ -20,8 +21,8 @@ from salaad.evaluation.variant_perplexity import VariantEvaluation
 from salaad.runs.model_on_disk import ModelOnDisk
 from scripts.reproduction.grid import Run, Scale
 
-KAPPAS = tuple(k / 20 for k in range(21))
-REFINE = 20  # alternating projections of a refined cut
+KAPPA_STEP = 0.05
+KAPPAS = tuple(parse_kappas(f"0:1:{KAPPA_STEP}"))  # of which HPA's best is chosen
 
 
 @lru_cache(maxsize=2)  # each entry holds a model with its L + S
@@ -78,7 +79,7 @@ def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[s
     """Return the rows of X and L + S, and at every budget of the scale of HPA at κ*, energy, and energy refined."""
     measure = evaluation(run.folder(scale), scale, split)
     budgets = [parse_budget(budget, measure.deployment.dense) for budget in scale.budgets]
-    variants = [Variant("X"), Variant("L+S"), *by_energy(budgets, REFINE)]
+    variants = [Variant("X"), Variant("L+S"), *by_energy(budgets, ALTERNATIONS)]
     measure.deployment.check(variants)
     return [*choose_kappas(measure, budgets)[1], *map(measure, variants)]
 

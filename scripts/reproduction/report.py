@@ -12,7 +12,7 @@ from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
 from scripts.reproduction.freshness import LEGEND, is_fresh
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item, Measured
-from scripts.reproduction.scale_page import Result, folder_of, scale_page
+from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
 from scripts.results_tables.compared import WAYS, against_dense
 from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, rows_of, with_seeds
@@ -64,7 +64,6 @@ PAGES = {
 }
 
 README, CLAIMS_PAGE = "README.md", "claims.md"
-FAIR = REPORTED  # the scale whose table of all methods opens the report
 PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
@@ -81,7 +80,7 @@ def write_report(results: Path, items: Sequence[Item], scales: Sequence[Scale]) 
     Returns:
         the path of README.md.
     """
-    found = {scale: read_results(folder_of(results, scale), items) for scale in scales}
+    found = {scale: read_results(scale.results_in(results), items) for scale in scales}
     measured = {scale: result for scale, result in found.items() if result}
     anywhere = frozenset().union(*measured.values())
     pages = {page_of(scale): scale_page(results, scale, of, items, anywhere) for scale, of in measured.items()}
@@ -118,7 +117,7 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:
     """Claim by scale: yes, no, not shown, or not measured; with a mark where the code has changed since."""
-    columns = [verdicts(scale, folder_of(results, scale)) for scale in scales]
+    columns = [verdicts(scale, scale.results_in(results)) for scale in scales]
     lines = [
         (f"[{claim.name}]({CLAIMS_PAGE}#{anchor(claim.name)})", *(verdict.answer for verdict in row))
         for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
@@ -149,12 +148,12 @@ def beside_dense(results: Path) -> str:
 
 def fair(results: Path) -> list[str]:
     """The table of all methods at the paper's tokens per parameter, and its picture; nothing before it is measured."""
-    measured = results / "elastic" / f"{FAIR}.json"
+    measured = results / "elastic" / f"{REPORTED}.json"
     if not measured.exists():
         return []
-    table = fair_table(rows_of(measured), bench_of(results, FAIR), is_fresh, "elastic/")
-    picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{FAIR}.png)"
-    return [f"## Methods at the paper's tokens per parameter ({FAIR})", table, picture]
+    table = fair_table(rows_of(measured), bench_of(results, REPORTED), is_fresh, "elastic/")
+    picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{REPORTED}.png)"
+    return [f"## Methods at the paper's tokens per parameter ({REPORTED})", table, picture]
 
 
 def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) -> str:
@@ -167,7 +166,7 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
     """
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
-        rows = recorded(results, FAIR).rows
+        rows = recorded(results, REPORTED).rows
         level = f"Models whose perplexities differ by less than {LEVEL:.0%} count as equally good."
         level += earlier_preset(rows, "elastic/")
         parts += ["## What to conclude", level, "\n".join(f"- {sentence}" for sentence in said)]
@@ -193,7 +192,7 @@ def anchor(heading: str) -> str:
 
 def page_of(scale: Scale) -> str:
     """Return the path of a scale's page, relative to the folder of all results."""
-    return f"{scale.name}/reproduce/README.md"
+    return str(scale.results_in(Path()) / "README.md")
 
 
 def claims_page() -> str:

@@ -13,11 +13,6 @@ from scripts.reproduction.items import Item
 Result = Mapping[str, Any]
 
 
-def folder_of(results: Path, scale: Scale) -> Path:
-    """Return the folder of a scale's results."""
-    return results / scale.name / "reproduce"
-
-
 def scale_page(
     results: Path, scale: Scale, measured: Mapping[str, Result], items: Sequence[Item], anywhere: frozenset[str]
 ) -> str:
@@ -35,7 +30,7 @@ def scale_page(
         "[All results](../../README.md) tells how to read this page.",
     ]
     parts += [outdated_note(measured), "## The claims", "[What each says and needs](../../claims.md)."]
-    parts.append(claims_table(scale, folder_of(results, scale)))
+    parts.append(claims_table(scale, scale.results_in(results)))
     for result in measured.values():
         parts += markdown_item(result)
     missing = [item for item in items if item.name not in (measured if item.runs(scale) else anywhere)]

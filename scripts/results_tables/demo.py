@@ -7,14 +7,22 @@ from typing import Any
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import CHOSEN_ON, FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
-from scripts.results_tables.elastic import COPIED, by_label, earlier_preset, named_seeds, not_copied, rows_of, size_of
+from scripts.results_tables.elastic import (
+    COPIED,
+    REPORTED,
+    by_label,
+    earlier_preset,
+    named_seeds,
+    not_copied,
+    rows_of,
+    size_of,
+)
 
 Row = Mapping[str, Any]
 
-SCALE = "nano-20"
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
 FITTED = {"full-rank": "rpca, head, tuned", "SALAAD": "head, tuned"}  # one folder of all sizes
-ELASTIC = f"results/elastic/README.md#{SCALE}"
+ELASTIC = f"results/elastic/README.md#{REPORTED}"
 SHARES = (0.75, 0.5, 0.2)  # of the compressible parameters
 
 
@@ -26,7 +34,7 @@ def sections() -> dict[str, str]:
 
 def summary_table() -> str:
     """Return a table: a SALAAD and a full-rank model whole, cut, and fitted on text; dense models of these sizes."""
-    rows = rows_of(RESULTS / "elastic" / f"{SCALE}.json")
+    rows = rows_of(RESULTS / "elastic" / f"{REPORTED}.json")
     trainings = Trainings(rows)
     first = {label: mine[0] for label, mine in by_label(rows).items()}
     whole = first[FULL_RANK.label]["X"]
@@ -52,7 +60,7 @@ def summary_table() -> str:
         "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, which "
         "were not searched for them, and copy less from their context"
     )
-    if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{SCALE}.json")) is not None:
+    if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{REPORTED}.json")) is not None:
         told += (
             f": over the tokens not copied they are {others[0]:+.1%} at half and {others[1]:+.1%} at a fifth "
             f"({named_seeds([CHOSEN_ON])})"
@@ -151,7 +159,7 @@ def compared(difference: float) -> str:
 
 def samples() -> str:
     """What the smallest and the largest size of SALAAD's elastic folder write, a line each; of the first seed."""
-    rows = reversed(rows_of(RESULTS / "elastic" / f"{SCALE}.json"))
+    rows = reversed(rows_of(RESULTS / "elastic" / f"{REPORTED}.json"))
     written = {way: texts for row in rows if row["label"] == "SALAAD" for way, texts in row.get("samples", {}).items()}
     texts = written.get("head, tuned") or written["tuned"]
     return "\n".join(f"- {millions(one['parameters'])}: *{' '.join(one['text'].split())}*" for one in texts)
