@@ -16,6 +16,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -90,18 +91,22 @@ def listing_table(rows: list[dict]) -> str:
     return markdown_table(header, lines)
 
 
-def train_all(left: list[Run], scale: Scale, jobs: int, launcher: list[str]) -> list[str]:
+def train_all(left: list[Run], scale: Scale, jobs: int, launcher: Sequence[str]) -> list[str]:
     """Train, `jobs` side by side, printing what is left and how long it takes; return the names of failed trainings."""
     begun, failed = time.monotonic(), []
+    threads = max(1, torch.get_num_threads() // jobs)
     with ThreadPoolExecutor(jobs) as pool:
-        threads = max(1, torch.get_num_threads() // jobs)
         futures = {pool.submit(train, run, scale, launcher, threads): run for run in left}
         try:
             for number, future in enumerate(as_completed(futures), 1):
-                name, problem = futures[future].name(scale), future.result()
-                failed += [name] if problem else []
+                said = f"{futures[future].name(scale)}: trained"
+                try:
+                    future.result()
+                except UserError as problem:
+                    failed.append(futures[future].name(scale))
+                    said = str(problem)
                 minutes = (time.monotonic() - begun) / number * (len(left) - number) / 60
-                print(f"{name}: {problem or 'trained'}; {len(left) - number} left, about {minutes:.0f} min", flush=True)
+                print(f"{said}; {len(left) - number} left, about {minutes:.0f} min", flush=True)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # else the next training would begin
             raise
@@ -197,7 +202,7 @@ def main() -> None:
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
         return
-    launcher = [sys.executable] if options.launcher == "python" else shlex.split(options.launcher)
+    launcher = (sys.executable,) if options.launcher == "python" else tuple(shlex.split(options.launcher))
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
     if "all" in options.items:

@@ -34,28 +34,67 @@ class Trained(NamedTuple):
     summary: dict[str, Any] | None
 
 
+class DivergedError(UserError):
+    """The error of a training that ended because a number was not finite."""
+
+
+def train_to_the_end(
+    command: Sequence[str], folder: Path, threads: int | None = None, launcher: Sequence[str] = (sys.executable,)
+) -> None:
+    """Start a training, or go on with it, and wait until it has taken its last step.
+
+    What a failed training wrote to standard error is kept beside its folder, in NAME.log.
+
+    Args:
+        command: train.py and its options, with `folder` as --output.
+        folder: folder of the run.
+        threads: threads of every process; as the environment says unless given.
+        launcher: what is typed before train.py.
+
+    Raises:
+        UserError: the training diverged (`DivergedError`), failed, or ended before its last step.
+    """
+    diagnosis = folder / "diagnosis.json"
+    earlier = _version(diagnosis)  # train.py leaves an earlier start's where it refuses to start
+    environment = os.environ | {"TQDM_DISABLE": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        log = folder.with_name(f"{folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(done.stderr)
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        kind = DivergedError if _version(diagnosis) not in (None, earlier) else UserError
+        raise kind(f"{folder.name} failed: {said}; all that it said is in {log}")
+    if not (folder / "summary.json").exists():
+        own = launcher != (sys.executable,)
+        waiting = "; a launcher has to wait for the end of a training, as sbatch --wait does" if own else ""
+        raise UserError(f"{folder.name} ended before its last step; the same command goes on with it{waiting}")
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that replaced it; None where there is no file."""
+    try:
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Trained:
     """Train with these options of train.py into `folder`, unless it holds the finished run already.
 
     Args:
         words: options of train.py.
-        folder: folder of the run; its parent must exist.
+        folder: folder of the run.
         one_core: compute on one core, whatever the environment says.
 
     Raises:
         UserError: the training failed or was stopped, or the folder holds one with other settings.
     """
     if not (folder / "summary.json").exists():
-        command = [sys.executable, "train.py", *words, "--output", str(folder), "--resume", "auto"]
-        environment = os.environ | {"TQDM_DISABLE": "1"} | ({"OMP_NUM_THREADS": "1"} if one_core else {})
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if (folder / "diagnosis.json").exists() and not (folder / "summary.json").exists():
+        try:
+            train_to_the_end(["train.py", *words, "--output", str(folder)], folder, threads=1 if one_core else None)
+        except DivergedError:
             return Trained({"command": " ".join(words)}, None)
-        if done.returncode:
-            (folder.parent / f"{folder.name}.log").write_text(done.stderr)
-            raise UserError(f"{folder.name} failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
-        if not (folder / "summary.json").exists():
-            raise UserError(f"{folder.name} was stopped before its last step; the same command goes on with it")
     config, asked = config_of(folder), read_command_line(words)[0].to_dict()
     if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")

@@ -1,8 +1,6 @@
 """The trainings behind the paper's tables and figures: a method, a seed, and factors on a scale's own settings."""
 
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from salaad.common.errors import UserError
 from salaad.common.files import read_json
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.model.build import training_flops
 from salaad.runs.summary import save_result
 from scripts.outlines import outline_of
-from scripts.trainings import ROOT, config_of, is_same
+from scripts.trainings import ROOT, config_of, is_same, train_to_the_end
 
 SHORT = {
     "salaad.rho_constant": "rho",
@@ -261,19 +260,18 @@ def distinct(runs: Iterable[Run], scale: Scale) -> list[Run]:
     return list(named.values())
 
 
-def train(run: Run, scale: Scale, launcher: list[str], threads: int) -> str | None:
-    """Start or resume a training, and record it when it ends; return the last line of its error if it fails."""
+def train(run: Run, scale: Scale, launcher: Sequence[str], threads: int) -> None:
+    """Start or resume a training, and record it when it ends.
+
+    Raises:
+        UserError: the training failed or ended before its last step, or its folder holds one with other settings.
+    """
     if run.done(scale):
-        return None
+        return
+    folder = run.folder(scale)
     if run.other_settings(scale):
-        return f"{run.folder(scale)} was trained with other settings than are asked for now; move it away"
+        raise UserError(f"{folder} was trained with other settings than are asked for now; move it away")
     command = run.command(scale)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        return next(iter(reversed(done.stderr.strip().splitlines())), f"exit code {done.returncode}")
-    if not (run.folder(scale) / "summary.json").exists():
-        return f"{launcher[0]} ended before the training; give one that waits for its end, such as sbatch --wait"
-    launched = ["python"] if launcher == [sys.executable] else launcher
-    save_result(run.folder(scale), run.record(scale), shlex.join([*launched, *command]))
-    return None
+    train_to_the_end(command, folder, threads, launcher)
+    launched = launcher if launcher != (sys.executable,) else ("python",)
+    save_result(folder, run.record(scale), shlex.join([*launched, *command]))

@@ -10,6 +10,7 @@ import yaml
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import reproduce
+from scripts import trainings as starts
 from scripts.reproduction import grid, trainings
 from scripts.reproduction.items import Item, Measured
 
@@ -41,7 +42,7 @@ def place(tmp_path, monkeypatch):
         settings = read_command_line(["--config", "nano", "--method", method])[0].to_dict()
         (tmp_path / f"{method}.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
-    for module in (grid, reproduce):
+    for module in (grid, reproduce, starts):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     items = (
         Item("opening", "Opens", "1", trainings.once(trainings.VANILLA), lambda scale: Measured([{"value": 1}])),
@@ -143,7 +144,21 @@ def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
     assert (place / "runs/reproduce/nano/salaad/summary.json").exists()
     assert not (place / "results/nano/reproduce/opening.json").exists()
     (place / "broken").unlink()
+    assert "the disk is full" in (place / "runs/reproduce/nano/full_rank.log").read_text()
     assert call("all")[0] == ["full_rank"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_training_that_ends_early_is_told_from_a_launcher_that_does_not_wait(call, place, monkeypatch, capsys, own):
+    (place / "train.py").write_text("#!/bin/sh\n")  # ends with code 0 and without a summary, as Python's too
+    (place / "train.py").chmod(0o755)
+    monkeypatch.setenv("PATH", str(place), prepend=":")
+    launcher = ["--launcher", "env"] if own else ["--launcher", "python"]
+    with pytest.raises(UserError, match="opening lacks full_rank"):
+        call("opening", *launcher)
+    said = capsys.readouterr().out
+    assert "full_rank ended before its last step; the same command goes on with it" in said
+    assert ("as sbatch --wait does" in said) == own
 
 
 def test_the_list_and_the_printed_commands_name_what_is_left(call, place):

@@ -1,5 +1,6 @@
 """A script's trainings: a finished run is taken only if it was trained with the requested settings."""
 
+import os
 import subprocess
 
 import pytest
@@ -64,5 +65,39 @@ def test_settings_of_other_methods_do_not_count(finished):
 
 def test_a_training_that_was_stopped_goes_on_by_the_same_command(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda words, **how: subprocess.CompletedProcess(words, 0, "", ""))
-    with pytest.raises(UserError, match="run was stopped before its last step; the same command goes on with it"):
+    with pytest.raises(UserError, match="run ended before its last step; the same command goes on with it"):
         trained(WORDS, tmp_path / "run")
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function that gets what train.py writes to standard error, and whether it diverges; it trains and fails."""
+
+    def run(said: str, diverges: bool):
+        def start(command, **how):
+            folder = tmp_path / "run"
+            assert command[-2:] == ["--output", str(folder)]
+            if diverges:
+                folder.mkdir(exist_ok=True)
+                (folder / "diagnosis.json").write_text("{}")
+            return subprocess.CompletedProcess(command, 2, "", said)
+
+        monkeypatch.setattr(subprocess, "run", start)
+        return trained(WORDS, tmp_path / "run")
+
+    return run
+
+
+def test_a_training_whose_numbers_diverge_has_no_summary(train):
+    assert train("error: a number is not finite at step 3", diverges=True).summary is None
+
+
+def test_a_refusal_to_go_on_with_a_run_that_had_diverged_is_told_and_its_diagnosis_is_kept(train, tmp_path):
+    train("error: a number is not finite at step 3", diverges=True)
+    before = 10**9  # seconds, as long ago as a later start is
+    os.utime(tmp_path / "run" / "diagnosis.json", (before, before))
+    with pytest.raises(UserError, match=r"run failed: error: begun with other settings; all that it said is in .*log"):
+        train("a warning\nerror: begun with other settings\n", diverges=False)
+    assert (tmp_path / "run" / "diagnosis.json").exists()
+    assert (tmp_path / "run.log").read_text() == "a warning\nerror: begun with other settings\n"
+    assert train("error: a number is not finite at step 5", diverges=True).summary is None
