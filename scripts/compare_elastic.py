@@ -16,7 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -53,6 +53,7 @@ from scripts.elastic_ways import (
     way_of_tuning,
 )
 from scripts.outlines import outline_of
+from scripts.side_by_side import side_by_side
 from scripts.trainings import ROOT, config_of, is_same, trained
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
@@ -291,8 +292,9 @@ def main() -> None:
         comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
 
     runs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(measure, todo))
+    with side_by_side(options.jobs) as submit:
+        for ended in as_completed([submit(measure, item) for item in todo]):
+            ended.result()
 
 
 def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:

@@ -15,10 +15,10 @@ after every run. With --jobs, runs of one method go side by side too.
 import argparse
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from concurrent.futures import as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +32,7 @@ from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
 from scripts.own_settings import SHOWN_ONLY, alternatives
+from scripts.side_by_side import Submit, side_by_side
 from scripts.trainings import ROOT, trained
 
 EIGHTH, FACTORS, MOST_MORE, SEARCH_TOKENS = 8, (0.5, 1.0, 2.0), 3, 50_000
@@ -82,7 +83,6 @@ class Contest:
         projections: shares of the learning rate at which projections learn; if empty, the configured one.
         extra: options of train.py for all runs.
         own: whether the methods' own settings are searched too.
-        jobs: runs side by side, of one method or of several.
     """
 
     config: str
@@ -90,11 +90,6 @@ class Contest:
     projections: tuple[float, ...]
     extra: tuple[str, ...]
     own: bool = False
-    jobs: int = 1
-    free: BoundedSemaphore = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "free", BoundedSemaphore(self.jobs))
 
     def words(self, method: str) -> list[str]:
         """Options of train.py for all runs of a method."""
@@ -112,8 +107,7 @@ class Contest:
         words = [*self.words(method), *rates.words]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
-        with self.free:
-            about, summary = trained(words, folder)
+        about, summary = trained(words, folder)
         found = {
             "lr": rates.lr,
             "projection_lr": rates.projections,
@@ -128,19 +122,20 @@ class Contest:
         print(f"{folder.name}: {shown}", flush=True)
         return found | {"variants": summary["variants"]}
 
-    def complete(self, method: str, entry: dict[str, Any], search_only: bool, save: Callable[[], None]) -> None:
-        """Do the runs that the entry of a method lacks: those of its search, and one in full at the best rates."""
+    def complete(
+        self, method: str, entry: dict[str, Any], search_only: bool, save: Callable[[], None], submit: Submit
+    ) -> None:
+        """Submit the runs that a method's entry lacks: those of its search, and one in full at the best rates."""
         config, _ = read_command_line(self.words(method))
         entry["own_lr"], steps = config.optimizer.lr, config.train.steps // EIGHTH
         search, centre = entry.setdefault("search", []), config.optimizer.lr
 
         def tried(*several: Rates) -> None:
             new = [rates for rates in several if rates not in map(Rates.of, search)]
-            with ThreadPoolExecutor(self.jobs) as pool:
-                for run in as_completed([pool.submit(self.result, method, rates, steps) for rates in new]):
-                    search.append(run.result())
-                    search.sort(key=lambda row: (-Rates.of(row).projections, row["lr"], Rates.of(row).settings))
-                    save()
+            for run in as_completed([submit(self.result, method, rates, steps) for rates in new]):
+                # Sorted in place, the list would be empty for a moment in which another search may save it.
+                search[:] = sorted([*search, run.result()], key=_order)
+                save()
 
         for share in self.shares(method):
             tried(*(Rates(centre * factor, share) for factor in FACTORS))
@@ -153,8 +148,14 @@ class Contest:
         plain = best_rates([row for row in search if not Rates.of(row).settings])
         tried(*(plain._replace(settings=settings) for settings in alternatives(config) if self.own))
         if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(search)):
-            entry["full"] = self.result(method, best_rates(search), None)
+            entry["full"] = submit(self.result, method, best_rates(search), None).result()
             save()
+
+
+def _order(row: dict[str, Any]) -> tuple[float, float, tuple[str, ...]]:
+    """Return the sort key of a run in the search of a method."""
+    rates = Rates.of(row)
+    return -rates.projections, rates.lr, rates.settings
 
 
 def _found(search: list[dict[str, Any]], share: float) -> dict[float, float]:
@@ -215,7 +216,7 @@ def main() -> None:
     if not all(share > 0 for share in shares):
         raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
     runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"methods-{options.config}"
-    contest = Contest(options.config, runs, shares, tuple(extra), options.own, options.jobs)
+    contest = Contest(options.config, runs, shares, tuple(extra), options.own)
     contest.runs.mkdir(parents=True, exist_ok=True)
     found = kept_results(options.output, contest) if options.output.exists() else {}
     lock = Lock()
@@ -225,11 +226,14 @@ def main() -> None:
             ordered = {name: found[name] for name in SETTINGS if found.get(name, {}).get("search")}
             write_json({"config": options.config, **provenance(), "methods": ordered}, options.output)
 
-    def measure(method: str) -> None:
-        contest.complete(method, found.setdefault(method, {}), options.search_only, save)
+    # Every search waits in a thread of its own for its runs, which share the threads of all trainings.
+    with side_by_side(options.jobs) as search, side_by_side(options.jobs) as submit:
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(measure, split_list(options.methods)))
+        def measure(method: str) -> None:
+            contest.complete(method, found.setdefault(method, {}), options.search_only, save, submit)
+
+        for ended in as_completed([search(measure, method) for method in split_list(options.methods)]):
+            ended.result()
 
 
 if __name__ == "__main__":

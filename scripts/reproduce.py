@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct
 from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
 from scripts.results_tables.elastic import REPORTED
+from scripts.side_by_side import side_by_side
 
 
 def chosen_items(names: list[str]) -> list[Item]:
@@ -95,21 +96,22 @@ def train_all(left: list[Run], scale: Scale, jobs: int, launcher: Sequence[str])
     """Train, `jobs` side by side, printing what is left and how long it takes; return the names of failed trainings."""
     begun, failed = time.monotonic(), []
     threads = max(1, torch.get_num_threads() // jobs)
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(train, run, scale, launcher, threads): run for run in left}
+
+    def problem_of(run: Run) -> str | None:
         try:
-            for number, future in enumerate(as_completed(futures), 1):
-                said = f"{futures[future].name(scale)}: trained"
-                try:
-                    future.result()
-                except UserError as problem:
-                    failed.append(futures[future].name(scale))
-                    said = str(problem)
-                minutes = (time.monotonic() - begun) / number * (len(left) - number) / 60
-                print(f"{said}; {len(left) - number} left, about {minutes:.0f} min", flush=True)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # else the next training would begin
-            raise
+            train(run, scale, launcher, threads)
+        except UserError as problem:  # with which the others can go on
+            return str(problem)
+        return None
+
+    with side_by_side(jobs) as submit:
+        futures = {submit(problem_of, run): run.name(scale) for run in left}
+        for number, future in enumerate(as_completed(futures), 1):
+            name, problem = futures[future], future.result()
+            failed += [name] if problem else []
+            minutes = (time.monotonic() - begun) / number * (len(left) - number) / 60
+            said = problem or f"{name}: trained"
+            print(f"{said}; {len(left) - number} left, about {minutes:.0f} min", flush=True)
     return failed
 
 

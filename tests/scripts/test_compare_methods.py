@@ -2,7 +2,6 @@
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from math import log2
 from threading import Barrier
 from time import sleep
@@ -17,6 +16,7 @@ from scripts import compare_elastic, compare_methods
 from scripts.compare_methods import Contest, Rates, best_rates
 from scripts.own_settings import alternatives
 from scripts.results_tables.methods import search_table
+from scripts.side_by_side import side_by_side
 from scripts.trainings import Trained
 
 
@@ -213,7 +213,8 @@ def test_as_many_runs_of_one_method_go_side_by_side_as_there_are_jobs(tmp_path, 
 
     monkeypatch.setattr(compare_methods, "trained", trained)
     entry = {}
-    Contest("nano", tmp_path, (), (), jobs=jobs).complete("cola", entry, True, lambda: None)
+    with side_by_side(jobs) as submit:
+        Contest("nano", tmp_path, (), ()).complete("cola", entry, True, lambda: None, submit)
     assert [row["lr"] for row in entry["search"]] == [0.0015, 0.003, 0.006]
     assert most == [jobs] * 3
 
@@ -229,7 +230,27 @@ def test_runs_of_several_methods_share_the_jobs(tmp_path, monkeypatch):
         return Trained({}, {"variants": {"X": {"perplexity": read_command_line(words)[0].optimizer.lr}}})
 
     monkeypatch.setattr(compare_methods, "trained", trained)
-    contest = Contest("nano", tmp_path, (), (), jobs=2)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda method: contest.complete(method, {}, True, lambda: None), ("cola", "full_rank")))
-    assert max(most) <= 2
+    words = ["--methods=cola,full_rank", "--search-only", "--jobs=2", f"--runs={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", *words, f"--output={tmp_path / 'found.json'}"])
+    compare_methods.main()
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize("error", [UserError("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_training_begins_after_one_has_failed(tmp_path, monkeypatch, error, jobs):
+    begun = []
+
+    def trained(words, folder):
+        begun.append(folder.name)
+        if len(begun) == jobs:
+            raise error
+        sleep(0.2)  # until after the error
+        return Trained({}, {"variants": {"X": {"perplexity": 9.0}}})
+
+    monkeypatch.setattr(compare_methods, "trained", trained)
+    words = ["--methods=cola,full_rank,lora", f"--jobs={jobs}", f"--runs={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", *words, f"--output={tmp_path / 'found.json'}"])
+    with pytest.raises(type(error)) as told:
+        compare_methods.main()
+    assert told.value is error and len(begun) == jobs

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from time import sleep
 
 import pytest
 import yaml
@@ -146,6 +147,24 @@ def test_a_failed_training_is_named_and_the_others_are_kept(call, place):
     (place / "broken").unlink()
     assert "the disk is full" in (place / "runs/reproduce/nano/full_rank.log").read_text()
     assert call("all")[0] == ["full_rank"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_training_begins_after_an_error_that_no_user_can_correct(call, place, monkeypatch, jobs):
+    begun = []
+
+    def train(run, scale, launcher, threads):
+        begun.append(run.name(scale))
+        if len(begun) == jobs:
+            raise RuntimeError
+        sleep(0.2)  # until after the error
+
+    seeds = trainings.once(*(trainings.VANILLA.seeded(seed) for seed in range(9)))
+    monkeypatch.setattr(reproduce, "ITEMS", (Item("many", "Many", "1", seeds, lambda scale: Measured()),))
+    monkeypatch.setattr(reproduce, "train", train)
+    with pytest.raises(RuntimeError):
+        call("many", "--jobs", str(jobs))
+    assert len(begun) == jobs
 
 
 @pytest.mark.parametrize("own", [False, True])
