@@ -8,8 +8,8 @@ half and double of it; and as long as the best one lies at the edge, one more on
 repeated for every further value of --projections, the learning rate of the projections as a share of the main one,
 around the best rate found with the share before; methods with a rate of their own for projections skip this. With --own
 two alternatives to each method's own settings (`own_settings`) are tried at the best rates. Results in the JSON file
-are kept, except for a full run that does not have the best rates; an interrupted run goes on, and the file is rewritten
-after every run. With --jobs, runs of one method go side by side too.
+are kept, except for a full run that does not have the best rates or diverged; an interrupted run goes on, and the file
+is rewritten after every run. With --jobs, runs of one method go side by side too.
 """
 
 import argparse
@@ -147,7 +147,8 @@ class Contest:
             centre = min(found, key=found.get)
         plain = best_rates([row for row in search if not Rates.of(row).settings])
         tried(*(plain._replace(settings=settings) for settings in alternatives(config) if self.own))
-        if not search_only and ("full" not in entry or Rates.of(entry["full"]) != best_rates(search)):
+        full = entry.get("full")
+        if not search_only and not (full and full["variants"] and Rates.of(full) == best_rates(search)):
             entry["full"] = submit(self.result, method, best_rates(search), None).result()
             save()
 

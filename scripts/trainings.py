@@ -25,8 +25,8 @@ class Trained(NamedTuple):
     """A training that ended.
 
     Args:
-        about: its options, followed by --train.compile where the run was compiled otherwise; its steps; and the
-            versions, commit and machine it began with.
+        about: its options, followed by --train.compile where the run was compiled otherwise; its steps, unless the
+            numbers diverged; and the versions, commit and machine it began with.
         summary: summary.json; None where the numbers diverged.
     """
 
@@ -94,7 +94,7 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         try:
             train_to_the_end(["train.py", *words, "--output", str(folder)], folder, threads=1 if one_core else None)
         except DivergedError:
-            return Trained({"command": " ".join(words)}, None)
+            return Trained({"command": " ".join(words), **origin_of(folder)}, None)
     config, asked = config_of(folder), read_command_line(words)[0].to_dict()
     if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")

@@ -31,8 +31,11 @@ def sections() -> dict[str, str]:
 def comparison_table(result: dict[str, Any], costs: Path) -> str:
     """Perplexity after a whole training at the best learning rate, parameters, bytes, and what a step costs."""
     cost = read_json(costs)["methods"] if costs.exists() else {}
+    header = ("method", "learning rate", "perplexity", "stored (printed)", "trained", "bytes", "state", "step time")
     rows = []
     for method, entry in result["methods"].items():
+        if not entry["full"]["variants"]:
+            rows.append((method, _rates(entry["full"]), "diverged", *[""] * (len(header) - 3)))
         for name, row in entry["full"]["variants"].items():
             if name not in ("X", "L+S"):  # the widths of MatFormer have a table of their own
                 continue
@@ -50,10 +53,11 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
                     f"{own['over_full_rank']:.2f}" if own else "",
                 )
             )
-    header = ("method", "learning rate", "perplexity", "stored (printed)", "trained", "bytes", "state", "step time")
-    some = next(iter(result["methods"].values()))["full"]
+    finished = [entry["full"] for entry in result["methods"].values() if entry["full"]["variants"]]
+    if not finished:
+        return markdown_table(header, rows)
+    some, commits = finished[0], ", ".join(sorted({full["commit"] for full in finished}))
     tokens = some["variants"]["X"]["tokens"]
-    commits = ", ".join(sorted({entry["full"]["commit"] for entry in result["methods"].values()}))
     told = (
         f"Perplexity over {tokens:,} validation tokens after {some['steps']:,} steps, one seed. *Stored* and *trained* "
         "count parameters (in brackets the count in the method's paper, where it differs); *bytes* is the size of the "
@@ -100,10 +104,9 @@ def _rates(row: dict[str, Any]) -> str:
 
 def widths_table(result: dict[str, Any]) -> str:
     """Return the table of MatFormer's narrower models, uniform and mixed."""
-    entry = result["methods"].get("matformer")
-    if entry is None:
+    variants = result["methods"].get("matformer", {"full": {"variants": {}}})["full"]["variants"]
+    if not variants:
         return "Not measured."
-    variants = entry["full"]["variants"]
     rows = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in variants.items()]
     return markdown_table(("widths", "parameters", "perplexity"), rows)
 

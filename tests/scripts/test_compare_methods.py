@@ -1,6 +1,7 @@
 """The search of learning rates: which rates it tries, and that finished trainings are not repeated."""
 
 import json
+import re
 import sys
 from math import log2
 from threading import Barrier
@@ -15,7 +16,7 @@ from salaad.model.build import describe_model, outline
 from scripts import compare_elastic, compare_methods
 from scripts.compare_methods import Contest, Rates, best_rates
 from scripts.own_settings import alternatives
-from scripts.results_tables.methods import search_table
+from scripts.results_tables.methods import comparison_table, search_table, widths_table
 from scripts.side_by_side import side_by_side
 from scripts.trainings import Trained
 
@@ -31,7 +32,8 @@ def stored(config) -> int:
 def search(tmp_path, monkeypatch):
     """A function that runs the script with stand-ins for trainings, and returns which it trained.
 
-    The loss is least where the projections' rate is `best`, and grows with their share of the learning rate.
+    The loss is least where the projections' rate is `best`, and grows with their share of the learning rate. Trainings
+    in full diverge while `run.diverges`.
     """
     output = tmp_path / "found.json"
 
@@ -49,10 +51,13 @@ def search(tmp_path, monkeypatch):
             found.append((lr, steps) if share == 1 else (lr, share, steps))
             found[-1] += tuple(word for word in words if "cola." in word or "weight_decay" in word)
             better = 0.5 if any("keep_swiglu=false" in word for word in words) else 0.0
+            if steps is None and run.diverges:
+                return Trained({"command": " ".join(words), "commit": "d", "machine": "m"}, None)
             loss = 100 + share + abs(log2(lr * share / best)) - better
             variants = {"X": {"perplexity": loss, "tokens": 1}}
             return Trained(
-                {"command": " ".join(words), "steps": config.train.steps, "commit": "c"}, {"variants": variants}
+                {"command": " ".join(words), "steps": config.train.steps, "commit": "c", "machine": "m"},
+                {"variants": variants},
             )
 
         monkeypatch.setattr(compare_methods, "trained", trained)
@@ -61,7 +66,7 @@ def search(tmp_path, monkeypatch):
         compare_methods.main()
         return found
 
-    run.output = output
+    run.output, run.diverges = output, False
     return run
 
 
@@ -118,6 +123,23 @@ def test_a_run_in_full_follows_the_best_rates(search):
     assert search(0.003)[-1] == (0.003, None)
     assert search(0.003, "--projections=1,0.25")[-1] == (0.012, 0.25, None)
     assert search(0.003, "--projections=1,0.25") == []
+
+
+def test_a_run_in_full_that_diverged_is_shown_and_started_again(search, tmp_path):
+    search(0.003, "--methods=full_rank")
+    search.diverges = True
+    assert search(0.003)[-1] == (0.003, None)
+    result = json.loads(search.output.read_text())
+    assert result["methods"]["cola"]["full"]["variants"] == {}
+    result["methods"]["full_rank"]["full"]["variants"]["X"]["parameters"] = 1_000_000
+    shown = comparison_table(result, tmp_path / "nowhere.json")
+    assert "| cola | 0.003 | diverged |" in re.sub(" +", " ", shown) and shown.endswith("commits c.")
+    alone = {"methods": {"cola": result["methods"]["cola"]}}
+    assert "diverged" in comparison_table(alone, tmp_path / "nowhere.json")
+    assert widths_table({"methods": {"matformer": result["methods"]["cola"]}}) == "Not measured."
+    search.diverges = False
+    assert search(0.003) == [(0.003, None)]
+    assert search(0.003) == []
 
 
 def test_the_comparison_at_every_size_takes_the_best_rates_over(search):

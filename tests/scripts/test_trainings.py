@@ -80,6 +80,7 @@ def train(tmp_path, monkeypatch):
             if diverges:
                 folder.mkdir(exist_ok=True)
                 (folder / "diagnosis.json").write_text("{}")
+                (folder / "config.yaml").write_text("# commit: abc\n")
             return subprocess.CompletedProcess(command, 2, "", said)
 
         monkeypatch.setattr(subprocess, "run", start)
@@ -89,7 +90,8 @@ def train(tmp_path, monkeypatch):
 
 
 def test_a_training_whose_numbers_diverge_has_no_summary(train):
-    assert train("error: a number is not finite at step 3", diverges=True).summary is None
+    about, summary = train("error: a number is not finite at step 3", diverges=True)
+    assert (about, summary) == ({"command": " ".join(WORDS), "commit": "abc"}, None)
 
 
 def test_a_refusal_to_go_on_with_a_run_that_had_diverged_is_told_and_its_diagnosis_is_kept(train, tmp_path):
