@@ -65,6 +65,10 @@ CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
 
 
+# Adds what was found to a row, at once, and writes all rows.
+Keep = Callable[[dict[str, Any], Mapping[str, Any]], None]
+
+
 class Training(NamedTuple):
     """A model to train, and the ways to smaller ones that are measured on it.
 
@@ -169,7 +173,7 @@ class Comparison:
         """Return the ways of a training that its row does not have yet."""
         return [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
 
-    def complete(self, training: Training, seed: int, row: dict[str, Any], save: Callable[[], None]) -> None:
+    def complete(self, training: Training, seed: int, row: dict[str, Any], keep: Keep) -> None:
         """Train and measure what the row of a training with one seed lacks: the whole model, and smaller ones."""
         left = self.left(training, row)
         words = self.words(training, seed)
@@ -188,27 +192,29 @@ class Comparison:
             found |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
             found["minutes"] = {"train": summary["seconds"]["train"] / 60}
             found["costs"] = {"train": model.training_cost(summary["positions"])}
-            row |= found  # at once, as another job may be writing all rows
+            keep(row, found)
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
-            save()
         for way in left:
-            since = time.perf_counter()
-            sizes = [
-                {"share": share, **{key: size[key] for key in OF_A_CUT if size.get(key) is not None}}
-                for share, size in WAYS[way](model)
-            ]
-            row["minutes"][way] = (time.perf_counter() - since) / 60
-            row["ways"][way] = sizes
-            row.setdefault("commits", {})[way] = provenance()["commit"]
-            row.setdefault("machines", {})[way] = provenance()["machine"]
-            if costs := model.costs_of(way):
-                row.setdefault("costs", {})[way] = costs
-            if way_of_tuning(way) == "tuned":
-                name = folder_name(BEGINS, *split_of_way(way))
-                row.setdefault("samples", {})[way] = samples(folder / name, budgets_of(model)[-1][1])
-            found = ", ".join(f"{size['perplexity']:.2f}" for size in sizes)
-            print(f"{folder.name}, {way}: {found}", flush=True)
-            save()
+            found = self.of_a_way(model, way)
+            keep(row, {key: {**row.get(key, {}), way: value} for key, value in found.items()})
+            shown = ", ".join(f"{size['perplexity']:.2f}" for size in row["ways"][way])
+            print(f"{folder.name}, {way}: {shown}", flush=True)
+
+    def of_a_way(self, model: Measured, way: str) -> dict[str, Any]:
+        """Return what is measured of a way to smaller models: its sizes, its cost, and where and by what it was."""
+        since = time.perf_counter()
+        sizes = [
+            {"share": share, **{key: size[key] for key in OF_A_CUT if size.get(key) is not None}}
+            for share, size in WAYS[way](model)
+        ]
+        found = {"ways": sizes, "minutes": (time.perf_counter() - since) / 60}
+        found |= {"commits": provenance()["commit"], "machines": provenance()["machine"]}
+        if costs := model.costs_of(way):
+            found["costs"] = costs
+        if way_of_tuning(way) == "tuned":
+            name = folder_name(BEGINS, *split_of_way(way))
+            found["samples"] = samples(model.run / name, budgets_of(model)[-1][1])
+        return found
 
     def _require_same_run(self, row: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> None:
         """Raise a UserError if what is measured on a run would stand beside figures of another run or other text."""
@@ -282,14 +288,15 @@ def main() -> None:
         """Return the sort key of a row: rows in the order of the trainings, those with unknown labels last."""
         return order.index(row["label"]) if row["label"] in order else len(order), row["seed"]
 
-    def save() -> None:
-        with lock:
+    def keep(row: dict[str, Any], found: Mapping[str, Any]) -> None:
+        with lock:  # since another job may be writing all rows
+            row |= found
             there = sorted(filter(None, rows.values()), key=place)
             write_json({"config": options.config, **provenance(), "rows": there}, options.output)
 
     def measure(item: tuple[Training, int]) -> None:
         training, seed = item
-        comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), save)
+        comparison.complete(training, seed, rows.setdefault((training.label, seed), {}), keep)
 
     runs.mkdir(parents=True, exist_ok=True)
     with side_by_side(options.jobs) as submit:

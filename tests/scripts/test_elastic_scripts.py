@@ -1,5 +1,6 @@
 """The scripts behind results/elastic: the split of a budget against all splits, and a comparison that resumes."""
 
+import copy
 import itertools
 import json
 import math
@@ -7,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -176,6 +178,29 @@ def test_a_row_whose_measurement_breaks_off_is_left_empty(comparison, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         comparison.complete(compare_elastic.Training("full-rank", (), ()), 0, row, pytest.fail)
     assert row == {}
+
+
+def test_a_way_whose_measurement_breaks_off_is_not_there(comparison, monkeypatch):
+    """The samples come last; a way that were there without them would count as measured."""
+
+    def killed(*_) -> None:
+        raise KeyboardInterrupt
+
+    size = {"perplexity": 9.0, "parameters": 5}
+    monkeypatch.setattr(compare_elastic, "WAYS", {"head, tuned": lambda model: [(0.5, size)]})
+    monkeypatch.setattr(compare_elastic.Measured, "costs_of", lambda *_: {})
+    monkeypatch.setattr(compare_elastic, "budgets_of", lambda model: [(0.2, 5)])
+    monkeypatch.setattr(compare_elastic, "samples", killed)
+    comparison = replace(comparison, ways=("head, tuned",))
+    row = {"label": "full-rank", "seed": 0, "commit": "new", "machine": "here", "ways": {}, "minutes": {"train": 1.0}}
+    kept, training = copy.deepcopy(row), compare_elastic.Training("full-rank", (), ("head, tuned",))
+    with pytest.raises(KeyboardInterrupt):
+        comparison.complete(training, 0, row, pytest.fail)
+    assert row == kept
+    monkeypatch.setattr(compare_elastic, "samples", lambda *_: ["a text"])
+    comparison.complete(training, 0, row, dict.update)
+    assert row["ways"] == {"head, tuned": [{"share": 0.5, **size}]} and row["samples"] == {"head, tuned": ["a text"]}
+    assert set(row["minutes"]) == {"train", "head, tuned"} and set(row["commits"]) == {"head, tuned"}
 
 
 @pytest.mark.parametrize(
