@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -38,6 +39,7 @@ from salaad.config.suggestion import settings_for
 from salaad.methods.registry import method_of
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
+from salaad.runs.summary import origin_of
 from scripts.compare_methods import Rates, best_rates
 from scripts.elastic_ways import (
     BEGINS,
@@ -52,6 +54,7 @@ from scripts.elastic_ways import (
     split_of_way,
     way_of_tuning,
 )
+from scripts.measured_text import MeasuredText
 from scripts.outlines import outline_of
 from scripts.side_by_side import side_by_side
 from scripts.trainings import ROOT, config_of, is_same, trained
@@ -169,39 +172,47 @@ class Comparison:
         """Return the options of train.py for a training with a seed."""
         return ["--config", self.config, *self.extra, *training.words, f"--seed={seed}"]
 
+    def folder(self, training: Training, seed: int) -> Path:
+        """Return the folder of a training's run."""
+        return self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
+
+    @cached_property
+    def text(self) -> MeasuredText:
+        """The text that all models are trained and measured on."""
+        config, _ = read_command_line(["--config", self.config, *self.extra])
+        return MeasuredText.of(config, self.tokens, self.other_text)
+
     def left(self, training: Training, row: Mapping[str, Any]) -> list[str]:
-        """Return the ways of a training that its row does not have yet."""
-        return [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
+        """Return what a training's row does not have yet: "train", unless there is a row, and ways."""
+        ways = [way for way in training.ways if way in self.ways and way not in row.get("ways", {})]
+        return ways if row else ["train", *ways]
 
     def complete(self, training: Training, seed: int, row: dict[str, Any], keep: Keep) -> None:
         """Train and measure what the row of a training with one seed lacks: the whole model, and smaller ones."""
         left = self.left(training, row)
-        words = self.words(training, seed)
-        if row and not left:
-            return
-        folder = self.runs / f"{training.label.replace(', ', '-').replace(' ', '_')}-{seed}"
+        words, folder = self.words(training, seed), self.folder(training, seed)
         about, summary = trained(words, folder)
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
         model = Measured(folder, self.tokens, summary["tokens"], self.other_text)
-        if row:
-            self._require_same_run(row, about, folder)
-        else:
+        if "train" in left:
             found = {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
-            found |= {"config": config_of(folder), "validation_tokens": self.tokens}
+            found |= {"config": config_of(folder), "text": self.text.digests}
             found |= {"method": read_command_line(words)[0].method, **self.figures(model, summary), "ways": {}}
             found["minutes"] = {"train": summary["seconds"]["train"] / 60}
             found["costs"] = {"train": model.training_cost(summary["positions"])}
             keep(row, found)
             print(f"{folder.name}: X {row['X']['perplexity']:.2f}", flush=True)
-        for way in left:
-            found = self.of_a_way(model, way)
-            keep(row, {key: {**row.get(key, {}), way: value} for key, value in found.items()})
+        for way in (way for way in left if way != "train"):
+            found = {key: {**row.get(key, {}), way: value} for key, value in self.of_a_way(model, way).items()}
+            if "text" in row:
+                found["text"] = row["text"] | self.text.digests  # which may have a second text that the row had not
+            keep(row, found)
             shown = ", ".join(f"{size['perplexity']:.2f}" for size in row["ways"][way])
             print(f"{folder.name}, {way}: {shown}", flush=True)
 
     def of_a_way(self, model: Measured, way: str) -> dict[str, Any]:
-        """Return what is measured of a way to smaller models: its sizes, its cost, and where and by what it was."""
+        """Measure a way to smaller models; return key of the row → the way's entry in the dict that is there."""
         since = time.perf_counter()
         sizes = [
             {"share": share, **{key: size[key] for key in OF_A_CUT if size.get(key) is not None}}
@@ -216,14 +227,13 @@ class Comparison:
             found["samples"] = samples(model.run / name, budgets_of(model)[-1][1])
         return found
 
-    def _require_same_run(self, row: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> None:
-        """Raise a UserError if what is measured on a run would stand beside figures of another run or other text."""
-        same_run = all(row[key] == about[key] for key in ("commit", "machine"))
-        if not same_run or row.get("validation_tokens", self.tokens) != self.tokens:
-            raise UserError(
-                f"the row {row['label']} of seed {row['seed']} was measured on another run than {folder}, or with "
-                "other --tokens; give another --output, or delete the row"
-            )
+    def is_elsewhere(self, training: Training, seed: int, row: Mapping[str, Any]) -> bool:
+        """Return whether a row lacks ways, and the run it was measured on is not the one in its folder here."""
+        if not row or not self.left(training, row):
+            return False
+        folder = self.folder(training, seed)
+        here = origin_of(folder) if (folder / "summary.json").exists() else {}
+        return any(row[key] != here.get(key) for key in ("commit", "machine"))
 
     def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of the whole model (X), and of L + S where there is one."""
@@ -245,11 +255,28 @@ def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: 
     lines = []
     for training, seed in todo:
         row = rows.get((training.label, seed), {})
-        left = [*([] if row else ["train"]), *comparison.left(training, row)]
+        left = comparison.left(training, row)
         known = f"{sum(took[what] for what in left if what in took):.0f}" if left else ""
         minutes = known if took.keys() >= set(left) else f"more than {known}"
         lines.append((training.label, seed, "; ".join(left) or "–", minutes))
     return markdown_table(("model", "seed", "left", "minutes"), lines)
+
+
+def measured_elsewhere(
+    comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: Mapping[tuple[str, int], Any]
+) -> str | None:
+    """Return a sentence on the rows that cannot be completed, as their runs are not here; None without any."""
+    names = [
+        f"{training.label} (seed {seed})"
+        for training, seed in todo
+        if comparison.is_elsewhere(training, seed, rows.get((training.label, seed), {}))
+    ]
+    if not names:
+        return None
+    return (
+        f"there are ways left of {'; '.join(names)}, but the rows were measured on other runs than are in "
+        f"{comparison.runs}; give another --output, or other --rows or --ways, or delete the rows"
+    )
 
 
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
@@ -280,9 +307,18 @@ def main() -> None:
         if (training.label, seed) in rows:
             require_same(rows[training.label, seed], comparison.words(training, seed))
 
+    elsewhere = measured_elsewhere(comparison, todo, rows)
     if options.list:
         print(listing(comparison, todo, rows))
+        if elsewhere:
+            print(f"\n{elsewhere}")
         return
+    check(elsewhere is None, elsewhere)
+    todo = [
+        (training, seed) for training, seed in todo if comparison.left(training, rows.get((training.label, seed), {}))
+    ]
+    if todo:
+        comparison.text.require_behind(kept)
 
     def place(row: dict[str, Any]) -> tuple[int, int]:
         """Return the sort key of a row: rows in the order of the trainings, those with unknown labels last."""

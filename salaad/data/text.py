@@ -1,7 +1,7 @@
 """The text of a run: its files and tokenizer, its validation rows, and rows sampled from the training text."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
+from salaad.common.files import digest_of
 from salaad.config.run import DataConfig
 from salaad.data import python_docs
-from salaad.data.documents import c4_files, expand, require_document, size_of
+from salaad.data.documents import c4_files, expand, is_remote, require_document, size_of
 from salaad.data.rows import Cursor, Plan, RowStream
 from salaad.data.tokenizer import Encoder, beginning_id, load_tokenizer, text_pieces, tokenizer_digest
 from salaad.model.loss import IGNORED
@@ -220,6 +221,11 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
     known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
     names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def content_digest(files: Sequence[str]) -> str:
+    """Return a hex digest of the names and contents of local files, or of the names of files on the hub."""
+    return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
 
 
 def digests_of(text: Text) -> dict[str, str]:

@@ -4,7 +4,6 @@ import json
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,12 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from salaad.common import native
-from salaad.common.files import digest_of, read_json_lines
+from salaad.common.files import read_json_lines
 from salaad.compression.deployment import Deployment, OpenedVariant, own_text
 from salaad.compression.variants import ALGORITHMS, Variant
 from salaad.config.run import DataConfig
-from salaad.data.documents import is_remote
-from salaad.data.text import Text, fingerprint, open_text, validation_batches
+from salaad.data.text import Text, content_digest, open_text, validation_batches
 from salaad.data.tokenizer import beginning_id, tokenizer_digest
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
@@ -64,8 +62,7 @@ class VariantEvaluation:
     @cached_property
     def text_digest(self) -> str:
         """A digest of the text: of the contents of local files, or of the names of files on the hub."""
-        files = self.text.validation_files
-        return fingerprint(files) if any(map(is_remote, files)) else digest_of([Path(file) for file in files])
+        return content_digest(self.text.validation_files)
 
     @cached_property
     def tokenizer_digest(self) -> str:

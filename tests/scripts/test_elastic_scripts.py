@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ import yaml
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_ways
+from scripts.measured_text import MeasuredText
 from scripts.research.probe_allocation import dealt
 from scripts.shares import NAMED
 from tests.helpers.deploying import compress
@@ -155,16 +157,64 @@ def comparison(tmp_path, monkeypatch) -> compare_elastic.Comparison:
     about = {"command": "--config nano", "commit": "new", "machine": "here"}
     monkeypatch.setattr(compare_elastic, "trained", lambda *_: (about, {"tokens": 9}))
     monkeypatch.setattr(compare_elastic, "config_of", lambda folder: {})
+    (tmp_path / "full-rank-0").mkdir()
+    (tmp_path / "full-rank-0" / "config.yaml").write_text("# commit: new\n# machine: here\n")
+    (tmp_path / "full-rank-0" / "summary.json").write_text("{}")
     return compare_elastic.Comparison("nano", tmp_path, (), tokens=2000)
 
 
-@pytest.mark.parametrize("other", [{"commit": "old"}, {"machine": "there"}, {"validation_tokens": 1000}])
-def test_figures_of_another_run_or_text_are_not_put_beside_those_of_a_row(comparison, other):
-    row = {"label": "full-rank", "seed": 0, "commit": "new", "machine": "here", "validation_tokens": 2000} | other
-    kept = dict(row)
-    with pytest.raises(UserError, match=r"full-rank of seed 0 was measured on another run than .*full-rank-0, or with"):
-        comparison.complete(compare_elastic.Training("full-rank", (), ("cut",)), 0, row, pytest.fail)
-    assert row == kept
+@pytest.mark.parametrize(
+    ("there", "other"), [(True, {"commit": "old"}), (True, {"machine": "there"}), (True, {}), (False, {})]
+)
+def test_a_row_of_another_run_is_not_completed_and_said_to_be_before_anything_is_trained(comparison, there, other):
+    row = {"label": "full-rank", "seed": 0, "commit": "new", "machine": "here", "ways": {"rpca": []}} | other
+    if not there:
+        (comparison.runs / "full-rank-0" / "summary.json").unlink()
+    rows = {("full-rank", 0): row}
+    for ways, left in ((("rpca", "godec"), True), (("rpca",), False)):
+        todo = [(compare_elastic.Training("full-rank", (), ways), seed) for seed in (0, 1)]
+        said = compare_elastic.measured_elsewhere(comparison, todo, rows)
+        if left and (other or not there):
+            assert said.startswith("there are ways left of full-rank (seed 0), but") and "other --rows" in said
+        else:
+            assert said is None
+
+
+def test_the_script_refuses_a_row_of_another_run_and_its_list_says_so(tmp_path, monkeypatch, capsys):
+    recorded = compare_elastic.ROOT / "results" / "elastic" / "nano.json"
+    (tmp_path / "nano.json").write_text(recorded.read_text())
+    monkeypatch.setattr(compare_elastic, "trained", lambda *_: pytest.fail("trained"))
+    dense = "--dense=--optimizer.lr=1.2e-2 --optimizer.projection_lr=0.2 --optimizer.betas=[0.9,0.999]"
+    words = ["compare_elastic.py", dense, f"--runs={tmp_path}", f"--output={tmp_path / 'nano.json'}"]
+    rows = json.loads(recorded.read_text())["rows"]
+    rows[0]["ways"].pop("rpca")
+    (tmp_path / "nano.json").write_text(json.dumps({**json.loads(recorded.read_text()), "rows": rows}))
+    monkeypatch.setattr(sys, "argv", [*words, "--list"])
+    compare_elastic.main()
+    assert "there are ways left of full-rank (seed 0), but" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(UserError, match=r"there are ways left of full-rank \(seed 0\), but"):
+        compare_elastic.main()
+
+
+def test_rows_of_another_text_or_of_another_number_of_its_tokens_are_refused(toy, text_files, tmp_path):
+    def text_of(tokens: int, other_text: str, **overrides: str) -> MeasuredText:
+        return MeasuredText.of(read_command_line(["--config=nano", *toy(**overrides)])[0], tokens, other_text)
+
+    first, second = text_files["train"][:2]
+    ours = text_of(2000, first)
+    row = {"label": "SALAAD", "seed": 0, "X": {"tokens": ours.tokens}, "text": ours.digests}
+    ours.require_behind([row, row | {"text": {}}])
+    with pytest.raises(
+        UserError, match=r"SALAAD of seed 0 was measured on [\d,]+ tokens, but .* --tokens make [\d,]+;"
+    ):
+        text_of(1000, first).require_behind([row | {"text": {}}])  # as in rows of older versions
+    with pytest.raises(UserError, match="SALAAD of seed 0 has other second text than are given"):
+        text_of(2000, second).require_behind([row])
+    changed = tmp_path / Path(text_files["validation"][0]).name  # of the same name, size and number of tokens
+    changed.write_text("\n".join(reversed(Path(text_files["validation"][0]).read_text().splitlines())) + "\n")
+    with pytest.raises(UserError, match="SALAAD of seed 0 has other validation files than"):
+        text_of(2000, first, data__validation_files=f"['{changed}']").require_behind([row | {"X": {"tokens": 0}}])
 
 
 def test_a_row_whose_measurement_breaks_off_is_left_empty(comparison, monkeypatch):
