@@ -40,7 +40,7 @@ from salaad.methods.registry import method_of
 from salaad.model.parameters import count_parameters
 from salaad.model.roles import find_blocks
 from salaad.runs.summary import origin_of
-from scripts.compare_methods import Rates, best_rates
+from scripts.compare_methods import Rates, best_rates, results_in
 from scripts.elastic_ways import (
     BEGINS,
     BLOCKS,
@@ -63,6 +63,7 @@ DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at whic
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
 FIGURES = ("variant", "parameters", "perplexity")
 OF_A_CUT = (*FIGURES, "legacy_perplexity", "other_perplexity", "in_context", "kappa", "bytes")
+OF_A_ROW = {"label", "seed", "command", "config", "commit", "machine", "X", "ways", "minutes"}
 ONE_RATE = ("--optimizer.lr=3e-3", "--optimizer.projection_lr=1")  # one rate for all weights, as in most trainers
 CUTS = ("cut", "cut, head")
 TUNED = ("tuned, each", "head, tuned, each", "head, tuned")
@@ -279,6 +280,20 @@ def measured_elsewhere(
     )
 
 
+def kept_rows(path: Path, config: str) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file of this script.
+
+    Raises:
+        UserError: the file is none of this script, has rows of another configuration, or cannot be read.
+    """
+    kept = read_json(path)
+    rows = kept.get("rows") if isinstance(kept, dict) else None
+    ours = isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= OF_A_ROW for row in rows)
+    check(ours and "config" in kept, f"{path} has no results of compare_elastic.py; give another --output")
+    check(kept["config"] == config, f"{path} has results of --config {kept['config']}; give another --output")
+    return rows
+
+
 def require_same(row: Mapping[str, Any], asked: Sequence[str]) -> None:
     """Raise a UserError if a row was trained with other settings than these options of train.py give."""
     if not is_same(row["config"], read_command_line(list(asked))[0].to_dict()):
@@ -292,8 +307,7 @@ def main() -> None:
     logging.disable_progress_bar()
     runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"elastic-{options.config}"
     comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
-    searched = read_json(options.search).get("methods") if options.search else {}
-    check(searched is not None, f"--search {options.search} has no results of compare_methods.py; give a file of these")
+    searched = results_in(options.search, "--search")["methods"] if options.search else {}
     rates = {
         name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
     }
@@ -301,7 +315,7 @@ def main() -> None:
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]
     todo = asked_for(every, options)
-    kept = read_json(options.output)["rows"] if options.output.exists() else []
+    kept = kept_rows(options.output, options.config) if options.output.exists() else []
     rows, lock = {(row["label"], row["seed"]): row for row in kept}, Lock()
     for training, seed in todo:  # before any of them is trained
         if (training.label, seed) in rows:
@@ -367,7 +381,8 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     for way in options.ways:
         check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
     seeds = split_list(options.seeds)
-    check(all(map(str.isdigit, seeds)), f"--seeds is {options.seeds}; give whole numbers such as 0,1,2")
+    decimal = seeds and all(map(str.isdecimal, seeds))
+    check(decimal, f"--seeds is {options.seeds!r}; give whole numbers such as 0,1,2")
     options.seeds = [int(seed) for seed in seeds]
     return options, tuple(extra)
 

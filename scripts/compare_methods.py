@@ -181,14 +181,27 @@ def _perplexity(result: dict[str, Any]) -> float:
     return result["variants"]["X"]["perplexity"] if result["variants"] else float("inf")
 
 
+def results_in(path: Path, option: str) -> dict[str, Any]:
+    """Return the content of a JSON file of this script, which `option` names.
+
+    Raises:
+        UserError: the file is none of this script, or cannot be read.
+    """
+    found = read_json(path)
+    methods = found.get("methods") if isinstance(found, dict) else None
+    entries = methods.values() if isinstance(methods, dict) else [None]
+    ours = all(isinstance(entry, dict) and entry.get("search") for entry in entries)
+    check(ours and "config" in found, f"{option} {path} has no results of compare_methods.py; give another {option}")
+    return found
+
+
 def kept_results(path: Path, contest: Contest) -> dict[str, Any]:
     """Return method → its results in a JSON file of this script.
 
     Raises:
         UserError: the file is none of this script, or has results of another configuration or length.
     """
-    kept = read_json(path)
-    check("methods" in kept, f"{path} has no results of compare_methods.py; give another --output")
+    kept = results_in(path, "--output")
     check(kept["config"] == contest.config, f"{path} has results of --config {kept['config']}; give another --output")
     for method, entry in kept["methods"].items():
         steps = read_command_line(contest.words(method))[0].train.steps // EIGHTH

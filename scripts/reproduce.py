@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -199,12 +200,12 @@ def main() -> None:
         return
     if not items:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
+    launcher = asked_launcher(options.launcher)
     items = items if options.again else left_to_do(items, scale, quiet=options.launcher == "print")
     runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
         return
-    launcher = (sys.executable,) if options.launcher == "python" else tuple(shlex.split(options.launcher))
     failed = train_all(runs, scale, options.jobs, launcher)
     problems = measure_all(items, scale, options.again)
     if "all" in options.items:
@@ -212,6 +213,26 @@ def main() -> None:
     if failed or problems:
         told = [f"{len(failed)} trainings failed ({', '.join(failed)})"] if failed else []
         raise UserError(f"{'; '.join([*told, *problems])}; mend what they say and start again")
+
+
+def asked_launcher(words: str) -> tuple[str, ...]:
+    """Return what is typed before train.py.
+
+    Raises:
+        UserError: the words end within quotes, or their first is no program that is there.
+    """
+    if words in ("python", "print"):
+        return (sys.executable,)
+    try:
+        launcher = tuple(shlex.split(words))
+    except ValueError as error:
+        raise UserError(f"--launcher is {words!r}, which are no words ({error}); close its quotes") from None
+    if not launcher or shutil.which(launcher[0]) is None:
+        raise UserError(
+            f"--launcher is {words!r}, which begins with no program that is here; give python, print, or the words "
+            "before train.py, such as 'accelerate launch'"
+        )
+    return launcher
 
 
 def asked_scale(options: argparse.Namespace) -> Scale:

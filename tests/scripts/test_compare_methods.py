@@ -99,6 +99,14 @@ def test_results_of_another_configuration_or_length_are_not_taken(search, words,
     assert search.output.read_text() == kept
 
 
+@pytest.mark.parametrize("content", [["methods"], {"config": "nano", "methods": {"lora": {"over_full_rank": 1}}}])
+def test_a_file_of_another_script_is_not_taken(search, content):
+    search.output.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"has no results of compare_methods\.py; give another --output"):
+        search(0.003)
+    assert json.loads(search.output.read_text()) == content
+
+
 def test_a_search_ends_though_the_edge_is_always_best_and_says_so(search):
     assert len(search(1e9, "--search-only")) == len(compare_methods.FACTORS) + compare_methods.MOST_MORE
     assert search(1e9, "--search-only") == []

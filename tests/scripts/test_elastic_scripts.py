@@ -259,7 +259,9 @@ def test_a_way_whose_measurement_breaks_off_is_not_there(comparison, monkeypatch
         (["--rows=nothing"], "there is no row 'nothing'; give some of full-rank; SALAAD"),
         (["--repeated=nobody"], "there is no row 'nobody'"),
         (["--ways=cut;none"], "there is no way 'none'; give some of cut; tuned"),
-        (["--seeds=a"], "--seeds is a; give whole numbers"),
+        (["--seeds=a"], "--seeds is 'a'; give whole numbers"),
+        (["--seeds=²"], "--seeds is '²'; give whole numbers"),
+        (["--seeds="], "--seeds is ''; give whole numbers"),
         (["--search=nowhere.json"], "--search nowhere.json is no file"),
         (["--other-text=nowhere.jsonl"], "--other-text nowhere.jsonl is no file"),
         (["--jobs=0"], "--jobs is 0"),
@@ -269,6 +271,37 @@ def test_a_wrong_option_of_the_comparison_is_one_sentence_and_nothing_is_trained
     monkeypatch.setattr(compare_elastic, "trained", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr(sys, "argv", ["compare_elastic.py", f"--output={tmp_path / 'found.json'}", *words])
     with pytest.raises(UserError, match=re.escape(said)):
+        compare_elastic.main()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1],
+        {"rows": []},
+        {"config": "nano", "rows": [{"label": "SALAAD", "seed": 0}]},
+        {"config": "nano", "methods": {"lora": {"over_full_rank": 1.0}}},
+        {"config": "nano", "methods": ["lora"]},
+    ],
+)
+def test_a_file_of_another_script_is_one_sentence_and_is_kept(monkeypatch, tmp_path, content):
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(content))
+    for words, said in (
+        ([f"--output={file}"], "other.json has no results of compare_elastic.py; give another --output"),
+        ([f"--output={tmp_path / 'new.json'}", f"--search={file}"], "other.json has no results of compare_methods.py"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["compare_elastic.py", "--list", *words])
+        with pytest.raises(UserError, match=re.escape(said)):
+            compare_elastic.main()
+    assert json.loads(file.read_text()) == content
+
+
+def test_rows_of_another_configuration_are_refused(monkeypatch, tmp_path):
+    file = tmp_path / "micro.json"
+    file.write_text(json.dumps({"config": "micro", "rows": []}))
+    monkeypatch.setattr(sys, "argv", ["compare_elastic.py", "--list", f"--output={file}"])
+    with pytest.raises(UserError, match=r"micro.json has results of --config micro; give another --output"):
         compare_elastic.main()
 
 

@@ -1,6 +1,7 @@
 """scripts/reproduce.py from the command line, with a stand-in for train.py: what is trained, reused, measured."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from time import sleep
@@ -205,6 +206,20 @@ def test_a_record_of_another_run_than_the_folder_is_written_anew_without_a_train
     assert trained == ["salaad"]
     assert call("opening", "--again")[0] == []
     assert json.loads(record.read_text()) == kept
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("nosuchlauncher --x", "'nosuchlauncher --x', which begins with no program that is here; give python, print"),
+        ("", "'', which begins with no program"),
+        ('a"b', "which are no words (No closing quotation); close its quotes"),
+    ],
+)
+def test_a_launcher_that_cannot_be_started_is_one_sentence_before_anything_is_trained(call, place, launcher, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        call("opening", "--launcher", launcher)
+    assert (place / "trained").read_text() == ""
 
 
 def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, place, monkeypatch):
