@@ -140,12 +140,12 @@ def fair_table(
 
     Args:
         rows: rows of compare_elastic.py.
-        bench: JSON file with the step time of every method at these shapes.
+        bench: JSON file with the step time of every method at these shapes; without it nothing is said of costs.
         is_fresh: whether the code behind measurements at some commits is unchanged; lines for which it is not get a
             mark.
         folder: path to results/elastic from the page of the table.
     """
-    costs = read_json(bench)["methods"]
+    costs = read_json(bench)["methods"] if bench.exists() else {}
     lines = list(_fair_lines(rows, costs))
     old = [not is_fresh(commits) for _, commits, _ in lines]
     marks = ["" if not one or all(old) else f" {MARK}" for one in old]
@@ -166,9 +166,6 @@ def fair_table(
     measured = [bool(any(column)) for column in zip(*shown, strict=True)]
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
     copying = [f"*Not copied* is the perplexity over the other tokens: {COPIED}."] if "not copied" in header else []
-    timed = "full-rank training, of SALAAD while its weights are pulled"
-    if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
-        timed += "; here both are of the paper's settings, with the embedding among the blocks"
     told = [
         f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
         "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds; ± is the "
@@ -178,8 +175,7 @@ def fair_table(
         *copying,
         "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
         "*Stored* and *trained* count parameters; *bytes* is the size of the model in float32.",
-        f"*State* is the memory of the optimizer and the method; *step time* is relative to {timed} "
-        f"(results/bench/{bench.name}).",
+        *_how_costs_were_measured(rows, costs, bench),
         *_how_rates_were_chosen(folder),
     ]
     told += [earlier_preset(rows, folder).strip()]
@@ -214,6 +210,18 @@ def _models_compared(lines: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]
         )
 
 
+def _how_costs_were_measured(rows: Sequence[Row], costs: Mapping[str, Any], bench: Path) -> Iterator[str]:
+    """Yield a sentence on the columns of costs, unless nothing was timed."""
+    if costs:
+        timed = "full-rank training, of SALAAD while its weights are pulled"
+        if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
+            timed += "; here both are of the paper's settings, with the embedding among the blocks"
+        yield (
+            f"*State* is the memory of the optimizer and the method; *step time* is relative to {timed} "
+            f"(results/bench/{bench.name})."
+        )
+
+
 def _how_rates_were_chosen(folder: str) -> Iterator[str]:
     """Yield a sentence on the searches, unless the table is on the elastic page (`folder` is empty), which has it."""
     if folder:
@@ -235,7 +243,7 @@ def _fair_lines(
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
         if not label.startswith(SMALL):  # a small dense model has other shapes than those timed
-            cost = _cost(costs.get(label, costs[mine[0]["method"]]))
+            cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
         if "X" in mine[0]:
             yield label, trained, (*figures(mine, itemgetter("X")), *cost)
         if "L+S" in mine[0]:
@@ -328,8 +336,10 @@ def _figures(of: Mapping[int, Row], references: Mapping[int, float]) -> tuple[st
     )
 
 
-def _cost(cost: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cells of a method's state and step time."""
+def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the cells of a method's state and step time; empty if it was not timed."""
+    if cost is None:
+        return "", ""
     return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
 
 

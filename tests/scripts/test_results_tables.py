@@ -129,6 +129,18 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     assert half in lines and ["SALAAD: hpa", "0.2", "0", "+100.0%", "80.00", "", "", "", "1.20 M", "", "", ""] in lines
 
 
+@pytest.mark.parametrize("timed", [None, {"lora": {"optimizer_bytes": 1, "method_bytes": 1, "over_full_rank": 1.0}}])
+def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp_path, timed):
+    """As of results in a file of their own, of which no benchmark has the name."""
+    bench = tmp_path / "methods-again.json"
+    if timed:
+        bench.write_text(json.dumps({"methods": timed}))
+    rows = [row("full-rank", 0, 40.0) | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"}]
+    page = elastic.fair_table(rows, bench)
+    assert cells(page)[2:] == [["full-rank", "0", "+0.0%", "40.00", "2.00 M"]]
+    assert ("*step time* is relative" in page) == bool(timed)
+
+
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     rows = [
         row("full-rank", 0, 60.0, rpca_head=[50.0, 50.0, 50.0]),
