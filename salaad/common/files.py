@@ -106,8 +106,17 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return list(json_lines(path))
 
 
-def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
-    """The content of a JSON file; a UserError if it is missing, broken, or larger than `most` bytes."""
+def read_json(path: Path, most: int = _LARGEST_JSON, cure: str = "restore it, or delete it and make it anew") -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+        cure: what the error message tells to do; the default suits results, which a command can make once more.
+
+    Raises:
+        UserError: the file is missing, broken or too large.
+    """
     try:
         if path.exists() and not path.is_file():  # reading a pipe would block, and a device has no end
             raise OSError("it is no file")
@@ -115,12 +124,12 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> Any:
             raise OSError(f"it has {path.stat().st_size:,} bytes, and {most:,} are the most")
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None
+        raise UserError(f"{path} cannot be read ({error}); {cure}") from None
 
 
 def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
-    """The object in a JSON file; a UserError as in `read_json`, or if it holds something else."""
-    value = read_json(path, most)
+    """The object in a JSON file of a checkpoint; a UserError as in `read_json`, or if it holds something else."""
+    value = read_json(path, most, "give a whole checkpoint")
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
     return value
@@ -304,7 +313,7 @@ def verify(folder: Path, *patterns: str, alone: bool = False, patience: float = 
     """
     if unseen(folder, [CHECKSUMS], patience):
         raise UserError(f"{folder} has no {CHECKSUMS}, so an older version wrote it; use that one, or train anew")
-    listed = read_json(folder / CHECKSUMS)
+    listed = read_json(folder / CHECKSUMS, cure="give a whole copy of the folder")
     patterns = patterns or ("*",)
     names = [name for name in listed if any(fnmatch(name, p) for p in patterns)] if isinstance(listed, dict) else []
     if not names:

@@ -13,6 +13,8 @@ from salaad.common.formats import markdown_table, millions
 from salaad.runs.records import PHASES
 from salaad.runs.run import BEGUN_FROM
 
+_WHOLE = "give a whole run"
+
 
 def summary_of(folder: Path, after_last_line: Mapping[str, float]) -> dict[str, Any]:
     """Return a run's final perplexities, parameters, mean rank ratio and density, blocks, speed and time by phase.
@@ -106,7 +108,7 @@ def save_result(folder: Path, path: Path, command: str) -> None:
         "command": command,
         "config": yaml.safe_load((folder / "config.yaml").read_text()),
         **origin_of(folder),
-        "summary": read_json(folder / "summary.json"),
+        "summary": read_json(folder / "summary.json", cure=_WHOLE),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(result, path)
@@ -115,4 +117,4 @@ def save_result(folder: Path, path: Path, command: str) -> None:
 def finished(folder: Path, resume: str) -> str | None:
     """Return what to say of a run that is finished and asked to go on; None of any other."""
     path = folder / "summary.json"
-    return f"{folder} is finished:\n\n{summary_table(read_json(path))}" if resume == "auto" and path.exists() else None
+    return f"{folder} is finished:\n\n{summary_table(read_json(path, cure=_WHOLE))}" if resume == "auto" and path.exists() else None

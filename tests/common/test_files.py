@@ -16,6 +16,7 @@ from salaad.common.files import (
     json_file,
     new_folder,
     read_json,
+    read_object,
     require_new,
     require_place,
     require_writable,
@@ -347,9 +348,13 @@ def test_json_that_cannot_be_read_is_named_in_a_sentence(damage, tmp_path):
     path = tmp_path / "index.json"
     path.write_text('{"a": 1}')
     damage(path)
-    with pytest.raises(UserError, match=r"index\.json cannot be read \(.+\); give a whole checkpoint") as caught:
-        read_json(path)
-    assert "\n" not in str(caught.value)
+    for read, cure in (
+        (read_object, "give a whole checkpoint"),
+        (read_json, "restore it, or delete it and make it anew"),
+    ):
+        with pytest.raises(UserError, match=rf"index\.json cannot be read \(.+\); {cure}$") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_folder_of_a_json_file_is_made_before_the_work_that_it_is_to_keep(tmp_path):
