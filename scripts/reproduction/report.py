@@ -15,7 +15,7 @@ from scripts.reproduction.items import Item, Measured
 from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
 from scripts.results_tables.compared import WAYS, against_dense
-from scripts.results_tables.elastic import REPORTED, bench_of, earlier_preset, fair_table, rows_of, with_seeds
+from scripts.results_tables.elastic import REPORTED, bench_of, fair_table, rows_of, with_seeds
 
 TITLE = "Results"
 ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedding
@@ -166,9 +166,7 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
     """
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
-        rows = recorded(results, REPORTED).rows
         level = f"Models whose perplexities differ by less than {LEVEL:.0%} count as equally good."
-        level += earlier_preset(rows, "elastic/")
         parts += ["## What to conclude", level, "\n".join(f"- {sentence}" for sentence in said)]
     parts += ["## How to read it", "\n".join(f"- {line}" for line in about(judged)), "## Other pages"]
     pages = {CLAIMS_PAGE: "what each claim says, by what it is judged, and the paper's numbers"}

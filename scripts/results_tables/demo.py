@@ -11,7 +11,6 @@ from scripts.results_tables.elastic import (
     COPIED,
     REPORTED,
     by_label,
-    earlier_preset,
     named_seeds,
     not_copied,
     rows_of,
@@ -54,7 +53,6 @@ def summary_table() -> str:
             " *Tuned* models are sizes of one folder, tuned on a twentieth of the training text for "
             f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
         )
-    told += earlier_preset(rows, "results/elastic/")
     told += (
         " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
         "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, which "

@@ -178,7 +178,6 @@ def fair_table(
         *_how_costs_were_measured(rows, costs, bench),
         *_how_rates_were_chosen(folder),
     ]
-    told += [earlier_preset(rows, folder).strip()]
     told += [ALL_OLD] if all(old) else []
     legend = "\n".join(f"- {line}" for line in told if line)
     return f"{markdown_table(header, shown)}\n\n{legend}"
@@ -264,21 +263,6 @@ def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
     """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths."""
     measured = dict.fromkeys(size["share"] for row in rows for size in row["ways"].get(way, ()))
     return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
-
-
-def earlier_preset(rows: Sequence[Row], folder: str) -> str:
-    """Return a sentence, after a space, if any SALAAD row has no onset, which --preset elastic now gives; else nothing.
-
-    Args:
-        rows: rows of compare_elastic.py.
-        folder: path to results/elastic from the page of the sentence, with a slash at its end unless empty.
-    """
-    if all("--salaad.onset" in row.get("command", "") for row in rows if row["label"] == "SALAAD"):
-        return ""
-    return (
-        " SALAAD was trained with an earlier `--preset elastic` than today's, pulled from the first step "
-        f"([what differs]({folder}tried.md#when-the-penalty-acts))."
-    )
 
 
 def seeds_text(rows: Sequence[Row]) -> str:
