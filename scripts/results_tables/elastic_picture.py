@@ -58,7 +58,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(SMALL)}
-    for marker, (label, point) in zip("pPXhHd8x1234<>^v", others.items(), strict=False):
+    for marker, (label, point) in zip("pPXHd<>sx1234^v", others.items(), strict=False):
         named = f"{label} ({seeds_text(models[label])})"
         panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=named)
     if small:
