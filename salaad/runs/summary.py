@@ -117,8 +117,6 @@ def save_result(folder: Path, path: Path, command: str) -> None:
 def finished(folder: Path, resume: str) -> str | None:
     """Return what to say of a run that is finished and asked to go on; None of any other."""
     path = folder / "summary.json"
-    return (
-        f"{folder} is finished:\n\n{summary_table(read_json(path, cure=_WHOLE))}"
-        if resume == "auto" and path.exists()
-        else None
-    )
+    if resume != "auto" or not path.exists():
+        return None
+    return f"{folder} is finished:\n\n{summary_table(read_json(path, cure=_WHOLE))}"

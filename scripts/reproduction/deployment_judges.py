@@ -6,7 +6,7 @@ from statistics import fmean
 
 from salaad.common.formats import millions
 from salaad.evaluation.sweep import REMOVED, best, ways
-from scripts.compare_elastic import DENSE_SHARES
+from scripts.elastic_trainings import DENSE_SHARES
 from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     NOT_SHOWN,

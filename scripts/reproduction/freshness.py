@@ -11,7 +11,10 @@ from scripts.reproduction.grid import ROOT
 # Files and folders that a recorded number depends on: training, cut, evaluation, and the computation of items and rows.
 BEHIND = (
     *("train.py", "configs", "salaad"),
-    *(f"scripts/{one}.py" for one in ("compare_elastic", "elastic_ways", "in_context", "outlines", "shares")),
+    *(
+        f"scripts/{one}.py"
+        for one in ("compare_elastic", "elastic_trainings", "elastic_ways", "in_context", "outlines", "shares")
+    ),
     *(
         f"scripts/reproduction/{one}.py"
         for one in (

@@ -16,7 +16,7 @@ import yaml
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
-from scripts import compare_elastic, elastic_ways
+from scripts import compare_elastic, elastic_trainings, elastic_ways
 from scripts.measured_text import MeasuredText
 from scripts.research.probe_allocation import dealt
 from scripts.shares import NAMED
@@ -122,7 +122,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
 
 def test_dense_models_have_the_sizes_of_methods_that_store_factors():
     """nano has width 128, feed-forward width 344, 4 layers, 4096 tokens; the rank is 32, SLTrain's density 0.03."""
-    every = compare_elastic.trainings("nano", (), compare_elastic.Settings((), (), {}))
+    every = elastic_trainings.trainings("nano", (), elastic_trainings.Settings((), (), {}))
     sizes = {one.label: one.words[-1] for one in every if one.label.startswith("dense")}
     whole = 2 * 4096 * 128 + 9 * 128
     factors = 4 * 32 * (4 * (128 + 128) + 3 * (128 + 344))
@@ -172,7 +172,7 @@ def test_a_row_of_another_run_is_not_completed_and_said_to_be_before_anything_is
         (comparison.runs / "full-rank-0" / "summary.json").unlink()
     rows = {("full-rank", 0): row}
     for ways, left in ((("rpca", "godec"), True), (("rpca",), False)):
-        todo = [(compare_elastic.Training("full-rank", (), ways), seed) for seed in (0, 1)]
+        todo = [(elastic_trainings.Training("full-rank", (), ways), seed) for seed in (0, 1)]
         said = compare_elastic.measured_elsewhere(comparison, todo, rows)
         if left and (other or not there):
             assert said.startswith("there are ways left of full-rank (seed 0), but") and "other --rows" in said
@@ -226,7 +226,7 @@ def test_a_row_whose_measurement_breaks_off_is_left_empty(comparison, monkeypatc
     monkeypatch.setattr(compare_elastic.Comparison, "figures", killed)
     row = {}
     with pytest.raises(KeyboardInterrupt):
-        comparison.complete(compare_elastic.Training("full-rank", (), ()), 0, row, pytest.fail)
+        comparison.complete(elastic_trainings.Training("full-rank", (), ()), 0, row, pytest.fail)
     assert row == {}
 
 
@@ -243,7 +243,7 @@ def test_a_way_whose_measurement_breaks_off_is_not_there(comparison, monkeypatch
     monkeypatch.setattr(compare_elastic, "samples", killed)
     comparison = replace(comparison, ways=("head, tuned",))
     row = {"label": "full-rank", "seed": 0, "commit": "new", "machine": "here", "ways": {}, "minutes": {"train": 1.0}}
-    kept, training = copy.deepcopy(row), compare_elastic.Training("full-rank", (), ("head, tuned",))
+    kept, training = copy.deepcopy(row), elastic_trainings.Training("full-rank", (), ("head, tuned",))
     with pytest.raises(KeyboardInterrupt):
         comparison.complete(training, 0, row, pytest.fail)
     assert row == kept
