@@ -23,6 +23,7 @@ CHECKSUMS = "checksums.json"
 PARTIAL = ".partial"  # suffix of a file that is not complete yet
 _PROVENANCE = {"versions", "commit", "machine"}  # what `salaad.common.provenance` writes beside every table's rows
 _LARGEST_JSON = 2**26  # bytes, a thousand times our files' size; parsed, a file takes about ten times as much memory
+REMAKE = "restore it, or delete it and make it anew"  # the cure of a broken file that a command can make once more
 
 
 def at_home(path: str) -> Path:
@@ -106,13 +107,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return list(json_lines(path))
 
 
-def read_json(path: Path, most: int = _LARGEST_JSON, cure: str = "restore it, or delete it and make it anew") -> Any:
+def read_json(path: Path, most: int = _LARGEST_JSON, cure: str = REMAKE) -> Any:
     """Return the content of a JSON file.
 
     Args:
         path: the file.
         most: bytes that it may have.
-        cure: what the error message tells to do; the default suits results, which a command can make once more.
+        cure: what the error message tells to do; the default suits results.
 
     Raises:
         UserError: the file is missing, broken or too large.
@@ -127,11 +128,11 @@ def read_json(path: Path, most: int = _LARGEST_JSON, cure: str = "restore it, or
         raise UserError(f"{path} cannot be read ({error}); {cure}") from None
 
 
-def read_object(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint; a UserError as in `read_json`, or if it holds something else."""
-    value = read_json(path, most, "give a whole checkpoint")
+def read_object(path: Path, most: int = _LARGEST_JSON, cure: str = "give a whole checkpoint") -> dict[str, Any]:
+    """The object in a JSON file; a UserError as in `read_json`, or if it holds something else."""
+    value = read_json(path, most, cure)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; give a whole checkpoint")
+        raise UserError(f"{path} holds no JSON object; {cure}")
     return value
 
 

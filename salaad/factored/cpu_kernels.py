@@ -177,7 +177,8 @@ def library() -> tuple[Callable[..., bool], Callable[..., bool]] | None:
         return None
     try:
         functions = ctypes.PyDLL(str(_compiled(compiler))).products
-    except (OSError, subprocess.SubprocessError, AttributeError, UserError) as error:  # Attribute: no such function
+    except (OSError, subprocess.SubprocessError, AttributeError, UserError) as error:
+        # An AttributeError says that the library lacks our function, a UserError that there is no cache folder.
         [reason, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
         problem = f"{shlex.join(compiler)} cannot compile {SOURCE.name}, or the library cannot be loaded ({reason})"
         warnings.warn(f"{problem}; torch's products are used", stacklevel=2)

@@ -167,10 +167,10 @@ class SlrEmbedding(SlrWeight):
         if found is not None and ids.dtype == torch.int64:
             products, tensors = found
             return products.rows(ids, tensors)
-        # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU, and
-        # which torch.func does not tell.
-        told = ids.is_cpu and not compiling and not cpu_kernels.is_transformed()
-        rows = operators.rows_in_torch if told else operators.plain_rows
+        # The sizes in `rows_in_torch` depend on values, which the host can read without waiting only on a CPU, and not
+        # at all under torch.func.
+        readable = ids.is_cpu and not compiling and not cpu_kernels.is_transformed()
+        rows = operators.rows_in_torch if readable else operators.plain_rows
         with without_autocast(ids.device):
             y = rows(ids, *self._tensors)
         return y if self.nnz else self._with_empty_S(y)

@@ -2,8 +2,9 @@
 
 The formats are entered in the registry of quantizers. `from_pretrained` passes an argument that it does not know to the
 configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so every
-configuration gets the attribute `budget`, whose setter refuses a folder of another format. A configuration that is
-given to `from_pretrained` must have its size already: `config = AutoConfig.from_pretrained(folder, budget=…)`.
+configuration gets the attribute `budget`, whose setter refuses a folder of another format unless the architecture has a
+setting of this name. A configuration that is given to `from_pretrained` must have its size already: `config =
+AutoConfig.from_pretrained(folder, budget=…)`.
 
 Some methods of models know dense layers only, and ask the model's quantizer first if it is ours. Importing transformers
 takes seconds, and so does importing our classes: neither is imported with this module.

@@ -6,7 +6,7 @@ from itertools import compress
 from pathlib import Path
 
 from salaad.common.errors import UserError
-from salaad.common.files import read_object
+from salaad.common.files import REMAKE, read_object
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
 from scripts.reproduction.freshness import LEGEND, is_fresh
@@ -108,7 +108,7 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
         UserError: a file is damaged or lacks a part of what an item writes.
     """
     paths = {item.name: folder / f"{item.name}.json" for item in items}
-    found = {name: read_object(path) for name, path in paths.items() if path.exists()}
+    found = {name: read_object(path, cure=REMAKE) for name, path in paths.items() if path.exists()}
     for name, result in found.items():
         if lacking := [part for part in PARTS if part not in result]:
             raise UserError(f"{paths[name]} has no {' and no '.join(lacking)}; restore it, or measure {name} --again")

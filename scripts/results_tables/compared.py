@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from salaad.common.files import read_object
+from salaad.common.files import REMAKE, read_object
 from salaad.common.formats import markdown_table
 from scripts.results_tables.elastic import (
     COPIED,
@@ -169,7 +169,7 @@ def dense_not_copied(path: Path) -> tuple[float, float] | None:
     if not path.exists():
         return None
     losses = {
-        row["model"]: row["other"][0] for row in read_object(path).get("rows", ())
+        row["model"]: row["other"][0] for row in read_object(path, cure=REMAKE).get("rows", ())
     }  # of the last checkpoint measured
     names = ("full-rank", *(f"dense-{share:g}" for share in (HALF, FIFTH)))
     whole, half, fifth = (losses.get(f"{name}-{CHOSEN_ON}") for name in names)

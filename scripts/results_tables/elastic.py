@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from salaad.common.errors import UserError
-from salaad.common.files import read_json, read_object
+from salaad.common.files import REMAKE, read_json, read_object
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts import in_context
 from scripts.reproduction.freshness import MARK
@@ -60,7 +60,7 @@ def rows_of(path: Path) -> list[Row]:
     Raises:
         UserError: the file is damaged or has no rows.
     """
-    rows = read_object(path).get("rows")
+    rows = read_object(path, cure=REMAKE).get("rows")
     if not rows:
         raise UserError(f"{path} has no rows; restore it, or delete it and measure again with compare_elastic.py")
     return rows
