@@ -4,8 +4,8 @@ Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), 
 CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining, of LOST and of ReLoRA at 1b
 were never released: in their place stand those of ReLoRA, of SLTrain and of ReLoRA at 350m. The optimizer is what the
 runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of the steps as
-warm-up; the warm-up of LORO ends where its schedule peaks. No source has `nano`: there the learning rates are those
-that a short search found (results/methods), the rank is a quarter of the width, and all else is as at 60m.
+warm-up. No source has `nano`: there the learning rates are those that a short search found (results/methods), the rank
+is a quarter of the width, LORO's factors begin with a product of the dense size, and all else is as at 60m.
 """
 
 from typing import Any
@@ -37,9 +37,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_ADAM,
         "optimizer.lr": [5e-3, 1e-2, 1e-2, 1e-2, 5e-3],
         "optimizer.eps": 1e-6,
-        "optimizer.warmup": [0.2, 0.2, 0.2, 0.133, 0.2],
+        "optimizer.warmup": [0.1, 0.1, 0.1, 0.0333, 0.1],
         "loro.rank": _RANKS,
         "loro.every": [500, 500, 500, 500, 200],
+        "loro.init": ["scaled", "xavier", "xavier", "xavier", "xavier"],
     },
     "cola": {
         **_ADAM,

@@ -1,6 +1,6 @@
 """LORO: two factors, trained so that their product moves on the manifold of matrices of rank r (ICLR 2025).
 
-    W = M·Nᵀ,   M (out×r) and N (in×r) Xavier-normal
+    W = M·Nᵀ,   M (out×r) and N (in×r) Xavier-normal, or with the deviation √(σ/√r) that gives W the σ of dense weights
 
 Most steps follow the gradients of the factors alone: M −= lr·(r/d)·dM and N −= lr·(r/d)·dN, where d is the width of the
 model and dM, dN are Adam's directions. Every K-th step is exact: in the tangent space of the manifold at W, at the full
@@ -11,9 +11,10 @@ learning rate:
 
 After an exact step the moments of *all* weights are set to zero and the learning rate rises again over a few steps. The
 settings for each size are those of the released code. Different from that code: ε is added after the bias correction;
-the learning rate begins near zero, peaks where theirs does and ends at a tenth (theirs, by a shift of its cosine,
-begins at a tenth and ends at 12 to 13 %), and its rise after an exact step begins at a fifth (theirs at 1e-6); with
-several ranks, each takes the exact steps of some of the layers; an exact step that is not finite is skipped.
+the learning rate begins near zero, peaks when the warm-up ends and ends at a tenth (theirs, by a shift of its cosine,
+begins at a tenth, is at 97 % when the warm-up ends, peaks at a fifth of the run and ends at 12 to 13 %), and its rise
+after an exact step begins at a fifth (theirs at 1e-6); with several ranks, each takes the exact steps of some of the
+layers; an exact step that is not finite is skipped.
 """
 
 from dataclasses import replace
@@ -42,7 +43,7 @@ class LoroLinear(SlrFactored):
 
     Args:
         linear: the layer to replace; its weight (out×in) is not kept.
-        settings: rank.
+        settings: rank, and how M and N begin.
     """
 
     def __init__(self, linear: nn.Linear, settings: LoroConfig) -> None:
@@ -51,8 +52,12 @@ class LoroLinear(SlrFactored):
         self.M = nn.Parameter(torch.empty(out, settings.rank, device=device))
         self.N = nn.Parameter(torch.empty(width, settings.rank, device=device))
         self.bias = linear.bias
-        nn.init.xavier_normal_(self.M)
-        nn.init.xavier_normal_(self.N)
+        for factor in (self.M, self.N):
+            if settings.init == "xavier":
+                nn.init.xavier_normal_(factor)
+            else:  # an entry of M·Nᵀ is a sum of r products
+                nn.init.normal_(factor)
+                factor.data *= (linear.weight.data.float().std() / settings.rank**0.5).sqrt()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (…×out) for the input x (…×in)."""

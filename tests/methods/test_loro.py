@@ -34,9 +34,19 @@ def test_the_exact_step_is_that_on_the_manifold(shape):
 
 def test_the_factors_begin_xavier_normal():
     torch.manual_seed(0)
-    layer = LoroLinear(torch.nn.Linear(300, 200, bias=False), config_of("loro", "--loro.rank", "100").loro)
+    settings = config_of("loro", "--loro.rank", "100", "--loro.init", "xavier").loro
+    layer = LoroLinear(torch.nn.Linear(300, 200, bias=False), settings)
     assert layer.M.std().item() == pytest.approx((2 / 300) ** 0.5, rel=0.03)
     assert layer.N.std().item() == pytest.approx((2 / 400) ** 0.5, rel=0.03)
+
+
+def test_factors_begin_with_a_product_of_the_dense_size():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(300, 200, bias=False)
+    torch.nn.init.normal_(linear.weight, std=0.02)
+    layer = LoroLinear(linear, config_of("loro", "--loro.rank", "50", "--loro.init", "scaled").loro)
+    assert (layer.M @ layer.N.mT).std().item() == pytest.approx(0.02, rel=0.05)  # of 60,000 entries, rank 50
+    assert layer.M.std().item() == pytest.approx(layer.N.std().item(), rel=0.05)
 
 
 def loro(model, *words, dtype=torch.float32):
