@@ -136,7 +136,8 @@ def _with_preset(preset: str, steps: int, words: list[str]) -> tuple[list[str], 
 
 
 def _as_options(settings: Mapping[str, Any]) -> list[str]:
-    return [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return [f"--{key}={text}" for key, text in texts.items()]
 
 
 def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:

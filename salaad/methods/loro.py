@@ -17,6 +17,7 @@ after an exact step begins at a fifth (theirs at 1e-6); with several ranks, each
 layers; an exact step that is not finite is skipped.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -163,7 +164,10 @@ class Loro(LowRankMethod):
 def adam_direction(optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
     """Adam's direction m̂/(√v̂ + ε) for a parameter in the last step, in float32 at least."""
     [group] = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
-    state, (beta1, beta2) = optimizer.state[parameter], group["betas"]
+    state = optimizer.state[parameter]
     mean, square = at_least_float32(state["exp_avg"], state["exp_avg_sq"])
     step = state["step"].to(mean.device)
-    return mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + group["eps"])
+    # In float32, 1 - β^step itself would lose five digits in the first steps.
+    logs = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
+    correction1, correction2 = (-torch.expm1(step * log) for log in logs)
+    return mean / correction1 / ((square / correction2).sqrt() + group["eps"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from salaad.common.errors import UserError
-from salaad.methods.loro import Loro, LoroLinear, exact_step
+from salaad.methods.loro import Loro, LoroLinear, adam_direction, exact_step
 from salaad.methods.low_rank_layers import factored_layers
 from salaad.methods.optimizer import step_unless
 from tests.helpers.tiny_llama import IDS, config_of, llama
@@ -123,3 +123,14 @@ def test_the_learning_rate_rises_again_after_an_exact_step():
 def test_an_optimizer_without_adams_direction_is_refused():
     with pytest.raises(UserError, match=r"optimizer.name is RMSprop, but loro steps along Adam's direction"):
         Loro.check(llama(), config_of("loro", *OPTIONS, "--optimizer.name", "RMSprop"))
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.999), (0.9, 0.0)])
+def test_the_direction_is_the_one_in_which_adam_moved(betas):
+    p = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    optimizer = torch.optim.Adam([p], lr=1.0, betas=betas)
+    for step in range(2):
+        p.grad = torch.linspace(-1, 2, 50).double() * (step + 1)
+        before = p.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(adam_direction(optimizer, p), before - p.detach(), rtol=2e-6, atol=1e-9)
