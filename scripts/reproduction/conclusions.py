@@ -5,6 +5,7 @@ A phrase compares models over the seeds that all of them were measured with, and
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from salaad.common.files import read_json
@@ -18,20 +19,27 @@ from scripts.results_tables.compared import (
     FIFTH,
     FULL_RANK,
     HALF,
+    LEVEL,
     Model,
     Trainings,
     dense_not_copied,
     not_copied_over,
 )
-from scripts.results_tables.elastic import REPORTED, bench_of, named_seeds, rows_of, with_seeds
+from scripts.results_tables.elastic import (
+    REPORTED,
+    bench_of,
+    named_seeds,
+    not_copied,
+    over_reference,
+    rows_of,
+    with_seeds,
+)
 
-ELASTIC = "[elastic](elastic/README.md)"
+FIRST = "[first table](#methods-at-the-papers-tokens-per-parameter-nano-20)"
+ELASTIC = f"[elastic](elastic/README.md#{REPORTED})"
 METHODS = "[methods](methods/README.md#the-search)"
 PAIR = ("salaad", "full_rank")
 RIVALS = {"ours": "SALAAD", "theirs": "full-rank"}  # field of a sentence → what to train
-# Models whose perplexities differ by less count as equally good: SALAAD's relative to full-rank training with the same
-# seed, differs by about as much from one seed to another.
-LEVEL = 0.01
 PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
 CUT_BOTH_WAYS = (*PREFERRED, "micro")  # scales whose model as in the paper may be cut by HPA and in our way
 # Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
@@ -82,7 +90,7 @@ def full_size(results: Path) -> str | None:
         f"**The best model at full size**: of the methods measured, train {how}. SALAAD's X is "
         f"{costs['SALAAD']:+.1%} in perplexity relative to full-rank training{_besides(trainings)}, its steps take "
         f"{methods['salaad']['over_full_rank']:.2f} times as long, and the optimizer and the "
-        f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({ELASTIC}, "
+        f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({FIRST}, "
         f"{_seeds(trainings, Model('SALAAD'))})."
     )
 
@@ -104,8 +112,13 @@ def others(results: Path) -> str | None:
     best = {method: variants["X"]["perplexity"] for method, variants in runs.items() if variants}
     rest = best.keys() - whole.keys() - set(PAIR) if "full_rank" in best else ()
     short = {method: best[method] / best["full_rank"] - 1 for method in rest}
-    named = [(f"{method} {whole[method]:+.1%}", trainings.seeds(FULL_RANK, Model(method))) for method in _rising(whole)]
-    told = f"**Other methods** are in perplexity, relative to full-rank training: {with_seeds(named, ELASTIC)}."
+    besides = {method: _roughly_not_copied(trainings, method) for method in whole}
+    named = [
+        (f"{method} {whole[method]:+.1%}{besides[method]}", trainings.seeds(FULL_RANK, Model(method)))
+        for method in _rising(whole)
+    ]
+    aside = " (in parentheses over the tokens that are not copied)" if any(besides.values()) else ""
+    told = f"**Other methods** are in perplexity, relative to full-rank training{aside}: {with_seeds(named, FIRST)}."
     if short:
         told += (
             " The rest were trained for an eighth of the length alone, with one seed, at the best rates found: "
@@ -115,6 +128,13 @@ def others(results: Path) -> str | None:
         if both:
             told += f" Compare these with others after an eighth, not in full: {_listed(both)}."
     return told
+
+
+def _roughly_not_copied(trainings: Trainings, method: str) -> str:
+    """Return in parentheses a method's perplexity over the tokens not copied, relative to full-rank training."""
+    over_others = Trainings(trainings.rows, not_copied)
+    over, same_seed = over_reference(over_others.perplexities(Model(method)), over_others.perplexities(FULL_RANK))
+    return f" ({'' if same_seed else '≈ '}{fmean(over.values()):+.1%})" if over else ""
 
 
 def _listed(costs: Mapping[str, float]) -> str:
@@ -135,7 +155,7 @@ def rates(results: Path) -> str | None:
             return (
                 "**Before any method**: give embedding and head a higher learning rate than the projections. With one "
                 f"rate for all, full-rank training at {scale} is {cost:+.1%} in perplexity relative to that with two "
-                f"rates ({ELASTIC}, {_seeds(trainings, one_rate)})."
+                f"rates ([elastic](elastic/README.md#{scale}), {_seeds(trainings, one_rate)})."
             )
     return None
 
@@ -204,7 +224,7 @@ def trained_small(results: Path) -> str | None:
     return (
         "**One size, known beforehand**: a dense model trained at that size, with the learning rates of the large one, "
         f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the full-rank model of full size "
-        f"({ELASTIC}, {_seeds(trainings, *models)}).{_without_copies(results)}"
+        f"({FIRST}, {_seeds(trainings, *models)}).{_without_copies(results)}"
     )
 
 
@@ -232,14 +252,14 @@ def way_to_cut(results: Path) -> str | None:
             hpa, ours = (trainings.all_over(models)[i : i + 2] for i in (0, 2))
             said.append(
                 f"at {scale} it is {hpa[0]:+.1%} and {hpa[1]:+.1%} by HPA at κ*, {ours[0]:+.1%} and {ours[1]:+.1%} "
-                f"with our defaults ({_seeds(trainings, *models)})"
+                f"with our defaults ([elastic](elastic/README.md#{scale}), {_seeds(trainings, *models)})"
             )
     if not said:
         return None
     return (
         "**How to cut**: by energy with weighted entries and the head split, our default, rather than by HPA. A model "
         "trained as in the paper, cut to half and to a fifth, in perplexity relative to the uncut full-rank model: "
-        f"{'; '.join(said)} ({ELASTIC})."
+        f"{'; '.join(said)}."
     )
 
 
@@ -305,7 +325,7 @@ def _half_and_fifth(results: Path, sentence: str, **ways: tuple[str, str]) -> st
         return None
     over = iter(trainings.all_over(models))
     pairs = {place: f"{next(over):+.1%} and {next(over):+.1%}" for place in ways}
-    said = f"{sentence.format(**pairs)} ({ELASTIC}, {named_seeds(seeds)})."
+    said = f"{sentence.format(**pairs)} ({FIRST}, {named_seeds(seeds)})."
     common = Trainings([row for row in trainings.rows if row["seed"] in seeds])
     return said + _advice(common, ways) if ways.keys() >= RIVALS.keys() else said
 

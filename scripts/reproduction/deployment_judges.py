@@ -109,7 +109,7 @@ def against_small_dense(results: Results) -> list[Number]:
 
 
 def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
-    """Judge the same by rows of compare_elastic.py, with the cut that weights entries where it is measured.
+    """Judge the same by rows of compare_elastic.py.
 
     Returns:
         No numbers as long as a cut of the model that is trained as in the paper, or a dense model, is missing.
@@ -117,11 +117,10 @@ def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
     mine = {row["label"]: row for row in rows if row["seed"] == 0}
     dense = [mine[label]["X"] for share in DENSE_SHARES if (label := f"dense, {share:g}") in mine]
     paper = mine.get("SALAAD, as in the paper", {"ways": {}})
-    way = next((way for way in ("cut", "energy") if way in paper["ways"]), None)
-    if way is None or len(dense) < len(DENSE_SHARES):
+    if "cut" not in paper["ways"] or len(dense) < len(DENSE_SHARES):
         return []
     cuts = [
-        (min(paper["ways"][way], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in dense
+        (min(paper["ways"]["cut"], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in dense
     ]
     whole = paper["L+S"]["parameters"]
     pairs = [
@@ -129,10 +128,9 @@ def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
         for cut, X in cuts
         if X["parameters"] < whole and is_same_size(cut["parameters"], X["parameters"])
     ]
-    entries = {"cut": "weighted by the optimizer's second moments", "energy": "of equal weights"}[way]
     return [
         *_beside_dense(pairs),
-        Number("these cuts are those of elastic/README.md, with the head dense and entries", entries),
+        Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes"),
     ]
 
 

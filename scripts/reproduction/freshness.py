@@ -2,7 +2,7 @@
 
 import ast
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,13 +25,31 @@ BEHIND = (
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 UNKNOWN = "not known, as git does not have this commit"
-MARK = "†"
-LEGEND = f"{MARK}: measured before some of the code behind it changed, or with changes that were not committed."
+CHANGED, UNCOMMITTED = "†", "‡"
+LEGENDS = {
+    CHANGED: "measured before some of the code behind it changed",
+    UNCOMMITTED: "measured or trained with changes that were not committed",
+}
+ALL_CHANGED = "Some of the code behind every {} has changed since it was measured."
 
 
-def is_fresh(commits: Iterable[str]) -> bool:
-    """Return whether the code at each of these commits was committed and, in all of BEHIND, is the same at HEAD."""
-    return not any(commit.endswith("-dirty") or changed_since(commit) for commit in commits)
+def mark_of(commits: Iterable[str]) -> str:
+    """Return the mark of a number from these commits; none if, in all of BEHIND, each is the same as HEAD."""
+    commits = [*commits]
+    if any(commit.endswith("-dirty") for commit in commits):
+        return UNCOMMITTED
+    return CHANGED if any(map(changed_since, commits)) else ""
+
+
+def with_legend(marks: Sequence[str], what: str) -> tuple[list[str], list[str]]:
+    """Return the marks to print, each after a space, and sentences on them; `what` is that which has a mark, as a word.
+
+    Where everything has a mark, `CHANGED` would tell nothing apart, and a sentence stands for it.
+    """
+    everywhere = bool(marks) and all(marks)
+    shown = ["" if everywhere and mark == CHANGED else mark and f" {mark}" for mark in marks]
+    told = [f"{mark}: {legend}." for mark, legend in LEGENDS.items() if f" {mark}" in shown]
+    return shown, [*([ALL_CHANGED.format(what)] if everywhere else []), *told]
 
 
 def commits_of(result: Mapping[str, Any]) -> list[str]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from salaad.common.errors import UserError
 from salaad.common.files import REMAKE, read_object
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
-from scripts.reproduction.conclusions import LEVEL, conclusions, recorded
-from scripts.reproduction.freshness import LEGEND, is_fresh
+from scripts.reproduction.conclusions import conclusions, recorded
+from scripts.reproduction.freshness import mark_of, with_legend
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item, Measured
 from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
-from scripts.results_tables.compared import WAYS, against_dense
+from scripts.results_tables.compared import LEVEL, WAYS, against_dense
 from scripts.results_tables.elastic import REPORTED, bench_of, fair_table, rows_of, with_seeds
 
 TITLE = "Results"
@@ -118,9 +118,15 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
 def glance(results: Path, scales: Sequence[Scale]) -> str:
     """Claim by scale: yes, no, not shown, or not measured; with a mark where the code has changed since."""
     columns = [verdicts(scale, scale.results_in(results)) for scale in scales]
+    rows = [*zip(*([verdict for _, verdict in column] for column in columns), strict=True)]
+    printed, legends = with_legend([one.mark for row in rows for one in row if one.numbers], "verdict")
+    marks = iter(printed)
     lines = [
-        (f"[{claim.name}]({CLAIMS_PAGE}#{anchor(claim.name)})", *(verdict.answer for verdict in row))
-        for claim, *row in zip(CLAIMS, *([verdict for _, verdict in column] for column in columns), strict=True)
+        (
+            f"[{claim.name}]({CLAIMS_PAGE}#{anchor(claim.name)})",
+            *(f"{one.answer}{next(marks) if one.numbers else ''}" for one in row),
+        )
+        for claim, row in zip(CLAIMS, rows, strict=True)
     ]
     answered = [any(verdict.answer != NOT_MEASURED for _, verdict in column) for column in columns]
     once = [scale.name for scale in compress(scales, answered) if len(scale.seeds) == 1]
@@ -130,8 +136,8 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)}"
     ]
     told += [f"The claims rest on one seed at {', '.join(once)}."] if once else []
-    told.append(LEGEND)
-    return f"{text_table(('claim', *(scale.name for scale in scales)), lines)}\n\n{' '.join(told)}"
+    table = text_table(("claim", *(scale.name for scale in scales)), lines)
+    return "\n\n".join([table, " ".join(told), *legends])
 
 
 def beside_dense(results: Path) -> str:
@@ -151,7 +157,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{REPORTED}.json"
     if not measured.exists():
         return []
-    table = fair_table(rows_of(measured), bench_of(results, REPORTED), is_fresh, "elastic/")
+    table = fair_table(rows_of(measured), bench_of(results, REPORTED), mark_of, "elastic/")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{REPORTED}.png)"
     return [f"## Methods at the paper's tokens per parameter ({REPORTED})", table, picture]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.reproduction.claims import claims_table, text_table
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import changes_text, commits_of, is_fresh
+from scripts.reproduction.freshness import UNCOMMITTED, changes_text, commits_of, mark_of
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
@@ -76,15 +76,17 @@ def facts(result: Result) -> list[str]:
 
 
 def outdated_note(measured: Mapping[str, Result]) -> str:
-    """Return a sentence that names the items with numbers from code that has changed since or was not committed."""
-    old = [name for name, result in measured.items() if not is_fresh(commits_of(result))]
+    """Return sentences that name the items with numbers from code that has changed since or was not committed."""
+    marks = {name: mark_of(commits_of(result)) for name, result in measured.items()}
+    old = [name for name, mark in marks.items() if mark]
     if not old:
         return "All items were measured with the code as it is."
-    return (
+    uncommitted = [name for name, mark in marks.items() if mark == UNCOMMITTED]
+    told = (
         f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
-        "them changed, or with changes that were not committed: "
-        f"{', '.join(old)}. Every item lists what has changed."
+        f"them changed: {', '.join(old)}. Every item lists what has changed."
     )
+    return told + (f" Of these some changes were not committed: {', '.join(uncommitted)}." if uncommitted else "")
 
 
 def trainings_table(measured: Mapping[str, Result]) -> str:

@@ -42,6 +42,9 @@ class Way(NamedTuple):
 
 
 FULL_RANK = Model("full-rank")
+# Perplexities that differ by less count as equal: SALAAD's relative to full-rank training with the same seed differs
+# by less than half of it from one seed to another.
+LEVEL = 0.01
 UNMEASURED = "–"
 CHOSEN_ON = 0  # the seed with which settings of SALAAD were compared
 WAYS = {

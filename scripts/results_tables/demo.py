@@ -6,7 +6,15 @@ from typing import Any
 
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.compared import CHOSEN_ON, FULL_RANK, Model, Trainings, dense_not_copied, not_copied_over
+from scripts.results_tables.compared import (
+    CHOSEN_ON,
+    FULL_RANK,
+    LEVEL,
+    Model,
+    Trainings,
+    dense_not_copied,
+    not_copied_over,
+)
 from scripts.results_tables.elastic import (
     COPIED,
     REPORTED,
@@ -44,7 +52,8 @@ def summary_table() -> str:
         lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
     told = (
         "Perplexity relative to full-rank training with the same seed, as means over the seeds (of uncut SALAAD "
-        f"± {_deviation(trainings):.1%}), after 20 training tokens per parameter; lower is better."
+        f"± {_deviation(trainings):.1%}), after 20 training tokens per parameter; lower is better. *Level*: less than "
+        f"{LEVEL:.0%} apart."
     )
     if Trainings(rows, not_copied).seeds(FULL_RANK):
         told += f" In parentheses: over the tokens that are not copied; {COPIED}."
@@ -93,12 +102,13 @@ def _seeds(trainings: Trainings, *models: Model) -> str:
 def _besides(trainings: Trainings, model: Model, other: Model) -> str:
     """Return after a comma what a model is relative to another over the tokens not copied; empty if not measured.
 
-    Seeds are counted where they are fewer than those with figures over all tokens.
+    It is empty too where the two are level, over these tokens and over all. Seeds are counted where they are fewer than
+    those with figures over all tokens.
     """
     others = Trainings(trainings.rows, not_copied)
     over, fewer = others.over(model, other), others.seeds(model, other) != trainings.seeds(model, other)
     seeds = _seeds(others, model, other) if fewer else ""
-    if over is None:
+    if over is None or max(abs(over), abs(trainings.over(model, other))) < LEVEL:
         return ""
     return f", {compared(over).removesuffix(' than').removesuffix(' with')} over the tokens not copied{seeds}"
 
@@ -150,9 +160,10 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
 
 
 def compared(difference: float) -> str:
-    """What a relative difference of perplexities says, such as `8.1 % better than`."""
-    percent = f"{abs(difference) * 100:.1f}"
-    return "level with" if percent == "0.0" else f"{percent} % {'better' if difference < 0 else 'worse'} than"
+    """What a relative difference of perplexities says, such as `8.1 % better than`; up to `LEVEL` it says nothing."""
+    if abs(difference) < LEVEL:
+        return "level with"
+    return f"{100 * abs(difference):.1f} % {'better' if difference < 0 else 'worse'} than"
 
 
 def samples() -> str:

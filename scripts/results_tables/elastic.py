@@ -14,7 +14,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import REMAKE, read_json, read_object
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts import in_context
-from scripts.reproduction.freshness import MARK
+from scripts.reproduction.freshness import with_legend
 from scripts.research import probe_allocation
 from scripts.results_tables import RESULTS
 from scripts.shares import NAMED, all_shares, shares
@@ -29,7 +29,6 @@ REFERENCE = "full-rank"
 REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 TRIED = ("nano-20-95", "nano-5")  # settings that were given up, or shorter runs: on tried.md, by their curves alone
 COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
-ALL_OLD = "Some of the code behind every row has changed since the row was measured."
 SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 
 Row = Mapping[str, Any]
@@ -45,10 +44,10 @@ def not_copied(of: Row) -> float | None:
     return math.exp(of["in_context"]["other"][0]) if "in_context" in of else None
 
 
-# Heading of a column → the perplexity that it shows, from the figures of a model; None if not measured.
+# Heading of a column → the perplexity that it shows relative to full-rank training, or as it is; None if not measured.
+RELATIVE: Mapping[str, Callable[[Row], float | None]] = {"over full-rank": perplexity, "not copied": not_copied}
 PERPLEXITIES: Mapping[str, Callable[[Row], float | None]] = {
     "perplexity": perplexity,
-    "not copied": not_copied,
     "legacy": lambda of: of.get("legacy_perplexity"),
     "C4": lambda of: of.get("other_perplexity"),
 }
@@ -134,28 +133,26 @@ def samples_table(rows: Sequence[Row]) -> str:
 
 
 def fair_table(
-    rows: Sequence[Row], bench: Path, is_fresh: Callable[[Sequence[str]], bool] = lambda _: True, folder: str = ""
+    rows: Sequence[Row], bench: Path, mark_of: Callable[[Sequence[str]], str] = lambda _: "", folder: str = ""
 ) -> str:
     """Return the table of all methods: each model whole, and its best cuts to half and to a fifth, with their costs.
 
     Args:
         rows: rows of compare_elastic.py.
         bench: JSON file with the step time of every method at these shapes; without it nothing is said of costs.
-        is_fresh: whether the code behind measurements at some commits is unchanged; lines for which it is not get a
-            mark.
+        mark_of: the mark of measurements at some commits, of code that has changed since or was not committed.
         folder: path to results/elastic from the page of the table.
     """
     costs = read_json(bench)["methods"] if bench.exists() else {}
     lines = list(_fair_lines(rows, costs))
-    old = [not is_fresh(commits) for _, commits, _ in lines]
-    marks = ["" if not one or all(old) else f" {MARK}" for one in old]
+    marks, legends = with_legend([mark_of(commits) for _, commits, _ in lines], "row")
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
     tokens = rows[0]["text_tokens"]
     header = (
         "model",
         "share",
         "seeds",
-        "over full-rank",
+        *RELATIVE,
         *PERPLEXITIES,
         "stored",
         "trained",
@@ -165,7 +162,7 @@ def fair_table(
     )
     measured = [bool(any(column)) for column in zip(*shown, strict=True)]
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
-    copying = [f"*Not copied* is the perplexity over the other tokens: {COPIED}."] if "not copied" in header else []
+    copying = [_how_copying_is_left_out(rows)] if "not copied" in header else []
     told = [
         f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
         "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds; ± is the "
@@ -174,11 +171,12 @@ def fair_table(
         "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
         *copying,
         "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
-        "*Stored* and *trained* count parameters; *bytes* is the size of the model in float32.",
+        "*Stored* and *trained* count parameters, *stored* of L + S those of all its factors and entries, which may be "
+        "more than X has; *bytes* is the size of the model in float32, where a block is stored dense if that is less.",
         *_how_costs_were_measured(rows, costs, bench),
         *_how_rates_were_chosen(folder),
     ]
-    told += [ALL_OLD] if all(old) else []
+    told += legends
     legend = "\n".join(f"- {line}" for line in told if line)
     return f"{markdown_table(header, shown)}\n\n{legend}"
 
@@ -234,7 +232,7 @@ def _fair_lines(
     rows: Sequence[Row], costs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
-    references = references_of(rows)
+    references = [references_of(rows, figure) for figure in RELATIVE.values()]
 
     def figures(there: Sequence[Row], of: Callable[[Row], Row], share: str = "") -> tuple[str, ...]:
         return share, seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
@@ -295,20 +293,61 @@ def _kappas(sizes: Iterable[Row]) -> str:
     return f", κ* {', '.join(kappas)}" if kappas else ""
 
 
-def references_of(rows: Sequence[Row]) -> dict[int, float]:
-    """Return seed → perplexity of full-rank training."""
-    return {row["seed"]: row["X"]["perplexity"] for row in rows if row["label"] == REFERENCE}
+def references_of(rows: Sequence[Row], figure: Callable[[Row], float | None] = perplexity) -> dict[int, float]:
+    """Return seed → perplexity of full-rank training, of the seeds with which it was measured."""
+    return _measured({row["seed"]: row["X"] for row in rows if row["label"] == REFERENCE}, figure)
 
 
-def _figures(of: Mapping[int, Row], references: Mapping[int, float]) -> tuple[str, ...]:
+def _measured(of: Mapping[int, Row], figure: Callable[[Row], float | None]) -> dict[int, float]:
+    return {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
+
+
+def over_reference(of: Mapping[int, float], references: Mapping[int, float]) -> tuple[dict[int, float], bool]:
+    """Return seed → perplexity relative to full-rank training, less 1, and whether that had the same seed.
+
+    Seeds without a reference are left out. If no seed has one, all are relative to the mean of the references: over
+    tokens that are not copied seeds differ little, and full-rank training was not measured with every one of them.
+    """
+    same = {seed: value / references[seed] - 1 for seed, value in of.items() if seed in references}
+    if same or not references:
+        return same, True
+    mean = fmean(references.values())
+    return {seed: value / mean - 1 for seed, value in of.items()}, False
+
+
+def _relative(of: Mapping[int, Row], figure: Callable[[Row], float | None], references: Mapping[int, float]) -> str:
+    """Return the cell of a perplexity relative to full-rank training."""
+    over, same_seed = over_reference(_measured(of, figure), references)
+    if not over or (figure is perplexity and not same_seed):
+        return ""
+    deviation = f" ± {pstdev(over.values()):.1%}" if len(over) > 1 else ""
+    seeds = "" if over.keys() == of.keys() else f" ({named_seeds(over)})"
+    return f"{'' if same_seed else '≈ '}{fmean(over.values()):+.1%}{deviation}{seeds}"
+
+
+def _how_copying_is_left_out(rows: Sequence[Row]) -> str:
+    """Return a sentence on the column of tokens that are not copied."""
+    told = f"*Not copied* is the same over the other tokens: {COPIED}."
+    references = references_of(rows, not_copied)
+    lacking = sorted(references_of(rows).keys() - references.keys())
+    if not lacking:
+        return told
+    away = pstdev(references.values()) / fmean(references.values())
+    return (
+        f"{told} ≈: relative to the mean of full-rank training's {named_seeds(references)} (± {away:.1%}), as its "
+        f"{named_seeds(lacking)} was not measured."
+    )
+
+
+def _figures(of: Mapping[int, Row], references: Sequence[Mapping[int, float]]) -> tuple[str, ...]:
     """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
 
-    A perplexity that was not measured with all seeds names those with which it was.
+    A perplexity that was not measured with all seeds names those with which it was. `references` has an entry for every
+    figure in `RELATIVE`.
     """
-    over = [one["perplexity"] / references[seed] - 1 for seed, one in of.items() if seed in references]
-    cells = [f"{fmean(over):+.1%}" if over else ""]
+    cells = [_relative(of, figure, theirs) for figure, theirs in zip(RELATIVE.values(), references, strict=True)]
     for figure in PERPLEXITIES.values():
-        found = {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
+        found = _measured(of, figure)
         seeds = "" if found.keys() == of.keys() else f" ({named_seeds(found)})"
         cells.append(f"{_with_deviation([*found.values()])}{seeds}" if found else "")
     first = ChainMap(*of.values())  # of every figure that of the first seed that has it

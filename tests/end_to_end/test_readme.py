@@ -25,7 +25,7 @@ from scripts import reproduce
 from scripts.reproduction import freshness
 from scripts.reproduction.grid import SCALES
 from scripts.reproduction.report import first_pages, page_of
-from scripts.results_tables import RESULTS, elastic
+from scripts.results_tables import RESULTS
 from scripts.update_results import PAGES, all_sections, filled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,8 +133,10 @@ def test_the_first_page_of_the_results_and_the_claims_are_as_update_results_make
 
 def unmarked(text: str) -> list[str]:
     """The lines of a page of results without marks and the padding of cells."""
-    plain = re.sub(" +", " ", re.sub("-{3,}", "---", text.replace(f" {freshness.MARK}", "")))
-    return [line for line in plain.splitlines() if elastic.ALL_OLD not in line]
+    plain = re.sub(" +", " ", re.sub("-{3,}", "---", text.replace(f" {freshness.CHANGED}", "")))
+    of_git = (f"{freshness.CHANGED}:", freshness.ALL_CHANGED.partition("{")[0])
+    lines = [line.removeprefix("- ") for line in plain.splitlines() if line]
+    return [line for line in lines if not line.startswith(of_git)]
 
 
 def test_every_generated_table_stands_on_one_page():

@@ -3,7 +3,7 @@
 import json
 from math import log
 
-from scripts.reproduction.conclusions import PAIR, conclusions
+from scripts.reproduction.conclusions import FIRST, PAIR, conclusions
 
 
 def row(label: str, seed: int, X: float, **ways: dict[float, float]) -> dict:
@@ -36,7 +36,7 @@ def test_what_a_sentence_compares_is_compared_over_the_seeds_that_all_of_it_has(
     )
     # Only seed 0 has cuts of both models; the sentence on the head has two seeds: 10 % and 15 %, 80 % and 100 %.
     assert "SALAAD's model is +2.0% and +10.0% in perplexity relative to the uncut full-rank model" in many
-    assert "the same tools, is +10.0% and +20.0% ([elastic](elastic/README.md), seed 0)" in many
+    assert f"the same tools, is +10.0% and +20.0% ({FIRST}, seed 0)" in many
     assert many.endswith("So, judged over all tokens, train SALAAD for both sizes.")
     assert "is +12.5% in perplexity relative to the uncut full-rank model with the head split, and +90.0% with" in head
     assert head.endswith("seeds 0, 1).")
@@ -86,7 +86,9 @@ def test_both_ways_to_cut_are_compared_on_one_model_at_every_scale_that_has_both
     assert said(tmp_path, *rows, hpa_alone) == []
     (tmp_path / "elastic" / "micro.json").write_text(json.dumps({"rows": [*rows, paper]}))
     [cut] = said(tmp_path, *rows, hpa_alone)
-    assert "model: at micro it is +20.0% and +100.0% by HPA at κ*, +10.0% and +120.0% with our defaults (seed 1)" in cut
+    assert (
+        "model: at micro it is +20.0% and +100.0% by HPA at κ*, +10.0% and +120.0% with our defaults ([elastic]" in cut
+    )
 
 
 def test_other_methods_stand_by_their_whole_trainings_and_else_by_their_best_short_ones(tmp_path):
@@ -99,11 +101,15 @@ def test_other_methods_stand_by_their_whole_trainings_and_else_by_their_best_sho
     (tmp_path / "methods" / "nano-20.json").write_text(json.dumps({"methods": methods | {"salaad": tried(1.0)}}))
     rows = [row("full-rank", 0, 50.0), row("galore", 0, 60.0), row("matformer", 0, 51.0)]
     [found] = said(tmp_path, *rows)
-    assert "training: matformer +2.0%, galore +20.0% ([elastic](elastic/README.md), seed 0). The rest" in found
+    assert f"training: matformer +2.0%, galore +20.0% ({FIRST}, seed 0). The rest" in found
     more = [row("full-rank", 1, 40.0), row("galore", 1, 56.0)]
     [found] = said(tmp_path, *rows, *more)
-    assert "matformer +2.0% (seed 0), galore +30.0% (seeds 0, 1) ([elastic](elastic/README.md)). The rest" in found
+    assert f"matformer +2.0% (seed 0), galore +30.0% (seeds 0, 1) ({FIRST}). The rest" in found
     assert "with one seed, at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
+    rows[1]["X"]["in_context"], more[0]["X"]["in_context"] = {"other": [4.0 + log(1.1), 9]}, {"other": [4.0, 9]}
+    [found] = said(tmp_path, *rows, *more)  # galore's tokens not copied with seed 0, full-rank training's with seed 1
+    assert "training (in parentheses over the tokens that are not copied): matformer +2.0% (seed 0)" in found
+    assert "galore +30.0% (≈ +10.0%) (seeds 0, 1)" in found
 
 
 def test_what_to_train_goes_by_the_sign_and_the_rates_by_the_longer_training(tmp_path):
@@ -157,7 +163,7 @@ def test_small_dense_models_are_compared_over_tokens_that_cannot_be_copied_too(t
     [plain] = said(tmp_path, *rows)
     assert plain.endswith(
         "is +20.0% (half) and +50.0% (a fifth) in perplexity relative to the full-rank model of full "
-        "size ([elastic](elastic/README.md), seed 0)."
+        f"size ({FIRST}, seed 0)."
     )
     (tmp_path / "elastic" / "in-context").mkdir()
     losses = {"full-rank-0": 3.0, "dense-0.5-0": 3.0 + log(1.1), "dense-0.2-0": 3.0 + log(1.25)}

@@ -137,9 +137,21 @@ def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
     path.write_text(json.dumps(kept))
     written = pages(results)
     text = written["README.md"]
-    assert f"| {link(0)} | yes † | not measured |" in text and f"| {link(2)} | yes | not" in text
+    assert f"| {link(0)} | yes ‡ | not measured |" in text and f"| {link(2)} | yes | not" in text
+    assert "\n\n‡: measured or trained with changes that were not committed.\n" in text and "†" not in text
     text = written["nano/reproduce/README.md"]
-    assert "1 of 22 items" in text and "not committed: table1." in text and f"| **{CLAIMS[0].name}**: yes † |" in text
+    assert "1 of 22 items" in text and "not committed: table1." in text and f"| **{CLAIMS[0].name}**: yes ‡ |" in text
+
+
+def test_where_everything_is_older_than_the_code_a_sentence_stands_for_the_marks():
+    old, new, dirty = "†", "", "‡"
+    told = ["†: measured before some of the code behind it changed."]
+    assert freshness.with_legend([old, new], "row") == ([" †", ""], told)
+    [sentence] = (found := freshness.with_legend([old, old], "row"))[1]
+    assert found[0] == ["", ""] and sentence == "Some of the code behind every row has changed since it was measured."
+    marks, [first, second] = freshness.with_legend([old, dirty], "row")
+    assert marks == ["", " ‡"] and first == sentence and second.startswith("‡: measured or trained with changes")
+    assert freshness.with_legend([new, new], "row") == (["", ""], []) and freshness.with_legend([], "row") == ([], [])
 
 
 def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypatch):
@@ -163,12 +175,12 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     git("init", "-q")
     first = committed('def f():\n    """Old."""\n    return 1\n', "lr: 1\n")
     second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1\n")
-    assert freshness.is_fresh([first, second]) and not freshness.is_fresh([f"{second}-dirty"])
+    assert freshness.mark_of([first, second]) == "" and freshness.mark_of([second, f"{second}-dirty"]) == "‡"
     committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
     assert freshness.changed_since(first) == ["train.py", "configs", "salaad/common"]
-    assert not freshness.is_fresh([second])
+    assert freshness.mark_of([second]) == "†"
     assert freshness.changed_since("no-such-commit") == [freshness.UNKNOWN]
-    assert not freshness.is_fresh(["no-such-commit"])
+    assert freshness.mark_of(["no-such-commit"]) == "†"
     freshness.changed_since.cache_clear()
     freshness._meaning.cache_clear()
 
@@ -199,11 +211,11 @@ def test_two_scales_have_a_page_each_and_one_table_of_claims(results, rows):
 
 def test_sentences_without_anything_to_name_are_left_out(results):
     text = pages(results, [NANO])["README.md"]
-    assert "one seed at" not in text and "we recommend too. †: measured" in text  # nano has three seeds
+    assert "one seed at" not in text and "we recommend too.\n\n## What" in text  # nano has three seeds
     assert "among the blocks; so has Table 1 at nano. The paper's" in text
     (results / "nano").rename(results / "350m")
     text = pages(results, [SCALES["350m"]])["README.md"]
-    assert "The claims rest on one seed at 350m. †" in text
+    assert "The claims rest on one seed at 350m.\n" in text
     assert "*SALAAD, as in the paper* has the embedding among the blocks. The paper's" in text
 
 
