@@ -170,9 +170,11 @@ def listing(comparison: Comparison, todo: Sequence[tuple[Training, int]], rows: 
     for training, seed in todo:
         row = rows.get((training.label, seed), {})
         left = comparison.left(training, row)
-        known = f"{sum(took[what] for what in left if what in took):.0f}" if left else ""
-        minutes = known if took.keys() >= set(left) else f"more than {known}"
-        lines.append((training.label, seed, "; ".join(left) or "–", minutes))
+        known = [took[what] for what in left if what in took]
+        minutes = f"{sum(known):.0f}" if known else "not known" if left else ""
+        minutes = minutes if len(known) in (0, len(left)) else f"more than {minutes}"
+        told = " (of a run that is not here)" if comparison.is_elsewhere(training, seed, row) else ""
+        lines.append((training.label, seed, f"{'; '.join(left)}{told}" if left else "–", minutes))
     return markdown_table(("model", "seed", "left", "minutes"), lines)
 
 
@@ -234,12 +236,10 @@ def main() -> None:
         if (training.label, seed) in rows:
             require_same(rows[training.label, seed], comparison.words(training, seed))
 
-    elsewhere = measured_elsewhere(comparison, todo, rows)
     if options.list:
         print(listing(comparison, todo, rows))
-        if elsewhere:
-            print(f"\n{elsewhere}")
         return
+    elsewhere = measured_elsewhere(comparison, todo, rows)
     check(elsewhere is None, elsewhere)
     todo = [
         (training, seed) for training, seed in todo if comparison.left(training, rows.get((training.label, seed), {}))
@@ -288,7 +288,8 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options, extra = parser.parse_known_args()
     at_least(options, 1, "jobs", "tokens")
-    for name, file in (("--search", options.search), ("--other-text", options.other_text)):
+    read = {"--search": options.search, "--other-text": None if options.list else options.other_text}
+    for name, file in read.items():
         check(file is None or Path(file).is_file(), f"{name} {file} is no file; give an existing one")
     options.ways = separated(options.ways)
     for way in options.ways:

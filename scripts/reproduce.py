@@ -35,6 +35,7 @@ from scripts.fetch_c4 import training_options
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import claims_table
 from scripts.reproduction.cost import MACHINES, hours
+from scripts.reproduction.freshness import LEGENDS, commits_of, mark_of
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
@@ -67,6 +68,7 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
                 "hours": {machine: sum(hours(run, scale, machine) for run in runs) for machine in MACHINES},
                 "hours_left": {machine: sum(hours(run, scale, machine) for run in left) for machine in MACHINES},
                 "done": item.done(scale),
+                "mark": mark_of(commits_of(read_json(item.result(scale)))) if item.done(scale) else "",
                 "result": str(item.result(scale).relative_to(ROOT)),
                 "command": item.command(scale),
                 "hub": item.hub,
@@ -75,8 +77,8 @@ def listing(scale: Scale, items: list[Item]) -> list[dict]:
     return rows
 
 
-def listing_table(rows: list[dict]) -> str:
-    """Return the rows of `listing` as a Markdown table."""
+def listing_table(rows: list[dict], whole: dict[str, float]) -> str:
+    """Return the rows of `listing` as a Markdown table; `whole` is machine → hours left of all, each training once."""
     lines = [
         (
             row["item"],
@@ -85,12 +87,21 @@ def listing_table(rows: list[dict]) -> str:
             f"{len(row['runs']) - len(row['runs_left'])} of {len(row['runs'])}",
             f"{row['flops']:.1e}",
             *(f"{row['hours_left'][machine]:.2g} of {row['hours'][machine]:.2g} h" for machine in MACHINES),
-            row["result"] if row["done"] else "–",
+            f"{row['result']} {row['mark']}".strip() if row["done"] else "–",
         )
         for row in rows
     ]
+    left = (f"{whole[machine]:.2g} h" for machine in MACHINES)
+    lines.append(("all", "each training once", "", "", "", *left, ""))
     header = ("item", "what", "paper", "trainings done", "FLOPs", *(f"left, {one}" for one in MACHINES), "result")
-    return markdown_table(header, lines)
+    legends = [f"{mark}: {legend}" for mark, legend in LEGENDS.items() if any(row["mark"] == mark for row in rows)]
+    return "\n\n".join([markdown_table(header, lines), *legends])
+
+
+def left_of_all(scale: Scale, items: list[Item]) -> dict[str, float]:
+    """Return machine → hours of the trainings that some of the items lack, each counted once."""
+    runs = distinct((run for item in items if not item.done(scale) for run in item.missing(scale)), scale)
+    return {machine: sum(hours(run, scale, machine) for run in runs) for machine in MACHINES}
 
 
 def train_all(left: list[Run], scale: Scale, jobs: int, launcher: Sequence[str]) -> list[str]:
@@ -192,10 +203,11 @@ def main() -> None:
     items = chosen_items(options.items or (["all"] if options.list else []))
     if options.list:
         rows = listing(scale, items)
-        print(json.dumps(rows, indent=1) if options.json else listing_table(rows))
+        print(json.dumps(rows, indent=1) if options.json else listing_table(rows, left_of_all(scale, items)))
         if scale.name == REPORTED and not options.json:
             print(
-                f"\nThe table of all methods at {REPORTED}: the first command of results/elastic/README.md, with --list"
+                f"\nThe table of all methods at {REPORTED}: the first command with compare_elastic.py in "
+                "results/elastic/README.md, with --list"
             )
         return
     if not items:
