@@ -1,6 +1,7 @@
 """The pictures of results/elastic: perplexity over parameters, one picture per scale."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -23,6 +24,7 @@ from scripts.results_tables.elastic import (
 )
 from scripts.shares import NAMED
 
+POINT_COLORS = (*OTHERS[1:], "#9467BD", "#8C564B", "#17202A", "#BCBD22")  # of models that are not cut
 MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
 
 
@@ -42,7 +44,9 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>PpXhHd"
     references = references_of(rows)
     models = by_label([row for row in rows if row["seed"] in references])
-    for color, (label, mine) in zip(colors, ((k, v) for k, v in models.items() if ways_of(v)), strict=False):
+    cut = dict(zip((label for label, mine in models.items() if ways_of(mine)), colors, strict=False))
+    for label, color in cut.items():
+        mine = models[label]
         for marker, way in zip(markers, ways_of(mine), strict=False):
             points = _points(mine, way, references)
             # A few sizes that were made one by one get no line, since there are no sizes between them.
@@ -58,9 +62,10 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     whole = {label: _whole_point(mine, references) for label, mine in models.items() if label != REFERENCE}
     small = sorted(point for label, point in whole.items() if label.startswith(SMALL))
     others = {label: point for label, point in whole.items() if not label.startswith(SMALL)}
+    more = chain(POINT_COLORS, repeat("0.2"))
     for marker, (label, point) in zip("pPXHd<>sx1234^v", others.items(), strict=False):
-        named = f"{label} ({seeds_text(models[label])})"
-        panel.plot(*point, linestyle="none", color="0.2", marker=marker, markersize=7, label=named)
+        named, color = f"{label} ({seeds_text(models[label])})", cut.get(label) or next(more)
+        panel.plot(*point, linestyle="none", color=color, marker=marker, markersize=8, label=named)
     if small:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
     panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=REFERENCE)
