@@ -225,7 +225,26 @@ def _how_rates_were_chosen(folder: str) -> Iterator[str]:
         yield (
             "The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
             f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
+            f"{_at_configured_rates()}"
         )
+
+
+def _at_configured_rates() -> str:
+    """Return a sentence, after a space, on what full-rank training has at its rates and at the best ones."""
+    searched = RESULTS / "methods" / f"{REPORTED}.json"
+    entry = read_json(searched)["methods"]["full_rank"] if searched.exists() else {"search": ()}
+    found = [(row, row["variants"]["X"]["perplexity"]) for row in entry["search"] if row["variants"]]
+    mine = [
+        value
+        for row, value in found
+        if row["lr"] == entry["own_lr"] and row["projection_lr"] != 1 and not row.get("settings")
+    ]
+    if not mine:
+        return ""
+    return (
+        f" Full-rank training has the configuration's rates, with which it had {min(mine):.1f} in this search, and "
+        f"{min(value for _, value in found):.1f} with the best."
+    )
 
 
 def _fair_lines(
