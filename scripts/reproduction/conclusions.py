@@ -224,8 +224,18 @@ def trained_small(results: Path) -> str | None:
     return (
         "**One size, known beforehand**: a dense model trained at that size, with the learning rates of the large one, "
         f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the full-rank model of full size "
-        f"({FIRST}, {_seeds(trainings, *models)}).{_without_copies(results)}"
+        f"({FIRST}, {_seeds(trainings, *models)}).{_without_copies(results)}{_bytes_beside(trainings, models)}"
     )
+
+
+def _bytes_beside(trainings: Trainings, dense: Sequence[Model]) -> str:
+    """Return a sentence on the bytes of half and a fifth trained small and of SALAAD's cuts; empty if not recorded."""
+    models = [*dense, *(Model("SALAAD", "cut, head", share) for share in (HALF, FIFTH))]
+    stored = [next(iter(trainings.figures(model).values()), {}).get("bytes") for model in models]
+    if None in stored:
+        return ""
+    small, cut = (" and ".join(map(megabytes, pair)) for pair in (stored[:2], stored[2:]))
+    return f" It takes {small}, SALAAD's cuts with as many parameters {cut}, since they store positions too."
 
 
 def _without_copies(results: Path) -> str:
