@@ -210,7 +210,7 @@ def _require_same_order(state: dict, order: dict) -> None:
         ("tokenizer", "another tokenizer", "data.tokenizer"),
     ):
         if state.get(key, order[key]) != order[key]:  # an older version kept less of it
-            by = "what it does" if key == "tokenizer" else "name and size"
+            by = "the ids, which older versions may give otherwise" if key == "tokenizer" else "name and size"
             raise UserError(
                 f"the checkpoint was made with {what} than {option} names now (by {by}); give the same, or start a new "
                 "run from the model with model.path"

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceTrainer
@@ -217,7 +218,21 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """A digest of how a tokenizer turns text into ids, whatever its name and its place are."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts.update(truncation=None, padding=None)  # calls of the tokenizer set them
-    return hashlib.sha256(json.dumps([parts, tokenizer.eos_token_id]).encode()).hexdigest()[:16]
+    # `Encoder` once gave some added tokens other ids than the tokenizer; no run may go over from those to these.
+    remark = ["own ids of added tokens"] if _has_text_after_special(parts) else []
+    return hashlib.sha256(json.dumps([parts, tokenizer.eos_token_id, *remark]).encode()).hexdigest()[:16]
+
+
+def _pieces(model: Mapping[str, Any]) -> set[str]:
+    """Return the vocabulary of a tokenizer's model: pieces with scores if it is a unigram model, otherwise with ids."""
+    return {entry[0] if isinstance(entry, list) else entry for entry in model["vocab"]}
+
+
+def _has_text_after_special(parts: Mapping[str, Any]) -> bool:
+    """Whether the id of a token of text is counted from special tokens: both are added behind the vocabulary."""
+    pieces = _pieces(parts["model"])
+    special = [token["special"] for token in parts["added_tokens"] if token["content"] not in pieces]
+    return special != sorted(special)
 
 
 class Encoder:
@@ -226,7 +241,14 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         parts = json.loads(tokenizer.backend_tokenizer.to_str())
         special = {token["content"] for token in parts["added_tokens"] if token["special"]}
-        parts["added_tokens"] = [token for token in parts["added_tokens"] if not token["special"]]
+        # Special tokens behind the vocabulary stay, as the ids of later tokens are counted from them, but under names
+        # that no text has. Those of the vocabulary would be looked up there, and are left out.
+        kept = special - _pieces(parts["model"])
+        parts["added_tokens"] = [
+            token | {"content": "\0" + token["content"]} if token["special"] else token
+            for token in parts["added_tokens"]
+            if not token["special"] or token["content"] in kept
+        ]
         parts.update(post_processor=None, truncation=None, padding=None)
         if parts["model"]["type"] == "Unigram":
             # A unigram model may list special tokens among its pieces (T5 lists all), so they would match text.
@@ -237,5 +259,6 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of every text, int32 [tokens]."""
+        self.backend.encode_special_tokens = True  # even a text with "\0" is text; set here, as pickling loses it
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]

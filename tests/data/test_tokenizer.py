@@ -1,6 +1,8 @@
 """Tokenizers against sentencepiece itself, and against themselves after saving to a model folder."""
 
+import hashlib
 import json
+import pickle
 import random
 import string
 
@@ -8,11 +10,11 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
-from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenizer_digest
 from scripts.reliability.toy_run import make_documents
 
 SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
@@ -128,6 +130,57 @@ def test_sentinels_do_not_count_and_text_never_produces_them(tmp_path):
     assert ids.max() < pieces
     assert ids.min() > 2
     assert len(ids) > 30  # what the folder says about truncation does not count
+
+
+def after_special(folder, kind):
+    """A tokenizer with tokens of text, `<think>` and `</think>`, behind special ones behind its vocabulary, as Qwen's.
+
+    Its end, `<|im_end|>`, has the largest id of the special ones.
+    """
+    signs = string.printable + "\0"
+    if kind == "unigram":
+        backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((sign, -5.0) for sign in signs)], unk_id=0))
+    else:
+        backend = Tokenizer(models.BPE({sign: k for k, sign in enumerate(signs)}, []))
+    backend.decoder = decoders.Fuse()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>")])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    ).save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_tokens_of_text_behind_special_ones_keep_their_ids(tmp_path, kind):
+    tokenizer = after_special(tmp_path, kind)
+    text = "a<think>b</think> c"
+    encoder = Encoder(tokenizer)
+    assert encoder([text])[0].tolist() == tokenizer(text, add_special_tokens=False).input_ids
+    for encode in (encoder, pickle.loads(pickle.dumps(encoder))):  # a worker may get it so
+        for spelt_out in ("x<|im_end|>y<think>", "x\0<|im_end|>y<think>"):
+            ids = encode([spelt_out])[0].tolist()
+            assert ids[-1] == tokenizer.convert_tokens_to_ids("<think>")
+            assert not set(tokenizer.all_special_ids) - {tokenizer.unk_token_id} & set(ids)
+            assert len(ids) == len(spelt_out) - len("<think>") + 1  # every sign is a piece
+
+
+def digest_of_all_but_calls(tokenizer):
+    parts = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    return hashlib.sha256(json.dumps([parts, tokenizer.eos_token_id]).encode()).hexdigest()[:16]
+
+
+def test_only_tokenizers_whose_ids_were_others_once_have_another_digest(tmp_path, model, tiny_tokenizer_dir):
+    """So a run with wrong ids is not gone on with, and every other run is."""
+    same = [load_tokenizer(model), load_tokenizer(tiny_tokenizer_dir), t5_like(tmp_path / "t5")[0]]
+    same.append(load_tokenizer(model))
+    same[-1].add_tokens(["<think>"])
+    same[-1].add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    assert [tokenizer_digest(tokenizer) for tokenizer in same] == [digest_of_all_but_calls(each) for each in same]
+    for kind in ("unigram", "bpe"):
+        other = after_special(tmp_path / kind, kind)
+        assert tokenizer_digest(other) != digest_of_all_but_calls(other)
 
 
 def test_padding_is_defined_where_the_tokenizer_has_none(tmp_path, tiny_tokenizer_dir):
