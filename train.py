@@ -134,7 +134,7 @@ class Trainer:
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", config.train.keep_last, config.train.keep_every)
         self.parts = TrainingParts(
-            source, self.model, text.tokenizer, self.method, self.optimizer, self.schedule, sharded
+            source.terms(), self.model, text.tokenizer, self.method, self.optimizer, self.schedule, sharded
         )
         if checkpoint:
             self.parts.restore(checkpoint, state)

@@ -20,7 +20,7 @@ from salaad.common.errors import UserError, is_lack_of_memory
 from salaad.common.files import is_file, read_object
 from salaad.config.run import ModelConfig
 from salaad.model.folder_formats import is_any_size, is_fixed_size
-from salaad.model.folders import local_folder
+from salaad.model.folders import local_folder, terms_of
 from salaad.model.parameters import count_parameters
 from salaad.model.weight_headers import check_counts, check_room, few_parameters, read_headers, weight_files
 
@@ -59,6 +59,10 @@ class NewModel:
         self.config.eos_token_id, self.config.bos_token_id = eos_id, None
         return without_weights(self.config)
 
+    def terms(self) -> dict[str, bytes]:
+        """Return no files: a new model has no licence of others."""
+        return {}
+
 
 class ModelFolder:
     """A Hugging Face causal-LM folder whose config.json has been compared with the headers of its weight files.
@@ -92,6 +96,10 @@ class ModelFolder:
             with _in_a_sentence(self.path):
                 model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
         return model
+
+    def terms(self) -> dict[str, bytes]:
+        """Return name → content of licence, notices and card, which go with every model made of this one."""
+        return terms_of(self.path)
 
     def load(
         self, dtype: torch.dtype, device: torch.device | None = None, budget: int | None = None

@@ -4,7 +4,6 @@ Tokenizers are opened in `salaad.data.tokenizer`; this module only tells whether
 """
 
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,14 +99,22 @@ def has_tokenizer(folder: Path) -> bool:
     return any(is_file(folder / name) for name in _TOKENIZERS) or any(folder.glob("*.model"))
 
 
-def carry_over(source: Path, target: Path) -> None:
-    """Copy licence and notices from one folder to another, and the source's model card as `README.source.md`.
+def terms_of(source: Path) -> dict[str, bytes]:
+    """Return name → content of a folder's licence and notices, and of its model card under `README.source.md`.
 
     A link that leads out of `source` is not followed: what lies there may not be meant to be published.
     """
     names = {path.name: path.name for path in sorted(source.iterdir()) if _TERMS.fullmatch(path.name)}
     card = next((name for name in (SOURCE_CARD, CARD) if is_file(source / name)), None)
+    contents = {}
     for name, own in {**names, **({card: SOURCE_CARD} if card else {})}.items():
         with suppress(UserError):
             if is_file(file := inside(source, name)):
-                shutil.copyfile(file, target / own)
+                contents[own] = file.read_bytes()
+    return contents
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """Copy from one folder to another what `terms_of` finds."""
+    for name, content in terms_of(source).items():
+        (target / name).write_bytes(content)

@@ -22,7 +22,6 @@ from salaad.methods.low_rank_layers import projections
 from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel, extend_positions
-from salaad.model.folders import carry_over
 from salaad.model.hashed_saves import hashed_saves
 from salaad.model.second_moments import Moments, save_second_moments, second_moments
 from salaad.runs.checkpoints import TRAINED, RunState
@@ -73,7 +72,8 @@ class TrainingParts:
     """The parts of a run that change while it trains.
 
     Args:
-        source: what the run began with; licence and card of a folder go into `model/` too.
+        terms: name → content of the files of the model that the run began with which go into `model/` too, such as its
+            licence; they were read at the start, as its folder may be gone when a checkpoint is saved.
         model: its export goes into `model/`, beside the tokenizer, as a Hugging Face folder.
         tokenizer: saved, never changed.
         method: its tensors go into `surrogate/` or `state/`.
@@ -82,7 +82,7 @@ class TrainingParts:
         sharded: whether each rank keeps the moments of some weights only.
     """
 
-    source: NewModel | ModelFolder
+    terms: Mapping[str, bytes]
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     method: Method
@@ -132,8 +132,8 @@ class TrainingParts:
             hashed |= weights
             with tokenizer_errors(folder / "model"):
                 self.tokenizer.save_pretrained(folder / "model")
-            if isinstance(self.source, ModelFolder):
-                carry_over(self.source.path, folder / "model")
+            for name, content in self.terms.items():
+                (folder / "model" / name).write_bytes(content)
             if not self.method.replaces_modules:
                 save_second_moments({**second_moments(self.model, self.optimizer), **kept}, folder / "state")
             state.write(folder)

@@ -96,7 +96,7 @@ def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, Sim
     ids = torch.zeros(2, 8, dtype=torch.int64)
     SummedLoss(model)(ids, ids).backward()
     optimizer.step()
-    parts = TrainingParts(None, model, AutoTokenizer.from_pretrained(tokenizer), method, optimizer, schedule, sharded)
+    parts = TrainingParts({}, model, AutoTokenizer.from_pretrained(tokenizer), method, optimizer, schedule, sharded)
     return parts, SimpleNamespace(secure=lambda: None)
 
 
