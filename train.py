@@ -68,7 +68,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
     require_same_text(text)
-    checkpoint = distributed.first_decides(lambda: run.begin(folder, config, text.corpus_hash, checkpoint))
+    begun = (folder, config, text.corpus_hash, checkpoint, options.resume)
+    checkpoint = distributed.first_decides(lambda: run.begin(*begun))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
     if remark := short_patience(config, source.config, distributed.world_size()):

@@ -16,7 +16,7 @@ from salaad.config.command_line import TrainOptions, read_plain_yaml, write_conf
 from salaad.config.methods import SETTINGS
 from salaad.config.run import DataConfig, RunConfig, TrainConfig
 from salaad.model.folders import has_tokenizer, local_folder
-from salaad.runs.checkpoints import UNSEEN, Checkpoints, RunState, patience_for
+from salaad.runs.checkpoints import NAME, UNSEEN, Checkpoints, RunState, patience_for
 from salaad.runs.records import RECORDS
 
 _LOOKS = 20  # how often ranks look at a folder that another machine has written into
@@ -54,7 +54,7 @@ _FREE = (
 _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip")), "train.steps")
 
 
-BEGUN_FROM = "begun from"
+BEGUN_FROM, GONE_BACK = "begun from", "gone back to"
 # What a run that took no step leaves in its folder.
 _OURS = {"checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 
@@ -77,34 +77,9 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
     tunable = (*_TUNABLE, *(f"{config.method}.{name}" for name in config.settings.tunable))
     if _begun(folder):
         locks.claim(folder)
-    if options.resume not in ("auto", "none"):
-        checkpoint = at_home(options.resume)
-        patience = patience_for([checkpoint])
-        unseen(checkpoint, [CHECKSUMS], patience)
-        if not (checkpoint / "state").is_dir():
-            raise UserError(
-                f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000"
-            )
-        own = checkpoint.resolve().parent == (folder / "checkpoints").resolve()
-        if own or not _begun(folder):
-            if not own:
-                _require_ours(folder)
-                locks.keep_from_deletion(checkpoint)  # by its own run, which may go on training
-            verify(checkpoint, alone=True, patience=patience)
-            state = RunState.read(checkpoint)
-            if own:  # the run may have been begun from this checkpoint with other settings than it was saved with
-                _compare(_begun_with(folder), config, folder, elsewhere=tunable, proposed=checkpoint)
-            _compare(state.config, config, checkpoint, tunable)
-            if not own and state.step >= config.train.steps:
-                raise UserError(
-                    f"--resume {checkpoint} is after step {state.step}, and train.steps is {config.train.steps}, so "
-                    "nothing is left to train; give more --train.steps, or an earlier checkpoint"
-                )
-            return folder, checkpoint
-        told = folder / "config.yaml"
-        if not told.is_file() or f"# {BEGUN_FROM}: {checkpoint}" not in told.read_text(errors="replace").splitlines():
-            raise UserError(f"--output {folder} already holds a run; give a folder that is new")
-        # The same command again: the run that this one began goes on.
+    asked = None if options.resume in ("auto", "none") else at_home(options.resume)
+    if asked and not _goes_on(folder, asked):
+        return folder, _named(folder, asked, config, tunable)
     if not _begun(folder):
         _require_ours(folder)
         return folder, None
@@ -116,7 +91,69 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
         print(f"passed over: {sentence}", file=sys.stderr)
     if wrong:
         print(f"going on from {checkpoint}, the newest that is whole", file=sys.stderr)
+    elif asked and _is_own(folder, asked):
+        print(
+            f"the last start went back to {_own_name(asked)} already, so this one goes on from {checkpoint.name}; "
+            f"to go back once more, write {_own_name(asked)} into {folder / 'checkpoints' / 'latest'}"
+        )
     return folder, checkpoint
+
+
+def _is_own(folder: Path, checkpoint: Path) -> bool:
+    """Whether a path leads to a checkpoint of the run in `folder`, and not to a copy of one under another name."""
+    place = checkpoint.resolve()
+    return place.parent == (folder / "checkpoints").resolve() and bool(NAME.fullmatch(place.name))
+
+
+def _own_name(checkpoint: Path) -> str:
+    """Return the name of a checkpoint of the run itself, whatever links lead there."""
+    return checkpoint.resolve().name
+
+
+def _goes_on(folder: Path, asked: Path) -> bool:
+    """Whether the last start had the same --resume, so that the run goes on, as a job that is queued again has to.
+
+    The checkpoint `asked` for may be deleted by now.
+    """
+    told = folder / "config.yaml"
+    if not _begun(folder) or not told.is_file():
+        return False
+    lines = [line for line in told.read_text(errors="replace").splitlines() if line.startswith("#")]
+    if not _is_own(folder, asked):
+        return f"# {BEGUN_FROM}: {asked}" in lines
+    if lines[-1:] != [f"# {GONE_BACK}: {_own_name(asked)}"]:
+        return False
+    with suppress(UserError):  # a checkpoint that `latest` names wrongly
+        newest = Checkpoints(folder / "checkpoints").latest()
+        return newest is not None and int(newest.name.rpartition("-")[2]) > int(_own_name(asked).rpartition("-")[2])
+    return False
+
+
+def _named(folder: Path, checkpoint: Path, config: RunConfig, tunable: tuple[str, ...]) -> Path:
+    """Return the checkpoint that --resume names, once it is found to be whole and to fit the run."""
+    patience = patience_for([checkpoint])
+    unseen(checkpoint, [CHECKSUMS], patience)
+    if not (checkpoint / "state").is_dir():
+        raise UserError(f"--resume {checkpoint} is no checkpoint; give a folder such as RUN/checkpoints/step-0001000")
+    own = _is_own(folder, checkpoint)
+    if own:
+        checkpoint = folder / "checkpoints" / _own_name(checkpoint)
+    elif _begun(folder):
+        raise UserError(f"--output {folder} already holds a run; give a folder that is new")
+    else:
+        _require_ours(folder)
+        locks.keep_from_deletion(checkpoint)  # by its own run, which may go on training
+    verify(checkpoint, alone=True, patience=patience)
+    state = RunState.read(checkpoint)
+    if own:  # the run may have been begun from this checkpoint with other settings than it was saved with
+        _compare(_begun_with(folder), config, folder, elsewhere=tunable, proposed=checkpoint)
+    _compare(state.config, config, checkpoint, tunable)
+    if not own and state.step >= config.train.steps:
+        raise UserError(
+            f"--resume {checkpoint} is after step {state.step}, and train.steps is {config.train.steps}, so "
+            "nothing is left to train; give more --train.steps, or an earlier checkpoint"
+        )
+    return checkpoint
 
 
 def _begun_with(folder: Path) -> dict[str, Any]:
@@ -188,10 +225,13 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None) -> Path | None:
+def begin(
+    folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: Path | None, resume: str = "auto"
+) -> Path | None:
     """Create the folder and its config.yaml, in which every start of the run leaves its versions and commit.
 
-    A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto goes on from it, too.
+    A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto goes on from it, too. If
+    `resume`, the option, names a checkpoint of this folder, config.yaml says so last (`_goes_on`).
 
     Returns:
         The checkpoint to go on from, in this folder; that of another run may be deleted from now on.
@@ -209,15 +249,18 @@ def begin(folder: Path, config: RunConfig, corpus_hash: str | None, checkpoint: 
         raise UserError(f"--output {folder} was begun by another process meanwhile; start again to go on from there")
     for name in ("summary.json", "diagnosis.json"):  # of a run that had finished or diverged, and now goes on
         (folder / name).unlink(missing_ok=True)
+    own = checkpoint is not None and _is_own(folder, checkpoint)
+    if own:  # first, as config.yaml says that everything newer was saved after this start
+        checkpoints.point_to(checkpoint)
     start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
+    if resume not in ("auto", "none") and _is_own(folder, at_home(resume)):
+        start[GONE_BACK] = _own_name(at_home(resume))
     path = folder / "config.yaml"
     earlier = (
         [line for line in path.read_text().splitlines() if line.startswith("#")] if checkpoint and path.exists() else []
     )
     write_config(config, [*earlier, *(f"# {key}: {value}" for key, value in start.items())], path)
-    if checkpoint and checkpoint.resolve().parent == checkpoints.folder.resolve():
-        checkpoints.point_to(checkpoint)
-    elif checkpoint:
+    if checkpoint and not own:
         adopted = checkpoints.adopt(checkpoint)
         locks.allow_deletion(checkpoint)
         return adopted

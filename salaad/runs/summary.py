@@ -11,7 +11,7 @@ from salaad.common.errors import UserError
 from salaad.common.files import json_lines, read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
 from salaad.runs.records import PHASES
-from salaad.runs.run import BEGUN_FROM
+from salaad.runs.run import BEGUN_FROM, GONE_BACK
 
 _WHOLE = "give a whole run"
 
@@ -94,6 +94,7 @@ def origin_of(folder: Path) -> dict[str, str]:
     """
     lines = (folder / "config.yaml").read_text().splitlines()
     origin = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    origin.pop(GONE_BACK, None)  # of any start, and for the next one alone
     if BEGUN_FROM in origin:
         origin[BEGUN_FROM] = "/".join(Path(origin[BEGUN_FROM]).parts[-3:])  # RUN/checkpoints/STEP
     return origin

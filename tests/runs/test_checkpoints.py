@@ -16,10 +16,12 @@ import train
 from salaad.common import locks
 from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import verify, write_checksums
+from salaad.config.command_line import read_command_line
 from salaad.methods.salaad.method import SalaadMethod
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.runs.checkpoints import Checkpoints
 from salaad.runs.model_on_disk import ModelOnDisk
+from salaad.runs.run import open_run
 from scripts.reliability.toy_run import toy_arguments
 from tests.helpers.forked import Forked
 from tests.helpers.training import (
@@ -312,6 +314,82 @@ def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy
     assert [row["step"] for row in lines(tmp_path / "new")] == [4, 6]
     with pytest.raises(UserError, match="already holds a run"):
         run_training([*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new")
+
+
+def test_a_requeued_command_goes_on_though_what_it_began_from_is_deleted(trained, toy, tmp_path):
+    other, new = tmp_path / "other", tmp_path / "new"
+    shutil.copytree(trained, other)
+    arguments = [*toy(**SAVED), f"--resume={other}/checkpoints/step-0000002"]
+    run_training(arguments, new)
+    (new / "summary.json").unlink()
+    (new / "checkpoints" / "latest").write_text("step-0000004\n")
+    shutil.rmtree(other)
+    run_training(arguments, new)
+    assert lines(new) == lines(trained)[1:]
+
+
+def test_a_requeued_command_goes_back_once_and_then_on(trained, toy, tmp_path, monkeypatch, capsys):
+    """As a job does that is queued again: each start takes two steps, until there is none left to take."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    more = {**SAVED, "train__save_every": 1, "train__log_every": 2, "train__keep_last": 2}
+    arguments = [*toy(**more), f"--resume={run}/checkpoints/step-0000002"]
+    save, begun, reached = train.Trainer.save, [], []
+
+    def save_and_stop(trainer, last=False):
+        save(trainer, last)
+        if trainer.step == trainer.saved_step == trainer.recorder._start + 1:  # obeyed after the next step
+            trainer.request.asked = True
+
+    monkeypatch.setattr(train.Trainer, "save", save_and_stop)
+    for _ in range(2):
+        run_training(arguments, run)
+        reached.append(last_checkpoint(run).name)
+        begun.append("went back to step-0000002 already" in capsys.readouterr().out)
+    assert reached == ["step-0000004", "step-0000006"]
+    assert begun == [False, True]
+    assert not (run / "checkpoints" / "step-0000002").exists()  # keep_last; a third start need not find it
+    run_training(arguments, run)
+    assert "step-0000006; to go back once more, write step-0000002 into" in capsys.readouterr().out
+    assert lines(run) == lines(trained)
+
+
+def test_the_same_command_goes_back_again_after_another_start_or_where_latest_says_so(trained, toy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    again = [*toy(**SAVED), f"--resume={run}/checkpoints/step-0000002"]
+    config, options = read_command_line([*again, f"--output={run}"])
+    back, on = run / "checkpoints" / "step-0000002", run / "checkpoints" / "step-0000006"
+
+    def found() -> Path:
+        try:
+            return open_run(config, options)[1]
+        finally:
+            locks.release()
+
+    assert found() == back
+    run_training(again, run)
+    assert found() == on
+    (run / "checkpoints" / "latest").write_text("step-0000002\n")
+    assert found() == back
+    (run / "checkpoints" / "latest").write_text("step-0000004\n")
+    (run / "summary.json").unlink()
+    run_training(toy(**SAVED), run)
+    assert found() == back
+
+
+def test_a_link_to_a_checkpoint_of_the_run_is_the_checkpoint_itself(trained, toy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for link in (run / "checkpoints" / "best", tmp_path / "best"):
+        link.symlink_to(run / "checkpoints" / "step-0000004")
+        (run / "checkpoints" / "latest").write_text("step-0000004\n")
+        run_training([*toy(**SAVED), f"--resume={link}"], run)
+        assert last_checkpoint(run).name == "step-0000006"
+        begun = [line for line in (run / "config.yaml").read_text().splitlines() if line.startswith("# begun from")]
+        assert begun[-1].endswith("run/checkpoints/step-0000004")
+        run_training(toy(**SAVED), run)
+    assert lines(run) == lines(trained)
 
 
 def test_a_run_that_another_process_began_and_ended_meanwhile_is_not_begun_anew(trained, toy, tmp_path, monkeypatch):
