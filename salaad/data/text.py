@@ -62,8 +62,8 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True, val
         validation: whether to open the validation files.
 
     Raises:
-        UserError: no file is named, or one is missing, empty, unreadable or in both lists, there is no network, or the
-            tokenizer has more ids than the model.
+        UserError: no file is named, or one is missing, empty, unreadable or in both lists, there is no network, the
+            tokenizer has more ids than the model, or it makes no token of the validation text.
     """
     config.require(training=training, validation=validation)
     corpus_hash, tokenizer = None, config.tokenizer or DEFAULT_TOKENIZER
@@ -92,6 +92,8 @@ def open_text(config: DataConfig, *, vocab_size: int, training: bool = True, val
             f"tokenizer {tokenizer} has {pieces} pieces, more than model.vocab_size {vocab_size}; {larger} another "
             "data.tokenizer"
         )
+    if held_out and config.source != "c4":
+        _validation_rows(text, replace(config, retries=0), max_tokens=1)
     return text
 
 
@@ -134,7 +136,7 @@ def read_validation(text: Text, config: DataConfig, *, rank: int, world_size: in
     Every rank reads all rows, so no communication is needed.
 
     Raises:
-        UserError: the text cannot be read.
+        UserError: the text cannot be read, or gives no token.
     """
     key = (config.sequence_length, config.packing, max_tokens, rank, world_size)
     if key not in text.validation_rows:
@@ -149,6 +151,11 @@ def _validation_rows(text: Text, config: DataConfig, max_tokens: int) -> list[np
     while tokens < max_tokens and (row := stream.next_row()) is not None:
         rows.append(row)
         tokens += len(row)
+    if not rows:  # the mean loss over no token is no number
+        raise UserError(
+            f"the tokenizer makes no token of the validation text ({text.validation_files[0]}), and perplexity needs "
+            "one or more; give other data.validation_files, or a data.tokenizer that knows their signs"
+        )
     return rows
 
 

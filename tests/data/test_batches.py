@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from salaad.common.errors import UserError
 from salaad.config.run import DataConfig
@@ -428,6 +430,27 @@ def test_the_halves_of_the_validation_rows_are_all_of_them_and_share_none(text, 
 def test_a_tokenizer_larger_than_the_model_is_refused(config):
     with pytest.raises(UserError, match=r"model.vocab_size 100; give model.vocab_size \d+ or more"):
         open_text(config, vocab_size=100)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_validation_text_without_a_token_is_refused_before_training(tmp_path, config, packing):
+    """A vocabulary of Latin words knows no sign of the text, and has no unknown token to say so."""
+    words = tmp_path / "words"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], vocab_size=300, show_progress=False)
+    tokenizer.train_from_iterator(texts_of(config.files), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(words)
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"text": "汉字漢字"}\n')
+    config = replace(config, tokenizer=str(words), packing=packing)
+    other = replace(config, validation_files=(str(file),))
+    with pytest.raises(UserError, match=r"no token of the validation text \(.*other\.jsonl\).*data\.tokenizer"):
+        open_text(other, vocab_size=300)
+    file.write_text('{"text": "汉字漢字"}\n{"text": "rank"}\n')
+    text = open_text(other, vocab_size=300)
+    (batch,) = validation_batches(text, other, rows=3, max_tokens=100)
+    assert [text.tokenizer.decode(row, skip_special_tokens=True).replace(" ", "") for row in rows_of(batch)] == ["rank"]
 
 
 def test_an_id_the_model_lacks_is_refused():
