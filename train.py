@@ -28,7 +28,7 @@ from salaad.data.batches import TrainingStream, count_targets, counts_in, merge_
 from salaad.data.text import Text, open_text, read_validation, validation_batches
 from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
-from salaad.model.build import ModelFolder, NewModel, model_source
+from salaad.model.build import ModelFolder, NewModel
 from salaad.model.loss import SummedLoss
 from salaad.model.parameters import cast
 from salaad.model.perplexity import evaluate
@@ -43,14 +43,14 @@ from salaad.training.launch import distribute, leave_together, require_same_text
 from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
 from salaad.training.prediction import prediction_table, short_patience
 from salaad.training.sharding import shard
-from salaad.training.state import TrainingParts, model_to_train
+from salaad.training.state import TrainingParts, model_to_train, source_of
 from salaad.training.step_totals import StepTotals
 from salaad.training.stopwatch import Stopwatch
 
 
 def main(config: RunConfig, options: TrainOptions) -> None:
     """Open data, model and method as configured, and train; with `options.dry_run` only print the plan."""
-    source = model_source(config.model, config.data.sequence_length)
+    source, gone = source_of(config, options.output, options.resume)
     accelerator = start_accelerator(config)
     check_run(config, source.config)
     if options.dry_run:
@@ -59,20 +59,20 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         if options.device:  # a prediction needs no text, and is made where there may be no network
             accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
         else:
-            accelerator.print(text_table(run.with_own_tokenizer(config), source.config.vocab_size))
+            accelerator.print(text_table(run.with_own_tokenizer(config, source.path), source.config.vocab_size))
         return
     folder, checkpoint = run.open_run(config, options)
     if said := distributed.first_decides(lambda: finished(folder, options.resume)):
         accelerator.print(said)
         return
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
-        text = open_text(run.with_own_tokenizer(config), vocab_size=source.config.vocab_size)
+        text = open_text(run.with_own_tokenizer(config, source.path), vocab_size=source.config.vocab_size)
     require_same_text(text)
     begun = (folder, config, text.corpus_hash, checkpoint, options.resume)
     checkpoint = distributed.first_decides(lambda: run.begin(*begun))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
-    if remark := short_patience(config, source.config, distributed.world_size()):
+    for remark in filter(None, (gone, short_patience(config, source.config, distributed.world_size()))):
         accelerator.print(remark)
     with StopRequest() as request:
         trainer = Trainer(config, accelerator, source, text, folder, checkpoint, request)

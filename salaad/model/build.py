@@ -34,6 +34,8 @@ class NewModel:
         config: the architecture as transformers describes it.
     """
 
+    path = None  # it lies in no folder
+
     def __init__(self, sizes: ModelConfig, sequence_length: int) -> None:
         self.config = LlamaConfig(
             hidden_size=sizes.hidden_size,

@@ -292,15 +292,17 @@ def not_saved(folder: Path, train: TrainConfig, step: int, why: str, last: bool)
     )
 
 
-def with_own_tokenizer(config: RunConfig) -> DataConfig:
+def with_own_tokenizer(config: RunConfig, folder: Path | None = None) -> DataConfig:
     """Return the data settings, where a run from `model.path` without data.tokenizer gets the model's tokenizer.
+
+    `folder` is where the model lies, if that has been found out already.
 
     Raises:
         UserError: the model's folder has no tokenizer.
     """
     if config.model.path is None or config.data.tokenizer is not None:
         return config.data
-    folder = local_folder(config.model.path, "model.path")
+    folder = folder or local_folder(config.model.path, "model.path")
     if not has_tokenizer(folder):
         raise UserError(f"model.path {config.model.path} holds no tokenizer; name the model's own with data.tokenizer")
     return replace(config.data, tokenizer=str(folder))

@@ -15,18 +15,53 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from salaad.common import distributed
 from salaad.common.errors import UserError, in_a_sentence
-from salaad.common.files import tokenizer_errors
+from salaad.common.files import at_home, is_file, tokenizer_errors
 from salaad.config.run import RunConfig
 from salaad.methods.base import Method
 from salaad.methods.low_rank_layers import projections
 from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
-from salaad.model.build import ModelFolder, NewModel, extend_positions
+from salaad.model.build import ModelFolder, NewModel, extend_positions, model_source
 from salaad.model.hashed_saves import hashed_saves
 from salaad.model.second_moments import Moments, save_second_moments, second_moments
-from salaad.runs.checkpoints import TRAINED, RunState
+from salaad.runs.checkpoints import TRAINED, Checkpoints, RunState
 from salaad.runs.records import Recorder
 from salaad.training.optimizer_files import load_optimizer, save_optimizer
+
+
+def source_of(config: RunConfig, output: str, resume: str) -> tuple[NewModel | ModelFolder, str]:
+    """Return the model that a run begins with, and a remark if any.
+
+    Where the folder of `model.path` is gone, a run that goes on needs only what its checkpoints hold of it as well:
+    sizes, tokenizer and licence.
+
+    Args:
+        config: the run's configuration.
+        output: the option, the run's folder.
+        resume: the option, by which a new run may begin with a checkpoint of another one.
+
+    Raises:
+        UserError: there is no such model; or it is gone, and the run's checkpoints hold another form of it.
+    """
+    try:
+        return model_source(config.model, config.data.sequence_length), ""
+    except UserError:
+        path, checkpoint = config.model.path, None
+        if path is None or is_file(at_home(path) / "config.json"):  # not gone, but broken
+            raise
+        with suppress(UserError):
+            checkpoint = Checkpoints(at_home(output) / "checkpoints").latest()
+        checkpoint = checkpoint or at_home(resume)
+        if not is_file(checkpoint / "state" / "trainer.json"):
+            raise
+        if method_of(config).replaces_modules:
+            raise UserError(
+                f"model.path {path} is gone, and {checkpoint} holds only what {config.method} made of it, from which "
+                "the run cannot go on; put the folder back"
+            ) from None
+        return ModelFolder(
+            checkpoint / "model"
+        ), f"model.path {path} is gone; what the run still needs of it is in {checkpoint}"
 
 
 def model_to_train(

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.helpers.training import last_checkpoint, run_training
+from salaad.common.errors import UserError
+from tests.helpers.training import assert_same_records, last_checkpoint, lines, run_training
 
 
 @pytest.fixture
@@ -40,3 +41,58 @@ def test_licence_and_card_are_in_every_checkpoint_though_the_source_is_deleted_m
         model = tmp_path / "run" / "checkpoints" / f"step-000000{step}" / "model"
         assert (model / "LICENSE").read_text() == "Theirs."
         assert (model / "README.source.md").read_text() == "A card."
+
+
+def interrupted(words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until the run is asked to stop, half way."""
+    save = train.Trainer.save
+
+    def save_and_stop(trainer: train.Trainer, last: bool = False) -> None:
+        save(trainer, last)
+        trainer.request.asked = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "save", save_and_stop)
+        run_training(words, run)
+    assert not (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize("method", ["salaad", "full_rank"])
+def test_a_run_goes_on_without_its_source_as_it_would_have_with_it(toy, source, tmp_path, monkeypatch, capsys, method):
+    words = words_of(toy, source, method=method, train__save_every=2)
+    run_training(words, tmp_path / "whole")
+    interrupted(words, tmp_path / "parts", monkeypatch)
+    shutil.rmtree(source)
+    run_training(words, tmp_path / "parts")
+    assert f"model.path {source} is gone" in capsys.readouterr().out
+    assert_same_records(tmp_path / "whole", tmp_path / "parts")
+    model = last_checkpoint(tmp_path / "parts") / "model"
+    assert (model / "LICENSE").read_text() == "Theirs." and (model / "README.source.md").read_text() == "A card."
+    beginning = f"--resume={tmp_path}/whole/checkpoints/step-0000002"
+    run_training([*words, beginning], tmp_path / "new")
+    assert lines(tmp_path / "new") == lines(tmp_path / "whole")[2:]
+
+
+def test_a_method_whose_checkpoints_hold_another_form_says_that_the_source_is_needed(
+    toy, source, tmp_path, monkeypatch
+):
+    words = words_of(toy, source, method="lora", lora__rank=4, train__save_every=2)
+    interrupted(words, tmp_path / "run", monkeypatch)
+    away = source.rename(tmp_path / "away")
+    with pytest.raises(UserError, match=r"model\.path .*source is gone, and .* what lora made of it.*put the folder b"):
+        run_training(words, tmp_path / "run")
+    away.rename(source)
+    run_training(words, tmp_path / "run")
+    assert last_checkpoint(tmp_path / "run").name == "step-0000004"
+
+
+def test_a_new_run_and_one_from_another_model_need_their_source(toy, source, tmp_path):
+    words = words_of(toy, source, method="full_rank", train__save_every=2)
+    run_training(words, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"begun with model\.path .*source, but .*nowhere is asked for"):
+        run_training([*words, f"--model.path={tmp_path}/nowhere"], tmp_path / "run")
+    shutil.rmtree(source)
+    with pytest.raises(UserError, match=r"source holds no config\.json; give the folder"):
+        run_training(words, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
