@@ -153,8 +153,8 @@ def read_documents(
             if bad > max_bad:
                 raise UserError(
                     f"{file}, {place}: {problem}, and that is bad document {bad} of this file where "
-                    f"data.max_bad_documents allows {max_bad}; mend the file, name its column with data.text_field "
-                    f"or raise data.max_bad_documents"
+                    f"data.max_bad_documents allows {max_bad}; raise data.max_bad_documents, or for a new run mend "
+                    f"the file or name its column with data.text_field"
                 ) from None
             yield index, Skipped.BAD
             continue

@@ -31,6 +31,7 @@ from salaad.data.tokenizer import Encoder, load_tokenizer
 from salaad.data.workers import Workers
 from salaad.runs.records import Recorder
 from scripts.reliability import faulty_hub
+from tests.helpers.training import lines, run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [f"row {k}" for k in range(200)]
@@ -506,6 +507,20 @@ def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path):
     (tmp_path / "some.md").write_bytes(b"\xef\xbb\xbf")
     assert text_list(str(tmp_path / "some.txt")) == text_list(str(tmp_path / "some.jsonl")) == ["one", "two"]
     assert text_list(str(tmp_path / "some.md")) == []
+
+
+def test_the_first_cure_of_too_many_bad_documents_is_one_for_a_run_that_goes_on(toy, tmp_path):
+    """A mended file has another size, and a run goes on with the text that it was begun with."""
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "good"}\n' * 8 + "{\n" * 5 + '{"text": "good"}\n' * 8)
+    one = {"method": "full_rank", "data__files": str(file), "data__streams": 1, "data__shuffle_window": 4}
+    words = toy(**one, train__steps=5, data__max_bad_documents=2)
+    with pytest.raises(UserError, match=r"allows 2; raise data\.max_bad_documents, or for a new run mend the file or"):
+        run_training(words, tmp_path / "run")
+    with pytest.raises(UserError, match=r"data\.text_field"):
+        run_training([*words, "--data.text_field=body"], tmp_path / "run")
+    run_training([*words, "--data.max_bad_documents=5"], tmp_path / "run")
+    assert lines(tmp_path / "run")[-1]["step"] == 5
 
 
 def test_no_record_of_json_raises(tmp_path):
