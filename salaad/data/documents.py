@@ -240,7 +240,10 @@ class _Hub(HfFileSystem):
 def _open(file: str) -> Iterator[BinaryIO]:
     """Context manager that opens a local file or one on the hub as a stream of decompressed bytes."""
     _, compression = kind_of(file)
-    storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
+    if is_remote(file):
+        storage = _Hub(block_size=0) if file.startswith("hf://") else fsspec.url_to_fs(file)[0]
+    else:  # such as "data:x.jsonl", which would be read as an address
+        storage, file = fsspec.filesystem("file"), str(Path(file).absolute())
     own = None if compression == "zstd" else compression
     with fsspec.core.OpenFile(storage, file, "rb", compression=own) as stream:
         # Arrow's reader, as fsspec's zstd reader ends without an error after the first frame, and at a cut-off frame.

@@ -227,7 +227,7 @@ def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) ->
     """
     known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
     names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()  # a name is bytes
 
 
 def content_digest(files: Sequence[str]) -> str:

@@ -2,8 +2,11 @@
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
+import os
+from pathlib import Path
 
 import fsspec
 import pyarrow
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from salaad.common.errors import UserError
 from salaad.data import documents, retries
 from salaad.data.documents import Skipped, c4_files, expand, kind_of, read_documents, require_document
+from salaad.data.text import fingerprint
 
 TEXTS = [f"Document {k}, with an é and 日本 in it." for k in range(23)]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -195,6 +199,17 @@ def test_c4_is_1024_and_8_shards_of_gzipped_json_lines():
     assert train[37].endswith("allenai/c4/en/c4-train.00037-of-01024.json.gz")
     assert validation[7].endswith("allenai/c4/en/c4-validation.00007-of-00008.json.gz")
     assert kind_of(train[0]) == ("json", "gzip")
+
+
+@pytest.mark.parametrize("name", ["data:x", "file:x", "local:x", "a::b", "~x", "h#%20", os.fsdecode(b"\xff")])
+def test_a_file_in_this_folder_may_have_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.jsonl").write_bytes(json_lines(TEXTS))
+    (file,) = expand([f"{name}.jsonl"])
+    require_document(file, "text", 0)
+    assert text_list(file) == TEXTS
+    bytes_of_name = os.fsencode(f"{name}.jsonl")
+    assert fingerprint([file]) == hashlib.sha256(b"%s %d" % (bytes_of_name, Path(file).stat().st_size)).hexdigest()
 
 
 def test_other_storage_is_streamed_like_the_hub():
