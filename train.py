@@ -162,6 +162,7 @@ class Trainer:
         agreement, batches = Agreement(self.device), self.begin()
         if self.due:
             self.evaluate()
+        self.recorder.begin()
         while self.step < train.steps and not self.due:
             agreement.read()
             if agreement.broken:

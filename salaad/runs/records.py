@@ -67,6 +67,12 @@ class Recorder:
         )
         self._wandb = _start_wandb(folder, config.wandb, config.to_dict())
 
+    def begin(self) -> None:
+        """Begin to measure how fast steps are; what came before, such as reading text, tells nothing of the rest."""
+        self._began = time.monotonic()
+        if self.active:
+            self._bar.unpause()
+
     def log(self, *, new_tokens: int, seconds: dict[str, float], **values: Any) -> None:
         """Write a line of metrics.jsonl: tokens and wall time by phase since the last line, and the values."""
         if not self.active:

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 import train
 from salaad.methods.salaad.method import SalaadMethod
+from salaad.runs import records
 from tests.helpers.training import assert_same_records, lines, run_training
 
 
@@ -42,3 +44,22 @@ def test_an_empty_file_in_place_of_the_identity_at_weights_and_biases_is_filled(
     run_training(toy(train__steps=1, wandb__mode="offline"), run)
     [folder] = (run / "wandb").glob("offline-run-*")
     assert folder.name.endswith(f"-{(run / 'wandb_id').read_text()}")
+
+
+def test_the_time_that_is_left_is_told_from_the_steps_alone(toy, tmp_path, monkeypatch, capsys):
+    """An hour before the first step, such as for a text on the hub, is not spent again."""
+    clock = [0.0]
+
+    def taking(seconds, original):
+        def run(*given):
+            clock[0] += seconds
+            return original(*given)
+
+        return run
+
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(train.Trainer, "begin", taking(3600, train.Trainer.begin))
+    monkeypatch.setattr(train.Trainer, "backward", taking(10, train.Trainer.backward))
+    run_training(toy(train__steps=4), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" left")]
+    assert [line.rpartition(", ")[2] for line in said] == ["00:30 left", "00:20 left", "00:10 left", "00:00 left"]
