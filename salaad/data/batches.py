@@ -71,7 +71,7 @@ class TrainingStream:
         streams = gcd(config.streams, batch)
         cursors: dict[int, Cursor] = {}
         if state is not None:
-            _require_same_order(state, self._order)
+            _require_same_order(state, self._order, config.source)
             self._order["bos"] = state.get("bos")  # a run of a version that began documents with none goes on so
             self._rows, streams = state["rows"], state["streams"]
             cursors = {int(number): Cursor(**cursor) for number, cursor in state["cursors"].items()}
@@ -203,13 +203,19 @@ def count_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _require_same_order(state: dict, order: dict) -> None:
+def _require_same_order(state: dict, order: dict, source: str) -> None:
     for key, what, option in (
         ("files", "other training files", "data.files"),
         ("validation", "other validation files", "data.validation_files"),
         ("tokenizer", "another tokenizer", "data.tokenizer"),
     ):
         if state.get(key, order[key]) != order[key]:  # an older version kept less of it
+            if source == "python-docs" and key != "tokenizer":
+                raise UserError(
+                    "the checkpoint was made with other python-docs than the packages on this machine hold now; "
+                    "install the versions of that time, as in the first line of the run's config.yaml, or start a new "
+                    "run from the model with model.path"
+                )
             by = "the ids, which older versions may give otherwise" if key == "tokenizer" else "name and size"
             raise UserError(
                 f"the checkpoint was made with {what} than {option} names now (by {by}); give the same, or start a new "

@@ -298,6 +298,16 @@ def test_a_run_that_began_without_the_mark_goes_on_without(marked, text, config)
     assert torch.equal(next(after)["input_ids"], next(new)["input_ids"])
 
 
+def test_a_state_of_documentation_that_an_upgrade_has_changed_names_no_option(text, config):
+    docs = replace(config, source="python-docs", files=(), validation_files=())
+    state = TrainingStream(text, docs, batch=8).state_dict()
+    for files in (text.train_files, text.validation_files):
+        upgraded = replace(text, sizes=text.sizes | {files[0]: text.sizes[files[0]] + 1})
+        with pytest.raises(UserError, match=r"packages on this machine .* install the versions of that time") as told:
+            TrainingStream(upgraded, docs, batch=8, state=state)
+        assert "files" not in str(told.value)
+
+
 def test_files_may_move_to_another_folder(tmp_path, text):
     copy = tmp_path / Path(text.train_files[0]).name
     copy.write_bytes(Path(text.train_files[0]).read_bytes())
