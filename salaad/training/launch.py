@@ -30,6 +30,8 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     logging.disable_progress_bar()  # every checkpoint would draw one
     # accelerate knows no other name for the setting yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    # torch takes a first step that `step_unless` discards for one that was forgotten.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
     torch.set_float32_matmul_precision("high" if config.train.precision == "tf32" else "highest")
     accelerator = Accelerator(
         # Set explicitly, because several processes on a machine without a GPU would otherwise each run alone.

@@ -104,6 +104,14 @@ def test_the_loss_of_a_line_is_the_mean_over_the_steps_taken(toy, tmp_path, monk
     assert row["tokens"] > plain[1]["tokens"]
 
 
+def test_a_first_batch_that_is_skipped_brings_no_warning_of_a_forgotten_step(toy, tmp_path, monkeypatch, recwarn):
+    """Adamax has no fused form, so that its step is left out."""
+    spoil(monkeypatch, {1: "gradient"})
+    run_training(toy(train__steps=3, train__on_nonfinite="skip", optimizer__name="Adamax"), tmp_path / "run")
+    assert lines(tmp_path / "run")[-1]["discarded"] == 1
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
 def test_a_skipped_batch_survives_a_resume(toy, tmp_path, monkeypatch):
     spoil(monkeypatch, {2: "gradient", 6: "nan loss"})
     options = {"train__on_nonfinite": "skip", "train__save_every": 4}
