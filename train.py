@@ -60,10 +60,12 @@ def main(config: RunConfig, options: TrainOptions) -> None:
             accelerator.print(f"\n{prediction_table(config, source.config, options.device)}")
         else:
             accelerator.print(text_table(run.with_own_tokenizer(config, source.path), source.config.vocab_size))
+        leave_together(accelerator)
         return
     folder, checkpoint = run.open_run(config, options)
     if said := distributed.first_decides(lambda: finished(folder, options.resume)):
         accelerator.print(said)
+        leave_together(accelerator)
         return
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config, source.path), vocab_size=source.config.vocab_size)

@@ -18,13 +18,14 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import train
 from salaad.common import distributed
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from salaad.config.run import DataConfig
 from salaad.data.retries import UnreadableFile, longest_wait, read_with_retries
 from salaad.model.build import describe_model, outline
-from salaad.training.launch import compiled_bucket, patience, require_devices, start_accelerator
+from salaad.training.launch import compiled_bucket, leave_together, patience, require_devices, start_accelerator
 from tests.helpers.launches import resolved, torch_launch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import assert_same_records, run_training, train_on_ranks
@@ -132,6 +133,20 @@ def test_a_batch_that_cannot_be_shared_by_the_processes_is_refused(toy, tmp_path
     with pytest.raises(ProcessRaisedException, match=said):
         train_on_ranks([(toy(train__batch=3), tmp_path / "run")], 2, tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_and_a_finished_run_end_on_all_ranks_at_once_too(toy, tmp_path, monkeypatch, capsys):
+    ended = []
+
+    def leave(accelerator):
+        ended.append(capsys.readouterr().out)
+        leave_together(accelerator)
+
+    monkeypatch.setattr(train, "leave_together", leave)
+    for words in (["--dry-run"], [], []):
+        run_training([*toy(train__steps=1), *words], tmp_path / "run")
+    plan, trained, again = ended
+    assert "validation" in plan and "perplexity of X" in trained and "is finished" in again
 
 
 @pytest.mark.parametrize(
