@@ -85,9 +85,10 @@ def test_a_backward_says_that_the_model_is_on_another_device_than_l_and_s():
 
 def test_a_backward_says_that_a_gradient_is_sparse():
     model = nn.Embedding(8, 4, sparse=True)
-    Salaad(model, SalaadConfig(roles=("re:",), rho=0.5))
+    salaad = Salaad(model, SalaadConfig(roles=("re:",), rho=0.5))
     with pytest.raises(UserError, match="has a sparse gradient, which the penalty cannot join; make its layer with"):
         model(torch.tensor([1, 3])).sum().backward()
+    salaad.close()
 
 
 def test_weights_loaded_in_place_are_still_watched():
@@ -150,6 +151,30 @@ def test_a_model_that_nobody_holds_any_more_is_freed_with_its_salaad():
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_a_salaad_that_nobody_holds_any_more_lets_the_model_go_at_once(pull):
+    """As one made in a function that has returned; garbage is not collected in between."""
+    model, plain, config = toy(), toy(), SalaadConfig(roles=("re:.",), rho=0.5, every=2, pull=pull)
+    torch.optim.SGD(plain.parameters())  # the first one of a process imports what leaves garbage with all frames
+    gc.disable()
+    try:
+        gone = weakref.ref(pretrained(model, config))
+        assert gone() is None
+        plain.load_state_dict(model.state_dict())
+        for each in (model, plain):  # the same steps without a Salaad
+            steps_of(each, None, "bobobo")
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        Salaad(model, config).close()
+    finally:
+        gc.enable()
+
+
+def pretrained(model: nn.Module, config: SalaadConfig) -> Salaad:
+    salaad = Salaad(model, config)
+    steps_of(model, salaad, "bosbos")
+    return salaad
 
 
 # ---- gradients that no backward accumulated

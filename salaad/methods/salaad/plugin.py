@@ -6,6 +6,7 @@ salaad.step()       # every K steps: L, S, the dual and the controller
 """
 
 import warnings
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from salaad.model.second_moments import Moments, moments_in, save_second_moments
 class Salaad:
     """SALAAD on one model: the surrogates of its blocks, the penalty and the ADMM updates.
 
-    As a context manager it calls `close` at the end.
+    As a context manager it calls `close` at the end; an object that nobody holds any more lets the model go too.
 
     Args:
         model: any torch module with 2-D weights, or experts in 3-D ones, on its final device and in its final dtype.
@@ -73,7 +74,10 @@ class Salaad:
         refuse_flat_weights(self.model)
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
-        self._watch = Watch(self.weights, self._has_joined_nothing)
+        # The parts hold no strong reference to this object: in a cycle it would go on pulling and watching the weights
+        # after the user has dropped it, until Python next looks for garbage.
+        this = weakref.ref(self)
+        self._watch = Watch(self.weights, lambda: this()._has_joined_nothing())
         self._costs = ownership.costs_of(self.weights)
         self.owners = ownership.assign_owners(self._costs, distributed.world_size(), self.config.owners)
         self._surrogates: dict[str, Surrogate] = {}
@@ -91,7 +95,7 @@ class Salaad:
             rho = {name: self._rho(name) for name in self.blocks}
             self._pull = DecoupledPull(self.weights, self._surrogates, self.owners, rho, self.config.pull_rate)
         else:
-            self._pull = CoupledPull(self.weights, self._surrogates, lambda: self.surrogates, lambda: self.scaler)
+            self._pull = CoupledPull(self.weights, self._surrogates, lambda: this().surrogates, lambda: this().scaler)
         self.skip()
         self.closed = False
         self._moments_found: Moments = {}
