@@ -388,4 +388,5 @@ def deployed(model: PreTrainedModel, parts: Mapping[str, Slr]) -> Iterator[None]
     with restored(weights):
         for name, X in weights.items():
             X.copy_(parts[name].dense())
+        torch.clear_autocast_cache()
         yield

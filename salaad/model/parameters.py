@@ -10,13 +10,18 @@ from torch import Tensor, nn
 @contextmanager
 @torch.no_grad()
 def restored(weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context the weights may be overwritten; at its end they are restored."""
+    """Within this context the weights may be overwritten; at its end they are restored.
+
+    What overwrites them must call `torch.clear_autocast_cache` before the model computes: within torch.autocast it
+    computes with copies in a lower precision, which torch keeps until autocast ends, whatever becomes of the weights.
+    """
     originals = {name: X.detach().clone() for name, X in weights.items()}
     try:
         yield
     finally:
         for name, X in weights.items():
             X.copy_(originals[name])
+        torch.clear_autocast_cache()
 
 
 @torch.no_grad()

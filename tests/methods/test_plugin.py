@@ -308,6 +308,21 @@ def test_deployed_restores_the_weights_after_an_exception():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_deployed_within_autocast_computes_with_the_weights_of_the_moment():
+    """Autocast keeps its bfloat16 copies of weights; each loss is compared with one in a new context."""
+    model, salaad = trained_toy()
+    expected = []
+    for context in (nullcontext(), salaad.deployed()):
+        with context, torch.autocast("cpu", torch.bfloat16):
+            expected.append(toy_loss(model))
+    assert expected[0] != expected[1]
+    for order in ((0, 1, 0), (1, 0, 1)):
+        with torch.autocast("cpu", torch.bfloat16):
+            for i in order:
+                with salaad.deployed() if i else nullcontext():
+                    assert torch.equal(toy_loss(model), expected[i])
+
+
 def test_training_goes_on_after_deployed_as_if_nothing_had_happened():
     results = []
     for interrupted in (False, True):

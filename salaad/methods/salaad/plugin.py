@@ -407,4 +407,5 @@ class Salaad:
                     X.copy_(surrogate.deployed())
             for name, X in self.weights.items():
                 distributed.broadcast(X.data, self.owners[name])
+            torch.clear_autocast_cache()
             yield
