@@ -144,9 +144,12 @@ def all_sum(values: Tensor) -> Tensor:
 
 
 def broadcast(values: Tensor, owner: int) -> Tensor:
-    """Fill `values` with the owner's, in place, on every rank."""
+    """Fill `values`, which may lie in memory in another order than the owner's, in place, on every rank."""
     if world_size() > 1:
-        dist.broadcast(values, owner)
+        sent = values.contiguous()  # backends send the memory as it lies
+        dist.broadcast(sent, owner)
+        if sent is not values:
+            values.copy_(sent)
     return values
 
 

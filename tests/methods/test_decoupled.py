@@ -312,6 +312,36 @@ def test_a_run_with_a_decoupled_pull_resumes_to_the_bit(toy, tmp_path, monkeypat
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+def train_transposed(pull: str) -> list[torch.Tensor]:
+    """Train a model for five steps, its weights lying column by column; return them, and then what is deployed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 16))
+    for layer in model:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+    settings = {"pull": pull, "pull_rate": 0.5, "rho": 0.05, "every": 2, "delta_alpha": 0.05, "delta_beta": 0.005}
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), **settings))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = model if distributed.world_size() == 1 else torch.nn.parallel.DistributedDataParallel(model)
+    for i in range(5):
+        wrapped(torch.randn(8, 12, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        salaad.step()
+    assert not any(layer.weight.is_contiguous() for layer in model)
+    trained = [layer.weight.detach().clone() for layer in model]
+    with salaad.deployed():
+        return trained + [layer.weight.detach().clone() for layer in model]
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_two_ranks_draw_like_one_where_weights_lie_column_by_column(tmp_path, pull):
+    alone = train_transposed(pull)
+    first, second = run_ranks(train_transposed, 2, tmp_path, pull)
+    for X, mine, other in zip(alone, first, second, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, X, rtol=0, atol=1e-5)
+
+
 def test_the_plan_of_a_run_has_the_targets_that_a_rank_holds_of_others():
     """A rank holds float32 targets of all blocks but its own; a single rank holds none, nor does a coupled pull."""
     words = ["--config", "nano", "--salaad.embedding=false"]
