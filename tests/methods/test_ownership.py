@@ -1,8 +1,10 @@
 """Owners of blocks, and trainings on two ranks, which must arrive at what one process computes."""
 
 import copy
+import io
 import time
 import warnings
+from contextlib import redirect_stderr
 from typing import Any
 
 import numpy as np
@@ -251,6 +253,27 @@ def test_a_surrogate_exists_on_its_owner_only(two_ranks):
 def test_small_exchanges_give_every_rank_the_same(two_ranks):
     for result in two_ranks:
         assert result[2] == [[3.0, 20.0], [2.0, 10.0], [{"rank": 0}, {"rank": 1}]]
+
+
+def penalty_after_a_slow_rank() -> tuple[float, str]:
+    """Let rank 1 come late to the penalty; return it, and what this rank printed on standard error."""
+    distributed.TOLD_AFTER = 0.5
+    salaad, said = Salaad(toy(), CONFIG), io.StringIO()
+    distributed.barrier()
+    with redirect_stderr(said):
+        if distributed.rank() == 1:
+            time.sleep(2)
+        return float(salaad.penalty()), said.getvalue()
+
+
+def test_a_rank_that_waits_for_the_penalty_of_another_says_so(tmp_path):
+    expected = sum(
+        CONFIG.rho / 2 * float((X - truncated(X)).square().sum())
+        for X in (toy()[int(name)].weight.detach() for name in BLOCKS)
+    )
+    waiting, slow = run_ranks(penalty_after_a_slow_rank, 2, tmp_path)
+    assert waiting[0] == slow[0] == pytest.approx(expected, rel=1e-5)
+    assert "for rank 1" in waiting[1] and not slow[1]
 
 
 # ---- no rank waits while it makes its blocks

@@ -235,19 +235,30 @@ class Salaad:
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
         """Return all ranks' ADMM updates since the last call as (step, block, record), sorted; the same on every rank.
 
+        Collective: call it on every rank, also where only one of them uses what it returns.
+
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
         """
         return self._updates.drain(self.blocks, self.steps)
 
     def penalty(self) -> Tensor:
-        """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank."""
+        """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank (0-d).
+
+        Collective: call it on every rank, also where only one of them uses what it returns.
+        """
         device = next(iter(self.weights.values())).device
         mine = [surrogate.penalty(self.weights[name]) for name, surrogate in self.surrogates.items()]
-        return distributed.all_sum(torch.stack(mine).sum() if mine else torch.zeros((), device=device))
+        total = torch.stack(mine).sum() if mine else torch.zeros((), device=device)
+        if distributed.world_size() == 1:  # without waiting for the device
+            return total
+        return torch.tensor(sum(distributed.gather(float(total))), device=device)
 
     def summary(self) -> dict[str, float]:
-        """Return the mean effective rank ratio and density over all blocks, and the model's parameters as L + S."""
+        """Return the mean effective rank ratio and density over all blocks, and the model's parameters as L + S.
+
+        Collective: call it on every rank, also where only one of them uses what it returns.
+        """
         mine = [(s.rank_ratio, s.density, s.parameters) for s in self.surrogates.values()]
         ratios, densities, parameters = zip(*chain.from_iterable(distributed.gather(mine)), strict=True)
         dense = sum(X.numel() for X in self.weights.values())
