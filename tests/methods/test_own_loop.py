@@ -1,5 +1,6 @@
 """Salaad in a user's own training loop: it saves, resumes to the bit, and compresses to a small model."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -112,6 +113,23 @@ def test_state_dict_and_load_state_dict_go_on_to_the_bit(whole, tmp_path):
     second.salaad.load_state_dict(stored["salaad"])
     second.run(5, 11)
     assert_equal(numbers(second), numbers(whole))
+
+
+def test_after_a_roll_back_the_records_are_those_of_the_steps_that_count():
+    records = []
+    for abandoned in (0, 3):
+        model = llama()
+        loop = Loop(model, Salaad(model, CONFIG))
+        loop.run(0, 5)
+        weights, state = copy.deepcopy(model.state_dict()), loop.salaad.state_dict()
+        loop.salaad.drain_records()
+        loop.run(5, 5 + abandoned)
+        model.load_state_dict(weights)
+        loop.salaad.load_state_dict(state)
+        loop.run(5, 11)
+        records.append(loop.salaad.drain_records())
+    assert {step for step, *_ in records[0]} == set(range(6, 12))
+    assert records[0] == records[1]
 
 
 @pytest.mark.parametrize("key", ["steps", "updated_at", "surrogates"])

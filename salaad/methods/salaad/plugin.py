@@ -233,8 +233,9 @@ class Salaad:
         return own + self._pull.received_bytes
 
     def drain_records(self) -> list[tuple[int, str, UpdateRecord]]:
-        """Return all ranks' ADMM updates since the last call as (step, block, record), sorted; the same on every rank.
+        """Return all ranks' ADMM updates as (step, block, record), sorted; the same on every rank.
 
+        They are those since the last call, or since a state was loaded: a roll-back abandons the steps before it.
         Collective: call it on every rank, also where only one of them uses what it returns.
 
         Raises:
@@ -277,7 +278,7 @@ class Salaad:
         return {"steps": self.steps, "updated_at": updated}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Load what `counts` returned, at any world size.
+        """Load what `counts` returned, at any world size; the records of earlier updates are dropped.
 
         Raises:
             UserError: a block is missing; then nothing is loaded.
@@ -285,7 +286,7 @@ class Salaad:
         if missing := [name for name in self.surrogates if name not in counts["updated_at"]]:
             raise UserError(f"updated_at does not name block {missing[0]}; give a whole checkpoint or state")
         self.steps = counts["steps"]
-        self._updates.last = {name: counts["updated_at"][name] for name in self.surrogates}
+        self._updates.load({name: counts["updated_at"][name] for name in self.surrogates})
         self.skip()
         self._pull.mark_targets_stale()
 
@@ -299,6 +300,8 @@ class Salaad:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank; the model must have the weights that it had then.
+
+        `drain_records` no longer returns the updates from before.
 
         Raises:
             UserError: a part is missing or of another shape; then nothing is loaded.

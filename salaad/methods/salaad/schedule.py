@@ -134,6 +134,11 @@ class Updates:
             self.last[name] = steps
             self._records.append((steps, name, statistics))
 
+    def load(self, last: Mapping[str, int]) -> None:
+        """Go on from a state whose blocks of this rank were last updated after these steps; forget the records."""
+        self.last = dict(last)
+        self._records.clear()
+
     def drain(self, order: Iterable[str], steps: int) -> list[tuple[int, str, UpdateRecord]]:
         """Return all ranks' updates since the last call as (step, block, record), sorted; the same on every rank.
 
