@@ -397,6 +397,17 @@ def test_a_module_that_does_more_with_its_matrix_keeps_doing_it(more):
     salaad.close()
 
 
+def test_a_module_that_holds_its_salaad_can_be_compressed():
+    """As a LightningModule holds it; a Salaad cannot be copied."""
+    model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 16))
+    model.salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.05))
+    with model.salaad.deployed():
+        expected = model(torch.ones(2, 12))
+    small = model.salaad.compress()
+    torch.testing.assert_close(small(torch.ones(2, 12)), expected, rtol=1e-4, atol=1e-5)
+    model.salaad.close()
+
+
 def test_weights_that_layers_share_undeclared_stay_dense_in_one_copy():
     model = llama()
     first, second = model.model.layers

@@ -1,6 +1,8 @@
 """Users' loops that could train without the penalty, or with it twice: each works or raises an error that says so."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -175,6 +177,22 @@ def pretrained(model: nn.Module, config: SalaadConfig) -> Salaad:
     salaad = Salaad(model, config)
     steps_of(model, salaad, "bosbos")
     return salaad
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_that_would_train_without_the_penalty_is_refused_with_the_cure(how, pull):
+    model = toy()
+    salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.5, every=2, pull=pull))
+    with pytest.raises(UserError, match=r"cannot be copied or pickled.*load_state_dict\(salaad\.state_dict\(\)\)"):
+        how({"model": model, "salaad": salaad} if how is not copy.copy else salaad)
+    steps_of(model, salaad, "bosbos")
+    other = copy.deepcopy(model)
+    second = Salaad(other, salaad.config)
+    second.load_state_dict(salaad.state_dict())
+    for each, its in ((model, salaad), (other, second)):
+        steps_of(each, its, "bosbos")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 # ---- gradients that no backward accumulated

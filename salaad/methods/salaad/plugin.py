@@ -105,6 +105,13 @@ class Salaad:
         lines = [f"{what}: {how_much}" for what, how_much in coverage.said(self.model, self.weights)]
         return "\n  ".join([f"Salaad after {self.steps:,} steps", *lines])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied, pickled or saved by torch.save: hooks stay behind, and a copy would pull nothing."""
+        raise UserError(
+            "a Salaad cannot be copied or pickled, as its hooks stay with the first model; hold it outside of what is "
+            "copied, and make another on the copy of the model, with load_state_dict(salaad.state_dict())"
+        )
+
     def __enter__(self) -> Self:
         """Return this object."""
         return self
