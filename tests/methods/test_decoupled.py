@@ -113,6 +113,31 @@ def test_a_broken_step_draws_nothing():
     salaad.close()
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_beside_a_grad_scaler_weights_train_as_without_one(given):
+    """To the bit, as the scale is a power of two; a step whose gradient is not finite draws nothing."""
+    models = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)):
+        model = llama()
+        salaad = Salaad(model, SalaadConfig(**SETTINGS), scaler=scaler if given else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(6):
+            loss = model(input_ids=IDS, labels=IDS).loss * (torch.inf if i == 4 else 1)
+            if scaler is None:
+                loss.backward()
+                if i != 4:
+                    optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            salaad.step()
+        models.append(model)
+        salaad.close()
+    assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))
+
+
 def test_a_pull_of_weights_that_were_moved_to_another_device_is_refused_in_a_sentence():
     model = llama()
     salaad = Salaad(model, SalaadConfig(**SETTINGS))

@@ -1,6 +1,7 @@
 """Owners of blocks, and trainings on two ranks, which must arrive at what one process computes."""
 
 import copy
+import dataclasses
 import io
 import time
 import warnings
@@ -359,12 +360,12 @@ def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
 # ---- compressed gradients
 
 
-def steps_with(hook: Any, first: int) -> str:
+def steps_with(hook: Any, first: int, pull: str = "coupled") -> str:
     """Train three steps with a communication hook from step `first` on; return the error, or "" without one."""
     model = toy()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Salaad(model, CONFIG) as salaad:
+    with Salaad(model, dataclasses.replace(CONFIG, pull=pull)) as salaad:
         for step in range(3):
             if step == first and isinstance(hook, BuiltinCommHookType):
                 wrapped._register_builtin_comm_hook(hook)
@@ -396,6 +397,11 @@ def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, name, first
     said = f"step {first}: DistributedDataParallel sends gradients through {name}, in whose" if name else ""
     for found in run_ranks(steps_with, 2, tmp_path, hook, first):
         assert found.startswith(said) if name else found == ""
+
+
+def test_beside_a_decoupled_pull_gradients_may_be_compressed(tmp_path):
+    for found in run_ranks(steps_with, 2, tmp_path, fp16_compress_hook, 0, "decoupled"):
+        assert found == ""
 
 
 class Experts(nn.Module):

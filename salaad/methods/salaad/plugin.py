@@ -43,7 +43,8 @@ class Salaad:
     Args:
         model: any torch module with 2-D weights, or experts in 3-D ones, on its final device and in its final dtype.
         config: targets, ρ, roles and schedule.
-        scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale.
+        scaler: the `GradScaler` that scales the loss, if one does; the penalty then shares its scale. A decoupled pull
+            has no need of it.
         most_records: how many of the newest updates of each block are kept for `drain_records`; None keeps all.
         total_steps: optimizer steps of the whole training, of which `config.onset` and `config.release` are parts.
 
@@ -178,7 +179,8 @@ class Salaad:
         """
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
-        self._watch.check(self.scaler, joined=self._pull.has_joined and not may_be_left_out)
+        joined = self._pull.has_joined and not may_be_left_out
+        self._watch.check(self.scaler, joined, through_gradients=self.config.pull == "coupled")
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()

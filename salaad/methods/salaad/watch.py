@@ -98,12 +98,14 @@ class Watch:
             self._scalers = _scalers_of(optimizer)
             self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
 
-    def check(self, scaler: Any, joined: bool = False) -> None:
+    def check(self, scaler: Any, joined: bool = False, through_gradients: bool = True) -> None:
         """Raise an error if the penalty no longer reaches the weights; called after every step of the optimizer.
 
         Args:
             scaler: the `GradScaler` whose scale the penalty shares, if there is one.
             joined: whether the penalty has joined a gradient that an optimizer must have taken since the last check.
+            through_gradients: whether the penalty reaches the weights through their gradients, so that it matters what
+                becomes of these.
 
         Raises:
             UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
@@ -137,6 +139,8 @@ class Watch:
                 "twice; call it after the optimizer's step alone, with accelerate `if accelerator.sync_gradients`, and "
                 "salaad.skip() after a gradient that was thrown away"
             )
+        if not through_gradients:
+            return
         if any(other is not scaler for other in self._scalers or ()):
             raise UserError(
                 "the loss is scaled by a GradScaler, beside which the penalty would be as good as none; give it: "
