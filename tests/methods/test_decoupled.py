@@ -80,6 +80,25 @@ def test_an_optimizer_that_wraps_another_pulls_once_and_tells_the_moments_of_bot
     torch.testing.assert_close(torch.stack(distances), torch.full((2,), 0.9), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapped], ids=["plain", "wrapped"])
+def test_a_step_of_the_optimizer_that_fails_and_is_tried_again_pulls(wrap):
+    """As where memory runs out and a loop frees some."""
+    models = []
+    for fails in (False, True):
+        model = llama()
+        salaad = Salaad(model, SalaadConfig(**SETTINGS))
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        optimizer.step()
+        salaad.step()
+        models.append(model)
+        salaad.close()
+    assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))
+
+
 def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
     """A step of 5e-4 of the distance is below what bfloat16 resolves: rounded to nearest, no weight would move."""
     distances = {}

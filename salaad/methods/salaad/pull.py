@@ -163,7 +163,7 @@ class DecoupledPull:
     def begin_step(self, steps: int, *, active: bool) -> None:
         """Pull after the optimizer's step that follows `steps` others, or not if not `active`."""
         self._steps, self._active = steps, active  # step and block give the seed with which bfloat16 is rounded
-        self._depth = 0  # of optimizers that step within another's step, as where one wraps another
+        self._entered: list[Optimizer] = []  # each steps within the step of the one before, as where one wraps another
         if not active:
             self._others.clear()
             self._is_stale = True
@@ -191,13 +191,18 @@ class DecoupledPull:
     def _T(self, name: str) -> Tensor | None:
         return self._surrogates[name].T if name in self._surrogates else self._others.get(name)
 
-    def _enter(self, *_: Any) -> None:
-        self._depth += 1
+    def _enter(self, optimizer: Optimizer, *_: Any) -> None:
+        self._leave(optimizer)  # which an error has ended, if it is still there, and with it all that it had begun
+        self._entered.append(optimizer)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        if optimizer in self._entered:
+            del self._entered[self._entered.index(optimizer) :]
 
     @torch.no_grad()
     def _pull(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
+        self._leave(optimizer)
+        if self._entered:
             return
         rates = {id(X): group.get("lr") for group in optimizer.param_groups for X in group["params"]}
         trained = {name: rates[id(X)] for name, X in self._weights.parameters.items() if id(X) in rates}
