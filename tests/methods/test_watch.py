@@ -570,6 +570,20 @@ def test_a_model_without_values_is_refused():
         Salaad(model, CONFIG)
 
 
+class OnApple(nn.Parameter):
+    """A weight that says to be on an Apple GPU, which this machine lacks."""
+
+    device = property(lambda _: torch.device("mps"))
+
+
+def test_a_model_on_a_device_without_float64_is_refused_with_the_cure():
+    model = toy()
+    for layer in model:
+        layer.weight = OnApple(layer.weight.detach())
+    with pytest.raises(UserError, match=r"block 0 is on mps, .* move the model to the CPU, .*use_cpu=True"):
+        Salaad(model, CONFIG)
+
+
 def test_a_model_that_is_spread_over_devices_is_refused():
     model = toy()
     model[1].to("meta")

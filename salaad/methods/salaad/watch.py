@@ -22,6 +22,7 @@ from salaad.methods.salaad.weak_hooks import weakly
 from salaad.model.weights import Weights
 
 _WATCHED = WeakIdKeyDictionary()  # weight → the object that watches it
+_DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -37,7 +38,7 @@ class Watch:
 
     Raises:
         UserError: a weight is frozen, sharded over processes, without values, not in float32, float64 or bfloat16, or
-            watched by another `Watch`; or the weights lie on several devices.
+            watched by another `Watch`; or the weights lie on several devices, or on one that is neither a CPU nor CUDA.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
@@ -171,6 +172,12 @@ def _require_one_device(weights: dict[str, nn.Parameter]) -> None:
                 f"block {first} is on {device} and block {name} on {other}, but the blocks of a process are updated on "
                 "one device; load the model onto one, without a device_map that spreads it"
             )
+    if device.type not in (*_DEVICES, "meta"):  # which has no values, as `_check` says
+        raise UserError(
+            f"block {first} is on {device}, but L and S are updated on devices of the types {' and '.join(_DEVICES)} "
+            "alone, as an update needs float64, which Apple GPUs lack; move the model to the CPU, with the Trainer by "
+            "use_cpu=True"
+        )
 
 
 def _check(name: str, X: nn.Parameter) -> None:
