@@ -2,7 +2,7 @@
 
     subspace     the leading eigenvectors of the Gram matrix A = ZZᵀ, improved from those of the last update by one
                  Chebyshev filter
-    gram         all eigenvectors of A
+    gram         all eigenvectors of A, in float64 where the threshold is below what squaring in float32 resolves
     exact        a full SVD
     regularised  a full SVD in float64 of Z plus a little noise, for a Z on which the others do not converge
 
@@ -41,7 +41,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from salaad.spectral.results import ROUNDING, TOLERANCE
+from salaad.spectral.results import ROUNDING, TOLERANCE, gram_bound
 
 # Both measured on a CPU, for which these solvers are meant: they branch on computed values, for which the host would
 # have to wait on another device.
@@ -68,8 +68,8 @@ class SvtResult:
         basis: leading singular vectors of the short side (min(n, m) × q) from which the next update may start; None
             where `subspace` would not be cheaper.
         solver: `exact`, `gram`, `subspace` or `regularised`.
-        bound: upper bound of the error in L relative to ‖Z‖_F: computed by `subspace`, for the other solvers the
-            largest rounding error that was measured.
+        bound: upper bound of the error in L relative to ‖Z‖_F: computed by `subspace`; for the other solvers the
+            largest rounding error that was measured, to which `gram` adds that of squaring (`gram_bound`).
     """
 
     L: Tensor
@@ -119,7 +119,7 @@ def _attempts(Z: Tensor, tau: float, basis: Tensor | None, solver: str) -> Itera
         least = SMALLEST_SIDE if solver == "auto" else 0
         if solver != "gram" and basis is not None and tau > 0:
             yield lambda: _subspace(Z, squared(), tau, basis, least)
-        yield lambda: _gram(Z, squared(), tau, least)
+        yield lambda: _gram(Z, squared(), tau, least) if tau > 0 else _unshrunk(Z)
     yield lambda: _exact(Z, tau)
     yield lambda: _regularised(Z, tau)
 
@@ -204,8 +204,19 @@ def _leading_eigenvectors(Z: Tensor, rank: int) -> Tensor:
     return U.flip(1)[:, :rank]
 
 
+def _unshrunk(Z: Tensor) -> SvtResult:
+    """Z itself and its singular values, for which float64 needs no vectors: squaring in it loses none that count."""
+    eigenvalues = torch.linalg.eigvalsh(_squared(Z.double()))
+    sigma = eigenvalues.clamp_min(0).sqrt().flip(0).to(Z)
+    return SvtResult(Z, sigma, None, "gram", ROUNDING * torch.finfo(Z.dtype).eps)
+
+
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
     eigenvalues, U = torch.linalg.eigh(A)
+    bound: float | None = None
+    if Z.dtype != torch.float64 and max(tau**2, float(eigenvalues[0])) < _SMALLEST_SQUARE * float(eigenvalues[-1]):
+        eigenvalues, U = (found.to(Z) for found in torch.linalg.eigh(_squared(Z.double())))
+        bound = ROUNDING * torch.finfo(Z.dtype).eps
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
     if tau < _LEAST_SIGMA * float(sigma[0]):
         # The row lengths of UᵀZ keep the digits of small singular values that squaring in A has lost.
@@ -215,13 +226,13 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
     else:
         projected = None
     k = int(torch.count_nonzero(sigma > tau))
-    if tau == 0:
-        L = Z
-    elif projected is None:
+    if projected is None:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = _product(U[:, :k] * (1 - tau / sigma[:k]), projected[:k], Z)
-    return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", ROUNDING * torch.finfo(Z.dtype).eps)
+    if bound is None:
+        bound = float(gram_bound(sigma, sigma.new_tensor([tau])))
+    return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", bound)
 
 
 def _shrunk(Z: Tensor, U: Tensor, sigma: Tensor, tau: float) -> Tensor:

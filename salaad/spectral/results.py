@@ -2,11 +2,31 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 TOLERANCE = 5e-4  # largest error in L relative to ‖Z‖_F
-ROUNDING = 50  # largest rounding error measured in L from solvers of the whole spectrum, in machine epsilons
+ROUNDING = 50  # largest rounding error measured in L from an SVD, or singular vectors as exact, in machine epsilons
 SOLVERS = ("exact", "gram", "subspace", "regularised", "products")
+
+
+def gram_bound(sigma: Tensor, tau: Tensor) -> Tensor:
+    """An upper bound of the error in L, relative to ‖Z‖_F, where eigenvectors of A = ZZᵀ were found (… × 1 → …).
+
+    A is exact to about ε·σ₁², so L = f(A)·Z with f(λ) = (1 − τ/√λ)₊ is to √k·ε·σ₁²·τ/s², where k singular values are
+    above τ and s is the least of all, or τ if that is more: f' = τ/(2σ³). Nor is L off by more than 2τ·√n, as no more
+    than τ is taken from each of the n singular values.
+
+    Args:
+        sigma: singular values of Z (… × n), in any order.
+        tau: thresholds above 0 (… × 1).
+    """
+    eps, n = torch.finfo(sigma.dtype).eps, sigma.shape[-1]
+    size = torch.linalg.vector_norm(sigma, dim=-1).clamp_min(torch.finfo(sigma.dtype).tiny)
+    top, kept, tau = sigma.amax(-1), torch.count_nonzero(sigma > tau, dim=-1), tau[..., 0]
+    least = torch.maximum(sigma.amin(-1), tau)
+    squared = kept.sqrt() * eps * (top / size) * (top / least) * (tau / least)
+    return ROUNDING * eps + torch.minimum(squared, 2 * n**0.5 * tau / size)
 
 
 @dataclass(frozen=True)

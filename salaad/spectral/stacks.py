@@ -2,15 +2,17 @@
 
     ZZᵀ = QΛQᵀ,      σᵢ = ‖(QᵀZ)ᵢ‖,      SVT_τ(Z) = Q diag(1 − τ/σ)₊ QᵀZ
 
-The row lengths of QᵀZ keep the digits of small singular values that squaring loses. A matrix that is not finite, or
-whose eigenvectors are not, does not disturb the others: `holds` is False for it.
+The row lengths of QᵀZ keep the digits of small singular values that squaring loses; those below about 1e-3 of the
+largest are lost with their vectors, which `bound` counts. Without a threshold L is Z, and the singular values alone are
+found, in float64, which loses none. A matrix that is not finite, or whose eigenvectors are not, does not disturb the
+others: `holds` is False for it.
 """
 
 import torch
 from torch import Tensor
 
 from salaad.prox import effective_ranks
-from salaad.spectral.results import ROUNDING, StackResult
+from salaad.spectral.results import ROUNDING, StackResult, gram_bound
 
 
 def operations(n: int, m: int) -> tuple[float, float]:
@@ -25,25 +27,30 @@ def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str 
     Raises:
         torch.linalg.LinAlgError: no eigenvectors of a finite matrix were found.
     """
-    A = Z @ Z.mT
+    # Without a threshold one matrix after the other: a copy of the stack in float64 would need as much memory again.
+    A = Z @ Z.mT if tau is not None else torch.stack([(each := one.double()) @ each.mT for one in Z])
     finite = A.sum((-2, -1)).isfinite()
-    # One matrix that is not finite would make eigh fail for the whole stack.
-    Q = torch.linalg.eigh(torch.where(finite[:, None, None], A, 0))[1]
-    projected = Q.mT @ Z
-    sigma = torch.linalg.vector_norm(projected, dim=-1)
-    shrunk = sigma if tau is None else (sigma - tau[:, None]).clamp_min(0)
-    if tau is not None:
+    A = torch.where(
+        finite[:, None, None], A, 0
+    )  # one that is not finite would make the solver fail for the whole stack
+    if tau is None:
+        L, shrunk = Z, torch.linalg.eigvalsh(A).clamp_min(0).sqrt().to(Z)
+        bound = torch.full_like(shrunk[:, 0], ROUNDING * torch.finfo(Z.dtype).eps)
+    else:
+        Q = torch.linalg.eigh(A)[1]
+        projected = Q.mT @ Z
+        sigma = torch.linalg.vector_norm(projected, dim=-1)
+        bound = gram_bound(sigma, tau[:, None])
+        shrunk = (sigma - tau[:, None]).clamp_min(0)
         tiny = torch.finfo(Z.dtype).tiny
         L = Q @ projected.mul_((shrunk / sigma.clamp_min(tiny))[..., None])
-    else:
-        L = Z
     shrunk = shrunk.sort(descending=True).values
     return StackResult(
         L=L,
         sigma=shrunk,
         rank=effective_ranks(shrunk, gamma, energy),
         kept=torch.count_nonzero(shrunk, dim=-1),
-        bound=torch.full_like(shrunk[:, 0], ROUNDING * torch.finfo(Z.dtype).eps),
+        bound=bound,
         holds=finite & shrunk.sum(-1).isfinite(),
         solver="gram",
     )

@@ -1,5 +1,7 @@
 """Singular-value thresholding by every solver against a full SVD in float64, and its bound against the true error."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 
 from salaad.config.methods import SalaadConfig
 from salaad.methods.salaad.surrogate import Surrogate
+from salaad.prox import effective_rank
 from salaad.spectral import SOLVERS, TOLERANCE, threshold
 from salaad.spectral import ladder as spectral
+from salaad.spectral.stacks import gram_stack
 
 SHAPES = ((40, 40), (40, 90), (90, 40))
 
@@ -28,6 +32,21 @@ def matrix(n: int, m: int, kept: int = 10, seed: int = 0, gap: float = 0.5) -> T
     U, V = (np.linalg.qr(generator.normal(size=(size, k)))[0] for size in (n, m))
     sigma = np.concatenate([np.linspace(3, 1, kept), np.linspace(gap, 0.05, k - kept)])
     return torch.from_numpy((U * sigma) @ V.T).float()
+
+
+STEEP = {
+    "10^(-i/5)": lambda i: 10 ** (-i / 5),
+    "exp(-i/5)": lambda i: (-i / 5).exp(),
+    "10^(-i/20)": lambda i: 10 ** (-i / 20),
+    "hyperbola": lambda i: 1 / (i + 1),
+}
+
+
+def steep(kind: str, n: int = 300, m: int = 360) -> Tensor:
+    """A random matrix (n×m) with a steep spectrum that begins with 1."""
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(size, n, generator=generator).double())[0] for size in (n, m))
+    return ((U * STEEP[kind](torch.arange(n).double())) @ V.mT).float()
 
 
 def moved(Z: Tensor, by: float, seed: int = 1) -> Tensor:
@@ -69,6 +88,23 @@ def test_the_direct_solvers_are_the_full_svd(shape, tau, solver):
     assert found.solver == solver
     assert error(found, Z, tau) < 5e-6
     np.testing.assert_allclose(found.sigma.numpy(), reference(Z, tau)[1].numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 5e-2])
+@pytest.mark.parametrize("kind", list(STEEP))
+def test_ranks_and_bounds_are_true_where_squaring_loses_the_digits(kind, tau):
+    Z = steep(kind)
+    gram, stack = threshold(Z, tau, solver="gram"), gram_stack(Z[None], torch.tensor([tau]) if tau else None)
+    assert gram.solver == "gram"
+    expected = reference(Z, tau)[1]
+    for found, bound in ((gram, gram.bound), (replace(gram, L=stack.L[0]), float(stack.bound))):
+        assert error(found, Z, tau) <= bound
+    assert abs(effective_rank(gram.sigma) - effective_rank(expected)) <= 1
+    if tau == 0 or tau >= 1e-3:  # in between a stack, which must not wait for a number, says so by its bound
+        assert abs(int(stack.rank) - effective_rank(expected)) <= 1
+        assert float(stack.bound) < TOLERANCE
+    if tau < 3e-3 and kind != "hyperbola":
+        assert error(gram, Z, tau) < 5e-6 and gram.bound < 1e-5
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.01, 0.1, 0.3])

@@ -128,7 +128,8 @@ def test_no_threshold_returns_the_matrix_to_the_bit():
 
 def test_no_solver_of_a_stack_looks_at_a_number():
     Z, tau = stack(40, 60), torch.full((3,), 0.8)
-    for work, decompositions in ((lambda: gram_stack(Z, tau), 1), (lambda: product_stack(Z, tau), 0)):
+    works = ((lambda: gram_stack(Z, tau), 1), (lambda: gram_stack(Z, None), 1), (lambda: product_stack(Z, tau), 0))
+    for work, decompositions in works:
         with HostReads() as reads:
             work()
         assert (reads.count, reads.uploads, reads.decompositions) == (0, 0, decompositions)
