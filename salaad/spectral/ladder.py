@@ -41,7 +41,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from salaad.spectral.results import ROUNDING, TOLERANCE, gram_bound
+from salaad.spectral.results import LEAST_SQUARE, ROUNDING, TOLERANCE, gram_bound
 
 # Both measured on a CPU, for which these solvers are meant: they branch on computed values, for which the host would
 # have to wait on another device.
@@ -211,9 +211,11 @@ def _unshrunk(Z: Tensor) -> SvtResult:
     return SvtResult(Z, sigma, None, "gram", ROUNDING * torch.finfo(Z.dtype).eps)
 
 
-def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult:
+def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult | None:
     eigenvalues, U = torch.linalg.eigh(A)
     bound: float | None = None
+    if float(eigenvalues[-1]) < LEAST_SQUARE * torch.finfo(Z.dtype).tiny:
+        return None
     if Z.dtype != torch.float64 and max(tau**2, float(eigenvalues[0])) < _SMALLEST_SQUARE * float(eigenvalues[-1]):
         eigenvalues, U = (found.to(Z) for found in torch.linalg.eigh(_squared(Z.double())))
         bound = ROUNDING * torch.finfo(Z.dtype).eps

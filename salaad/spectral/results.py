@@ -7,6 +7,7 @@ from torch import Tensor
 
 TOLERANCE = 5e-4  # largest error in L relative to ‖Z‖_F
 ROUNDING = 50  # largest rounding error measured in L from an SVD, or singular vectors as exact, in machine epsilons
+LEAST_SQUARE = 1e7  # σ₁² over the least normal number: below, squares of the entries of Z lose their digits
 SOLVERS = ("exact", "gram", "subspace", "regularised", "products")
 
 

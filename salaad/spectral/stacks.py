@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from salaad.prox import effective_ranks
-from salaad.spectral.results import ROUNDING, StackResult, gram_bound
+from salaad.spectral.results import LEAST_SQUARE, ROUNDING, StackResult, gram_bound
 
 
 def operations(n: int, m: int) -> tuple[float, float]:
@@ -30,12 +30,12 @@ def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str 
     # Without a threshold one matrix after the other: a copy of the stack in float64 would need as much memory again.
     A = Z @ Z.mT if tau is not None else torch.stack([(each := one.double()) @ each.mT for one in Z])
     finite = A.sum((-2, -1)).isfinite()
-    A = torch.where(
-        finite[:, None, None], A, 0
-    )  # one that is not finite would make the solver fail for the whole stack
+    # One matrix that is not finite would make the solver fail for the whole stack.
+    A = torch.where(finite[:, None, None], A, 0)
     if tau is None:
         L, shrunk = Z, torch.linalg.eigvalsh(A).clamp_min(0).sqrt().to(Z)
         bound = torch.full_like(shrunk[:, 0], ROUNDING * torch.finfo(Z.dtype).eps)
+        resolved = finite
     else:
         Q = torch.linalg.eigh(A)[1]
         projected = Q.mT @ Z
@@ -44,6 +44,8 @@ def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str 
         shrunk = (sigma - tau[:, None]).clamp_min(0)
         tiny = torch.finfo(Z.dtype).tiny
         L = Q @ projected.mul_((shrunk / sigma.clamp_min(tiny))[..., None])
+        trace, largest = A.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.vector_norm(Z, torch.inf, dim=(-2, -1))
+        resolved = finite & ((trace >= LEAST_SQUARE * tiny) | (largest == 0))
     shrunk = shrunk.sort(descending=True).values
     return StackResult(
         L=L,
@@ -51,6 +53,6 @@ def gram_stack(Z: Tensor, tau: Tensor | None, gamma: float = 0.999, energy: str 
         rank=effective_ranks(shrunk, gamma, energy),
         kept=torch.count_nonzero(shrunk, dim=-1),
         bound=bound,
-        holds=finite & shrunk.sum(-1).isfinite(),
+        holds=resolved & shrunk.sum(-1).isfinite(),
         solver="gram",
     )

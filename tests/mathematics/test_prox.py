@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from salaad.prox import effective_rank, soft_threshold, svt, truncate
+from salaad.spectral.stacks import gram_stack
 
 METHODS = ("exact", "gram", "auto")
 SHAPES = ((6, 6), (3, 11), (11, 3), (1, 7), (7, 1), (1, 1))
@@ -271,3 +272,32 @@ def test_truncation_at_full_rank_or_above_is_a_copy_of_the_matrix(rank):
     approximation, _ = truncate(X, rank)
     torch.testing.assert_close(approximation, X, rtol=0, atol=1e-12)
     assert approximation.data_ptr() != X.data_ptr()
+
+
+# ---- entries whose squares have no place in float32
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e-15, 1e15, 1e20, 1e30])
+def test_very_small_and_very_large_matrices_are_solved_like_others(size):
+    Z = (size * gaussian(20, 30)).float()
+    U, sigma, Vh = np.linalg.svd(Z.double().numpy(), full_matrices=False)
+    for tau in (0.0, float(sigma[10])):
+        for method in METHODS:
+            L, found = svt(Z, tau, method)
+            np.testing.assert_allclose(L.double().numpy() / size, numpy_svt(Z, tau)[0] / size, atol=1e-4)
+            np.testing.assert_allclose(found.double().numpy() / size, numpy_svt(Z, tau)[1] / size, atol=1e-4)
+    for matrix in (Z, Z.mT.contiguous()):
+        found = truncate(matrix, 5)[0]
+        found = found if matrix is Z else found.mT
+        np.testing.assert_allclose(found.double().numpy() / size, (U[:, :5] * sigma[:5]) @ Vh[:5] / size, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e-15, 1e15, 1e20, 1e30])
+def test_a_stack_says_where_squares_have_no_place(size):
+    Z = torch.stack([gaussian(20, 30).float(), (size * gaussian(20, 30)).float(), torch.zeros(20, 30)])
+    tau = torch.tensor([1.0, size, 1.0])
+    found = gram_stack(Z, tau)
+    assert found.holds.tolist() == [True, 1e-16 < size < 1e16, True]
+    for L, matrix, threshold, holds in zip(found.L, Z, tau.tolist(), found.holds.tolist(), strict=True):
+        if holds:
+            np.testing.assert_allclose(L.double().numpy(), numpy_svt(matrix, threshold)[0], atol=1e-5 * threshold)

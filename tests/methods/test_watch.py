@@ -481,6 +481,22 @@ def test_a_weight_that_is_not_finite_stops_the_step_that_updates_it():
         salaad.step()
 
 
+def test_a_weight_in_float64_that_has_no_place_in_float32_is_refused():
+    model = toy().double()
+    with torch.no_grad():
+        model[1].weight[0, 0] = 1e39
+    with pytest.raises(NotFiniteError, match="block 1 is not finite at step 0"):
+        Salaad(model, CONFIG)
+    with torch.no_grad():
+        model[1].weight[0, 0] = 1.0
+    salaad = Salaad(model, CONFIG)
+    with torch.no_grad():
+        model[1].weight[0, 0] = 1e39
+    salaad.step()
+    with pytest.raises(NotFiniteError, match="block 1 is not finite at step 2"):
+        salaad.step()
+
+
 def test_records_that_nobody_drains_are_bounded_to_the_newest():
     model = toy()
     salaad = Salaad(model, SalaadConfig(roles=("re:.",), every=1), most_records=3)

@@ -98,7 +98,7 @@ class Updates:
         """
         mine = self._mine(names)
         free = [name for name in mine if not self._surrogates[name].thresholded]
-        finite = torch.stack([self._weights[name].isfinite().all() for name in free]).tolist() if free else []
+        finite = torch.stack([self._weights[name].float().isfinite().all() for name in free]).tolist() if free else []
         for name in (name for name, is_finite in zip(free, finite, strict=True) if not is_finite):
             raise NotFiniteError(name, steps)
         for name in free:
@@ -129,7 +129,7 @@ class Updates:
         with true_float32(self._weights[names[0]].device):
             rows = begun.end()
         for name, statistics in zip(names, rows, strict=True):
-            if self._surrogates[name].kept and not self._weights[name].isfinite().all():
+            if self._surrogates[name].kept and not self._weights[name].float().isfinite().all():
                 raise NotFiniteError(name, steps)
             self.last[name] = steps
             self._records.append((steps, name, statistics))

@@ -198,7 +198,7 @@ def _check(name: str, X: nn.Parameter) -> None:
             f"block {name} is {X.dtype}, which has no room for the penalty beside the gradient; keep the weights in "
             "float32 under torch.autocast, or in bfloat16"
         )
-    if not X.isfinite().all():
+    if not X.float().isfinite().all():  # so are L and S, which have no place for a 1e39 in float64
         raise NotFiniteError(name, 0)
     other = _WATCHED.get(X)
     if other is not None and other() is not None:
