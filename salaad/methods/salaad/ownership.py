@@ -17,8 +17,8 @@ Dealing = Literal["round_robin", "balanced"]
 def update_cost(n: int, m: int) -> float:
     """Modelled cost of the ADMM update of an n×m block: two products with the Gram matrix and one eigh of it.
 
-    Modelled and not measured, so that every start of a run arrives at the same owners. The eigh of an s×s matrix
-    counts like 22·s³ multiplications, which is what a symmetric eigensolver needs with its vectors.
+    Modelled and not measured, so that every start of a run arrives at the same owners. The eigh of an s×s matrix has
+    9·s³ operations (`update_operations`) and counts like 22·s³ of a product, as it goes column by column and is slower.
     """
     short, long = sorted((n, m))
     return short**2 * (4 * long + 22 * short)
