@@ -69,7 +69,7 @@ class SvtResult:
             where `subspace` would not be cheaper.
         solver: `exact`, `gram`, `subspace` or `regularised`.
         bound: upper bound of the error in L relative to ‖Z‖_F: computed by `subspace`; for the other solvers the
-            largest rounding error that was measured, to which `gram` adds that of squaring (`gram_bound`).
+            largest rounding error that was measured, or with `gram` that of squaring if it is larger (`gram_bound`).
     """
 
     L: Tensor
@@ -213,10 +213,12 @@ def _unshrunk(Z: Tensor) -> SvtResult:
 
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult | None:
     eigenvalues, U = torch.linalg.eigh(A)
-    bound: float | None = None
     if float(eigenvalues[-1]) < LEAST_SQUARE * torch.finfo(Z.dtype).tiny:
         return None
-    if Z.dtype != torch.float64 and max(tau**2, float(eigenvalues[0])) < _SMALLEST_SQUARE * float(eigenvalues[-1]):
+    bound = float(gram_bound(eigenvalues.clamp_min(0).sqrt(), eigenvalues.new_tensor([tau])))
+    # Vectors of singular values between τ and what float32 resolves are mixed with those of the noise below.
+    is_lost = max(tau**2, float(eigenvalues[0])) < _SMALLEST_SQUARE * float(eigenvalues[-1])
+    if Z.dtype != torch.float64 and (is_lost or bound > TOLERANCE):
         eigenvalues, U = (found.to(Z) for found in torch.linalg.eigh(_squared(Z.double())))
         bound = ROUNDING * torch.finfo(Z.dtype).eps
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
@@ -232,8 +234,6 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult | None:
         L = _shrunk(Z, U[:, :k], sigma[:k], tau)
     else:
         L = _product(U[:, :k] * (1 - tau / sigma[:k]), projected[:k], Z)
-    if bound is None:
-        bound = float(gram_bound(sigma, sigma.new_tensor([tau])))
     return SvtResult(L, (sigma - tau).clamp_min(0), _basis(U, k, least), "gram", bound)
 
 

@@ -14,9 +14,9 @@ SOLVERS = ("exact", "gram", "subspace", "regularised", "products")
 def gram_bound(sigma: Tensor, tau: Tensor) -> Tensor:
     """An upper bound of the error in L, relative to ‖Z‖_F, where eigenvectors of A = ZZᵀ were found (… × 1 → …).
 
-    A is exact to about ε·σ₁², so L = f(A)·Z with f(λ) = (1 − τ/√λ)₊ is to √k·ε·σ₁²·τ/s², where k singular values are
-    above τ and s is the least of all, or τ if that is more: f' = τ/(2σ³). Nor is L off by more than 2τ·√n, as no more
-    than τ is taken from each of the n singular values.
+    If A is exact to δ, L = f(A)·Z with f(λ) = (1 − τ/√λ)₊ is exact to √k·δ·τ/s², where k singular values are above τ
+    and s is the least of all, or τ if that is more: f' = τ/(2σ³). Nor is L off by more than 2τ·√n, as no more than τ is
+    taken from each of the n singular values. δ is ε·σ₁²·√(n/40), whose factor was measured.
 
     Args:
         sigma: singular values of Z (… × n), in any order.
@@ -26,8 +26,8 @@ def gram_bound(sigma: Tensor, tau: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(sigma, dim=-1).clamp_min(torch.finfo(sigma.dtype).tiny)
     top, kept, tau = sigma.amax(-1), torch.count_nonzero(sigma > tau, dim=-1), tau[..., 0]
     least = torch.maximum(sigma.amin(-1), tau)
-    squared = kept.sqrt() * eps * (top / size) * (top / least) * (tau / least)
-    return ROUNDING * eps + torch.minimum(squared, 2 * n**0.5 * tau / size)
+    squared = (kept * (n / 40)).sqrt() * eps * (top / size) * (top / least) * (tau / least)
+    return torch.minimum(squared, 2 * n**0.5 * tau / size).clamp_min(ROUNDING * eps)
 
 
 @dataclass(frozen=True)
