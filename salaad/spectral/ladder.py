@@ -213,16 +213,17 @@ def _unshrunk(Z: Tensor) -> SvtResult:
 
 def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult | None:
     eigenvalues, U = torch.linalg.eigh(A)
-    if float(eigenvalues[-1]) < LEAST_SQUARE * torch.finfo(Z.dtype).tiny:
+    error = gram_bound(eigenvalues.clamp_min(0).sqrt(), eigenvalues.new_full((1,), tau))
+    bound, least_square, square = torch.stack([error, eigenvalues[0], eigenvalues[-1]]).tolist()  # in one read
+    if square < LEAST_SQUARE * torch.finfo(Z.dtype).tiny:
         return None
-    bound = float(gram_bound(eigenvalues.clamp_min(0).sqrt(), eigenvalues.new_tensor([tau])))
     # Vectors of singular values between τ and what float32 resolves are mixed with those of the noise below.
-    is_lost = max(tau**2, float(eigenvalues[0])) < _SMALLEST_SQUARE * float(eigenvalues[-1])
+    is_lost = max(tau**2, least_square) < _SMALLEST_SQUARE * square
     if Z.dtype != torch.float64 and (is_lost or bound > TOLERANCE):
         eigenvalues, U = (found.to(Z) for found in torch.linalg.eigh(_squared(Z.double())))
         bound = ROUNDING * torch.finfo(Z.dtype).eps
     sigma, U = eigenvalues.clamp_min(0).sqrt().flip(0), U.flip(1)
-    if tau < _LEAST_SIGMA * float(sigma[0]):
+    if tau < _LEAST_SIGMA * square**0.5:
         # The row lengths of UᵀZ keep the digits of small singular values that squaring in A has lost.
         projected = U.mT @ Z
         sigma, order = torch.linalg.vector_norm(projected, dim=1).sort(descending=True)
