@@ -86,8 +86,7 @@ def compress(
             parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device
         )
         small = cut(whole, variant)
-        same = {id(salaad): salaad}  # a module of the user's may hold it, as with Lightning, and it cannot be copied
-        return factor(copy.deepcopy(salaad.model, same), small).eval().requires_grad_(False)
+        return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
 
 
 def _check(

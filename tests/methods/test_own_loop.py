@@ -398,7 +398,7 @@ def test_a_module_that_does_more_with_its_matrix_keeps_doing_it(more):
 
 
 def test_a_module_that_holds_its_salaad_can_be_compressed():
-    """As a LightningModule holds it; a Salaad cannot be copied."""
+    """As a LightningModule holds it."""
     model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 16))
     model.salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.05))
     with model.salaad.deployed():

@@ -34,6 +34,20 @@ from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
 from salaad.model.second_moments import Moments, moments_in, save_second_moments, second_moments
 
+_HOOKS_STAY = (
+    "as its hooks stay with the first model; make another on the copy of the model, with "
+    "load_state_dict(salaad.state_dict())"
+)
+
+
+class _InACopy:
+    """What stands for a `Salaad` in a deep copy of the module that holds it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by Python itself, such as whether it can be copied once more
+            raise AttributeError(name)
+        raise UserError(f"this Salaad was copied with the module that holds it and does nothing, {_HOOKS_STAY}")
+
 
 class Salaad:
     """SALAAD on one model: the surrogates of its blocks, the penalty and the ADMM updates.
@@ -106,12 +120,17 @@ class Salaad:
         lines = [f"{what}: {how_much}" for what, how_much in coverage.said(self.model, self.weights)]
         return "\n  ".join([f"Salaad after {self.steps:,} steps", *lines])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_InACopy":
+        """Return what refuses every use: a module that holds its Salaad can be copied, as for an average of weights."""
+        return _InACopy()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied, pickled or saved by torch.save: hooks stay behind, and a copy would pull nothing."""
-        raise UserError(
-            "a Salaad cannot be copied or pickled, as its hooks stay with the first model; hold it outside of what is "
-            "copied, and make another on the copy of the model, with load_state_dict(salaad.state_dict())"
-        )
+        """Refuse to be copied alone, pickled or saved by torch.save: hooks stay behind, and a copy would pull nothing.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"a Salaad cannot be copied or pickled, {_HOOKS_STAY}")
 
     def __enter__(self) -> Self:
         """Return this object."""
