@@ -1,9 +1,10 @@
-"""Processes under `accelerate launch`: they end with the launcher, and repeat an error after its traceback."""
+"""Processes under `accelerate launch`: they end with the launcher, and one repeats an error after its traceback."""
 
 import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 
 _SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of prctl
@@ -30,12 +31,16 @@ def say_last(sentence: str) -> None:
     """Write a sentence to standard error once more when the launcher has ended.
 
     When a launched process fails, the launcher prints a traceback of its own, which fills a screen. A separate process
-    waits for the launcher's end. Without a launcher, or on a rank that is not its machine's first, nothing is done.
+    waits for the launcher's end. Of the processes of a machine the first that fails writes, since the launcher then
+    ends the others, which may fail in the same way. Without a launcher nothing is done.
     """
-    if not _launched() or os.environ.get("LOCAL_RANK", "0") != "0":
+    if not _launched():
         return
     try:
         launcher = os.pidfd_open(os.getppid())
+        # One process alone can have this address, and has it until it ends; it is no file.
+        only = socket.socket(socket.AF_UNIX)
+        only.bind(f"\0salaad-{os.getppid()}")
     except OSError:
         return
     if os.fork() == 0:
