@@ -64,8 +64,8 @@ def summary_table() -> str:
         )
     told += (
         " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
-        "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, which "
-        "were not searched for them, and copy less from their context"
+        "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, not "
+        "their own best ([a search](results/methods/README.md#the-search)), and copy less from their context"
     )
     if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{REPORTED}.json")) is not None:
         told += (

@@ -203,7 +203,7 @@ def _models_compared(lines: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]
     if any(label.startswith(SMALL) for label in labels):
         yield (
             "*Dense, s* was trained small, with the share s of the compressible parameters, at the learning rates of "
-            "the large model, which were not searched for it."
+            f"the large model, not at its own best ([a search]({'' if folder else '../'}methods/README.md#the-search))."
         )
 
 
