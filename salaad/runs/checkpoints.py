@@ -135,6 +135,12 @@ class Checkpoints:
             return self.latest()
         raise UserError(f"{pointer} names {name}, which is not there; write the name of a whole one into it")
 
+    def latest_step(self) -> int | None:
+        """Return the step of the checkpoint that `latest` names, which may be broken; None if it names none."""
+        pointer = self.folder / "latest"
+        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+        return _step_of(Path(name)) if NAME.fullmatch(name) else None
+
     def begun(self) -> bool:
         """Whether a checkpoint was ever written, whole or not."""
         return any(True for _ in self._all())

@@ -123,10 +123,8 @@ def _goes_on(folder: Path, asked: Path) -> bool:
         return f"# {BEGUN_FROM}: {asked}" in lines
     if lines[-1:] != [f"# {GONE_BACK}: {_own_name(asked)}"]:
         return False
-    with suppress(UserError):  # a checkpoint that `latest` names wrongly
-        newest = Checkpoints(folder / "checkpoints").latest()
-        return newest is not None and int(newest.name.rpartition("-")[2]) > int(_own_name(asked).rpartition("-")[2])
-    return False
+    newest = Checkpoints(folder / "checkpoints").latest_step()  # of which `newest_whole` finds a whole one
+    return newest is not None and newest > int(_own_name(asked).rpartition("-")[2])
 
 
 def _named(folder: Path, checkpoint: Path, config: RunConfig, tunable: tuple[str, ...]) -> Path:

@@ -2,7 +2,8 @@
 
     subspace     the leading eigenvectors of the Gram matrix A = ZZᵀ, improved from those of the last update by one
                  Chebyshev filter
-    gram         all eigenvectors of A, in float64 where the threshold is below what squaring in float32 resolves
+    gram         all eigenvectors of A, in float64 where the threshold is below what squaring in float32 resolves; the
+                 eigenvalues alone without a threshold
     exact        a full SVD
     regularised  a full SVD in float64 of Z plus a little noise, for a Z on which the others do not converge
 
@@ -215,7 +216,7 @@ def _gram(Z: Tensor, A: Tensor, tau: float, least: int) -> SvtResult | None:
     eigenvalues, U = torch.linalg.eigh(A)
     error = gram_bound(eigenvalues.clamp_min(0).sqrt(), eigenvalues.new_full((1,), tau))
     bound, least_square, square = torch.stack([error, eigenvalues[0], eigenvalues[-1]]).tolist()  # in one read
-    if square < LEAST_SQUARE * torch.finfo(Z.dtype).tiny:
+    if square < LEAST_SQUARE * torch.finfo(Z.dtype).tiny and Z.any():
         return None
     # Vectors of singular values between τ and what float32 resolves are mixed with those of the noise below.
     is_lost = max(tau**2, least_square) < _SMALLEST_SQUARE * square

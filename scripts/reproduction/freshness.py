@@ -34,21 +34,21 @@ ALL_CHANGED = "Some of the code behind every {} has changed since it was measure
 
 
 def mark_of(commits: Iterable[str]) -> str:
-    """Return the mark of a number from these commits; none if, in all of BEHIND, each is the same as HEAD."""
+    """Return the marks of a number from these commits; none if, in all of BEHIND, each is the same as HEAD."""
     commits = [*commits]
-    if any(commit.endswith("-dirty") for commit in commits):
-        return UNCOMMITTED
-    return CHANGED if any(map(changed_since, commits)) else ""
+    dirty = any(commit.endswith("-dirty") for commit in commits)
+    return (CHANGED if any(map(changed_since, commits)) else "") + (UNCOMMITTED if dirty else "")
 
 
 def with_legend(marks: Sequence[str], what: str) -> tuple[list[str], list[str]]:
     """Return the marks to print, each after a space, and sentences on them; `what` is that which has a mark, as a word.
 
-    Where everything has a mark, `CHANGED` would tell nothing apart, and a sentence stands for it.
+    Where everything has it, `CHANGED` would tell nothing apart, and a sentence stands for it.
     """
-    everywhere = bool(marks) and all(marks)
-    shown = ["" if everywhere and mark == CHANGED else mark and f" {mark}" for mark in marks]
-    told = [f"{mark}: {legend}." for mark, legend in LEGENDS.items() if f" {mark}" in shown]
+    everywhere = bool(marks) and all(CHANGED in mark for mark in marks)
+    kept = [mark.replace(CHANGED, "") if everywhere else mark for mark in marks]
+    shown = [mark and f" {mark}" for mark in kept]
+    told = [f"{mark}: {legend}." for mark, legend in LEGENDS.items() if any(mark in one for one in kept)]
     return shown, [*([ALL_CHANGED.format(what)] if everywhere else []), *told]
 
 

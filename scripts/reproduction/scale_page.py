@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.reproduction.claims import claims_table, text_table
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import UNCOMMITTED, changes_text, commits_of, mark_of
+from scripts.reproduction.freshness import CHANGED, UNCOMMITTED, changes_text, commits_of, mark_of
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
@@ -78,15 +78,17 @@ def facts(result: Result) -> list[str]:
 def outdated_note(measured: Mapping[str, Result]) -> str:
     """Return sentences that name the items with numbers from code that has changed since or was not committed."""
     marks = {name: mark_of(commits_of(result)) for name, result in measured.items()}
-    old = [name for name, mark in marks.items() if mark]
-    if not old:
-        return "All items were measured with the code as it is."
-    uncommitted = [name for name, mark in marks.items() if mark == UNCOMMITTED]
-    told = (
+    old, uncommitted = ([name for name in marks if mark in marks[name]] for mark in (CHANGED, UNCOMMITTED))
+    told = [
         f"{len(old)} of {len(measured)} items, or trainings behind them, were measured before some of the code behind "
         f"them changed: {', '.join(old)}. Every item lists what has changed."
-    )
-    return told + (f" Of these some changes were not committed: {', '.join(uncommitted)}." if uncommitted else "")
+    ]
+    told = told if old else []
+    if uncommitted:
+        told.append(
+            f"Measured or trained with changes that were not committed ({UNCOMMITTED}): {', '.join(uncommitted)}."
+        )
+    return " ".join(told) or "All items were measured with the code as it is."
 
 
 def trainings_table(measured: Mapping[str, Result]) -> str:

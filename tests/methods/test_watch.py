@@ -191,6 +191,9 @@ def test_a_copy_that_would_train_without_the_penalty_is_refused_with_the_cure(pu
     other = copy.deepcopy(copy.deepcopy(model))  # as AveragedModel copies it
     with pytest.raises(UserError, match=f"was copied with the module that holds it and does nothing{cure}"):
         other.salaad.step()
+    with pytest.raises(UserError, match="does nothing"):
+        other.salaad.scaler = None
+    assert not hasattr(other.salaad, "closed")
     second = Salaad(other, salaad.config)
     second.load_state_dict(salaad.state_dict())
     for each, its in ((model, salaad), (other, second)):

@@ -40,13 +40,20 @@ _HOOKS_STAY = (
 )
 
 
+class _CopiedError(UserError, AttributeError):
+    """The error of `_InACopy`; as an AttributeError it lets `hasattr` answer."""
+
+
 class _InACopy:
     """What stands for a `Salaad` in a deep copy of the module that holds it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked by Python itself, such as whether it can be copied once more
             raise AttributeError(name)
-        raise UserError(f"this Salaad was copied with the module that holds it and does nothing, {_HOOKS_STAY}")
+        raise _CopiedError(f"this Salaad was copied with the module that holds it and does nothing, {_HOOKS_STAY}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        getattr(self, name)
 
 
 class Salaad:
@@ -274,14 +281,15 @@ class Salaad:
     def penalty(self) -> Tensor:
         """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank (0-d).
 
-        Collective: call it on every rank, also where only one of them uses what it returns.
+        Collective: call it on every rank, also where only one of them uses what it returns. With several ranks the
+        host waits for the device.
         """
         device = next(iter(self.weights.values())).device
         mine = [surrogate.penalty(self.weights[name]) for name, surrogate in self.surrogates.items()]
         total = torch.stack(mine).sum() if mine else torch.zeros((), device=device)
         if distributed.world_size() == 1:  # without waiting for the device
             return total
-        return torch.tensor(sum(distributed.gather(float(total))), device=device)
+        return torch.tensor(sum(distributed.gather(float(total))), dtype=total.dtype, device=device)
 
     def summary(self) -> dict[str, float]:
         """Return the mean effective rank ratio and density over all blocks, and the model's parameters as L + S.
