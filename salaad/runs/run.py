@@ -54,7 +54,7 @@ _FREE = (
 _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip")), "train.steps")
 
 
-BEGUN_FROM, GONE_BACK = "begun from", "gone back to"
+BEGUN_FROM, GONE_BACK = "begun from", "asked to go back to"
 # What a run that took no step leaves in its folder.
 _OURS = {"checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 
