@@ -3,9 +3,9 @@
 Sources: the papers and released scripts of ReLoRA (as repeated in 2605.13652), GaLore (2403.03507), LORO (ICLR 2025),
 CoLA (2502.10940) and SLTrain (2406.02214). The learning rates of plain LoRA pretraining, of LOST and of ReLoRA at 1b
 were never released: in their place stand those of ReLoRA, of SLTrain and of ReLoRA at 350m. The optimizer is what the
-runs of these papers share: Adam with β 0.9 and 0.999, no decay, no clipping unless given, a tenth of the steps as
-warm-up. No source has `nano`: there the learning rates are those that a short search found (results/methods), the rank
-is a quarter of the width, LORO's factors begin with a product of the dense size, and all else is as at 60m.
+runs of these papers share: Adam with β 0.9 and 0.999 and, unless given, no decay, no clipping and a tenth of the steps
+as warm-up. No source has `nano`: there the learning rates are those that a short search found (results/methods), the
+rank is a quarter of the width, LORO's factors begin with a product of the dense size, and all else is as at 60m.
 """
 
 from typing import Any

@@ -211,7 +211,7 @@ class LoroConfig(MethodConfig):
         every: K, optimizer steps between two exact steps on the manifold.
         rewarmup: steps in which the learning rate rises again after an exact step.
         init: M and N Xavier-normal, or scaled to make M·Nᵀ as large as the dense weight in its place. Xavier's product
-            is as large in wide models only: 3.5 times at width 128, 1.8 times at 512, 0.9 times at 2048.
+            is 3.5 times as large at width 128, 1.8 times at 512 and 0.9 times at 2048.
     """
 
     rank: int = 128

@@ -241,8 +241,9 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         parts = json.loads(tokenizer.backend_tokenizer.to_str())
         special = {token["content"] for token in parts["added_tokens"] if token["special"]}
-        # Special tokens behind the vocabulary stay, as the ids of later tokens are counted from them, but under names
-        # that no text has. Those of the vocabulary would be looked up there, and are left out.
+        # Special tokens behind the vocabulary stay, as the ids of later tokens are counted from them. Under their own
+        # names they would match text in a process that has this object by pickling, which loses the flag set in calls.
+        # Those of the vocabulary would be looked up there, and are left out.
         kept = special - _pieces(parts["model"])
         parts["added_tokens"] = [
             token | {"content": "\0" + token["content"]} if token["special"] else token
@@ -259,6 +260,6 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of every text, int32 [tokens]."""
-        self.backend.encode_special_tokens = True  # even a text with "\0" is text; set here, as pickling loses it
+        self.backend.encode_special_tokens = True  # that a text with "\0" is text as well
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]

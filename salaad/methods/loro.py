@@ -12,9 +12,9 @@ learning rate:
 After an exact step the moments of *all* weights are set to zero and the learning rate rises again over a few steps. The
 settings for each size are those of the released code. Different from that code: ε is added after the bias correction;
 the learning rate begins near zero, peaks when the warm-up ends and ends at a tenth (theirs, by a shift of its cosine,
-begins at a tenth, is at 97 % when the warm-up ends, peaks at a fifth of the run and ends at 12 to 13 %), and its rise
-after an exact step begins at a fifth (theirs at 1e-6); with several ranks, each takes the exact steps of some of the
-layers; an exact step that is not finite is skipped.
+begins at a tenth, is at 97 % when the warm-up ends, peaks at 13 to 20 % of the run and ends at 12 to 13 %), and its
+rise after an exact step begins at a fifth (theirs at 1e-6); with several ranks, each takes the exact steps of some of
+the layers; an exact step that is not finite is skipped.
 """
 
 import math
