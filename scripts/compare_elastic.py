@@ -226,7 +226,8 @@ def main() -> None:
     rates = {
         name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
     }
-    settings = Settings(tuple(options.dense.split()), tuple(options.salaad.split()), rates)
+    words = (tuple(getattr(options, kind).split()) for kind in ("dense", "small", "salaad"))
+    settings = Settings(*words, rates)
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]
     todo = asked_for(every, options)
@@ -276,6 +277,9 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--ways", default=";".join(WAYS), help="ways to smaller models, separated by semicolons")
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
+    parser.add_argument(
+        "--small", default="", help="options of train.py for small dense models, behind those of --dense"
+    )
     parser.add_argument(
         "--search", type=Path, help="JSON of compare_methods.py, for the learning rates of other methods"
     )

@@ -38,12 +38,14 @@ class Settings(NamedTuple):
 
     Args:
         dense: options of dense models and of SALAAD, such as their learning rates.
+        small: options of dense models of smaller sizes alone, which count more than those in `dense`.
         salaad: options of the recommended SALAAD; if empty, those that `--preset elastic` suggests for the run's
             length, with the embedding left whole.
         rates: name → rates of the other methods; methods without rates are left out, except for MatFormer.
     """
 
     dense: tuple[str, ...]
+    small: tuple[str, ...]
     salaad: tuple[str, ...]
     rates: Mapping[str, Rates]
 
@@ -61,15 +63,15 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     compressible = sum(X.numel() for X in find_blocks(model, BLOCKS).values())
     sizes = {f"{share:g}": round(dense - (1 - share) * compressible) for share in DENSE_SHARES}
     sizes |= {f"as {method}": _stored_by(method, config, extra) for method in DENSE_LIKE}
+    whole = ("--method=full_rank", *settings.dense)
     small = [
         Training(
             f"dense, {name}",
-            ("--method=full_rank", *settings.dense, f"--model.like={config}", f"--model.parameters={size}"),
+            (*whole, *settings.small, f"--model.like={config}", f"--model.parameters={size}"),
             (),
         )
         for name, size in sizes.items()
     ]
-    whole = ("--method=full_rank", *settings.dense)
     others = {name: (f"--method={name}", *rates.words) for name, rates in settings.rates.items()}
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),

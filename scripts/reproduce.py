@@ -39,7 +39,7 @@ from scripts.reproduction.freshness import LEGENDS, commits_of, mark_of
 from scripts.reproduction.grid import PLACES, ROOT, SCALES, Run, Scale, distinct, train
 from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
-from scripts.results_tables.elastic import REPORTED
+from scripts.results_tables.measured import REPORTED
 from scripts.side_by_side import side_by_side
 
 

@@ -11,7 +11,7 @@ from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.freshness import commits_of, mark_of, with_legend
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.records import KAPPA_STEP
-from scripts.results_tables.elastic import rows_of
+from scripts.results_tables.measured import rows_of
 
 NOT_MEASURED = "not measured"
 

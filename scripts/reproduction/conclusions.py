@@ -14,6 +14,7 @@ from salaad.config.methods import SETTINGS
 from scripts.compare_methods import best_run
 from scripts.reproduction.evidence import the_row
 from scripts.reproduction.grid import SCALES
+from scripts.results_tables.all_methods import bench_of
 from scripts.results_tables.compared import (
     CHOSEN_ON,
     FIFTH,
@@ -25,12 +26,12 @@ from scripts.results_tables.compared import (
     dense_not_copied,
     not_copied_over,
 )
-from scripts.results_tables.elastic import (
+from scripts.results_tables.measured import (
     REPORTED,
-    bench_of,
     named_seeds,
     not_copied,
     over_reference,
+    rates_of_small,
     rows_of,
     with_seeds,
 )
@@ -222,7 +223,7 @@ def trained_small(results: Path) -> str | None:
         return None
     half, fifth = trainings.all_over(models)
     return (
-        "**One size, known beforehand**: a dense model trained at that size, with the learning rates of the large one, "
+        f"**One size, known beforehand**: a dense model trained at that size, with {rates_of_small(trainings.rows)}, "
         f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the full-rank model of full size "
         f"({FIRST}, {_seeds(trainings, *models)}).{_without_copies(results)}{_bytes_beside(trainings, models)}"
     )

@@ -14,8 +14,9 @@ from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item, Measured
 from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
+from scripts.results_tables.all_methods import bench_of, fair_table
 from scripts.results_tables.compared import LEVEL, WAYS, against_dense
-from scripts.results_tables.elastic import REPORTED, bench_of, fair_table, rows_of, with_seeds
+from scripts.results_tables.measured import REPORTED, rows_of, with_seeds
 
 TITLE = "Results"
 ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedding

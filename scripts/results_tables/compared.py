@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from salaad.common.files import REMAKE, read_object
 from salaad.common.formats import markdown_table
-from scripts.results_tables.elastic import (
+from scripts.results_tables.measured import (
     COPIED,
     SMALL,
     by_label,

@@ -15,12 +15,13 @@ from scripts.results_tables.compared import (
     dense_not_copied,
     not_copied_over,
 )
-from scripts.results_tables.elastic import (
+from scripts.results_tables.measured import (
     COPIED,
     REPORTED,
     by_label,
     named_seeds,
     not_copied,
+    rates_of_small,
     rows_of,
     size_of,
 )
@@ -64,8 +65,8 @@ def summary_table() -> str:
         )
     told += (
         " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
-        "alone were cut, but split the LM head too. Small dense models have the learning rates of the large one, not "
-        "their own best ([a search](results/methods/README.md#the-search)), and copy less from their context"
+        f"alone were cut, but split the LM head too. Small dense models have {rates_of_small(rows)}, "
+        "[searched for them](results/methods/README.md#the-search), and copy less from their context"
     )
     if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{REPORTED}.json")) is not None:
         told += (

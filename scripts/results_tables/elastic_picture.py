@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 
 from salaad.evaluation.figures import dress, save
 from scripts.reproduction.palette import COLORS, OTHERS
-from scripts.results_tables.elastic import (
+from scripts.results_tables.measured import (
     ELASTIC,
     REFERENCE,
     SMALL,

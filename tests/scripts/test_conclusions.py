@@ -11,7 +11,8 @@ def row(label: str, seed: int, X: float, **ways: dict[float, float]) -> dict:
         way.replace("_", ", "): [{"share": share, "perplexity": value} for share, value in found.items()]
         for way, found in ways.items()
     }
-    return {"label": label, "seed": seed, "X": {"perplexity": X}, "ways": sizes}
+    config = {"optimizer": {"lr": 0.01 if label.startswith("dense, ") else 0.005}}
+    return {"label": label, "seed": seed, "X": {"perplexity": X}, "ways": sizes, "config": config}
 
 
 def said(tmp_path, *rows: dict) -> list[str]:

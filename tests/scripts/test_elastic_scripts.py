@@ -122,13 +122,25 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
 
 def test_dense_models_have_the_sizes_of_methods_that_store_factors():
     """nano has width 128, feed-forward width 344, 4 layers, 4096 tokens; the rank is 32, SLTrain's density 0.03."""
-    every = elastic_trainings.trainings("nano", (), elastic_trainings.Settings((), (), {}))
+    every = elastic_trainings.trainings("nano", (), elastic_trainings.Settings((), (), (), {}))
     sizes = {one.label: one.words[-1] for one in every if one.label.startswith("dense")}
     whole = 2 * 4096 * 128 + 9 * 128
     factors = 4 * 32 * (4 * (128 + 128) + 3 * (128 + 344))
     entries = 4 * (4 * int(0.03 * 128 * 128) + 3 * int(0.03 * 128 * 344))
     assert sizes["dense, as loro"] == f"--model.parameters={whole + factors}"
     assert sizes["dense, as sltrain"] == f"--model.parameters={whole + factors + entries}"
+
+
+def test_small_dense_models_can_have_settings_of_their_own():
+    settings = elastic_trainings.Settings(("--optimizer.lr=1e-3",), ("--optimizer.lr=2e-3",), (), {})
+    every = elastic_trainings.trainings("nano", (), settings)
+    of_dense = {
+        one.label: read_command_line(["--config=nano", *one.words])[0].optimizer.lr
+        for one in every
+        if one.label.startswith(("dense", "SALAAD")) or one.label == "full-rank"
+    }
+    assert len(of_dense) == 9
+    assert of_dense == {label: 2e-3 if label.startswith("dense") else 1e-3 for label in of_dense}
 
 
 def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):

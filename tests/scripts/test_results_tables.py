@@ -7,7 +7,7 @@ from math import exp, log
 
 import pytest
 
-from scripts.results_tables import demo, elastic, elastic_picture
+from scripts.results_tables import all_methods, demo, elastic_picture
 from scripts.results_tables.compared import Trainings, goals_table
 
 SHARES = (0.75, 0.5, 0.2)
@@ -22,7 +22,8 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
         for way, found in ways.items()
     }
     whole = {"perplexity": X, "parameters": parameters, "tokens": 1000}
-    return {"label": label, "seed": seed, "X": whole, "ways": sizes}
+    rate = 0.01 if label.startswith("dense, ") else 0.005
+    return {"label": label, "seed": seed, "X": whole, "ways": sizes, "config": {"optimizer": {"lr": rate}}}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     assert re.search(f"and {alike} (than|with) {re.escape(other)}at a fifth .60 % of all. it is {fifth} than", page)
     assert f"and {alike_too} than {other}uncut it is {whole} than full-rank training" in page
     assert "for 21% of the training's operations" in page
+    assert "dense models have a learning rate of 0.01 (the large model's: 0.005)" in page
     lines = {line[0]: line[2:] for line in cells(page)}
     cut = ["full-rank, cut (2 seeds)", "full-rank, cut, tuned"]
     names = ["SALAAD (2 seeds)", "SALAAD, tuned (2 seeds)", *cut, "dense, trained small (one seed)"]
@@ -117,7 +119,7 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     others = [one | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"} for one in (*whole, *galore)]
     galore[1]["X"]["bytes"] = 6e6  # recorded with one seed only
     whole[0]["X"]["in_context"], galore[2]["X"]["in_context"] = ({"other": (log(value), 1)} for value in (50, 60))
-    lines = cells(elastic.fair_table([*rows, *others], bench))
+    lines = cells(all_methods.fair_table([*rows, *others], bench))
     # With seeds 0 and 1, +10 % and +12 %; with seed 2 there is no full-rank training.
     assert next(line for line in lines if line[0] == "galore")[:5] == [
         *("galore", "", "0, 1, 2", "+11.0% ± 1.0% (seeds 0, 1)", "≈ +20.0% (seed 2)"),
@@ -138,7 +140,7 @@ def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp
     if timed:
         bench.write_text(json.dumps({"methods": timed}))
     rows = [row("full-rank", 0, 40.0) | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"}]
-    page = elastic.fair_table(rows, bench)
+    page = all_methods.fair_table(rows, bench)
     assert cells(page)[2:] == [["full-rank", "0", "+0.0%", "40.00", "2.00 M"]]
     assert ("*step time* is relative" in page) == bool(timed)
 

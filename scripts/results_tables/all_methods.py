@@ -1,0 +1,258 @@
+"""The table of all methods at a scale: each model whole, and cut to half and to a fifth, with their costs."""
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from salaad.common.files import read_json
+from salaad.common.formats import markdown_table, megabytes, millions
+from scripts.reproduction.freshness import with_legend
+from scripts.results_tables import RESULTS
+from scripts.results_tables.measured import (
+    COPIED,
+    RELATIVE,
+    REPORTED,
+    SMALL,
+    Row,
+    by_label,
+    figure_by_seed,
+    named_seeds,
+    not_copied,
+    over_reference,
+    perplexity,
+    rates_of_small,
+    references_of,
+    seeds_text,
+    size_of,
+    with_deviation,
+)
+from scripts.shares import NAMED, shares
+
+FAIR_WAYS = (
+    *("hpa", "nested", "godec, head", "godec, head, tuned, each"),
+    *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
+    *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
+)
+PERPLEXITIES: Mapping[str, Callable[[Row], float | None]] = {
+    "perplexity": perplexity,
+    "legacy": lambda of: of.get("legacy_perplexity"),
+    "C4": lambda of: of.get("other_perplexity"),
+}
+
+
+def bench_of(results: Path, scale: str) -> Path:
+    """Return the file with every method's step time at a scale; if missing, that of its model with other batches."""
+    own = results / "bench" / f"methods-{scale}.json"
+    return own if own.exists() else own.with_name(f"methods-{scale.partition('-')[0]}.json")
+
+
+def fair_table(
+    rows: Sequence[Row], bench: Path, mark_of: Callable[[Sequence[str]], str] = lambda _: "", folder: str = ""
+) -> str:
+    """Return the table of all methods: each model whole, and its best cuts to half and to a fifth, with their costs.
+
+    Args:
+        rows: rows of compare_elastic.py.
+        bench: JSON file with the step time of every method at these shapes; without it nothing is said of costs.
+        mark_of: the mark of measurements at some commits, of code that has changed since or was not committed.
+        folder: path to results/elastic from the page of the table.
+    """
+    costs = read_json(bench)["methods"] if bench.exists() else {}
+    lines = list(_fair_lines(rows, costs))
+    marks, legends = with_legend([mark_of(commits) for _, commits, _ in lines], "row")
+    shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
+    tokens = rows[0]["text_tokens"]
+    header = (
+        "model",
+        "share",
+        "seeds",
+        *RELATIVE,
+        *PERPLEXITIES,
+        "stored",
+        "trained",
+        "bytes",
+        "state",
+        "step time",
+    )
+    measured = [bool(any(column)) for column in zip(*shown, strict=True)]
+    header, *shown = ([*compress(line, measured)] for line in (header, *shown))
+    copying = [_how_copying_is_left_out(rows)] if "not copied" in header else []
+    told = [
+        f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
+        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds; ± is the "
+        "root mean square deviation of the seeds from their mean. A figure names its seeds if its row has more.",
+        *_models_compared(rows, folder),
+        "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
+        *copying,
+        "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
+        "*Stored* and *trained* count parameters, *stored* of L + S those of all its factors and entries, which may be "
+        "more than X has; *bytes* is the size of the model in float32, where a block is stored dense if that is less.",
+        *_how_costs_were_measured(rows, costs, bench),
+        *_how_rates_were_chosen(folder),
+    ]
+    told += legends
+    legend = "\n".join(f"- {line}" for line in told if line)
+    return f"{markdown_table(header, shown)}\n\n{legend}"
+
+
+def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
+    """Yield sentences on the models of the table of all methods.
+
+    Args:
+        rows: rows of compare_elastic.py.
+        folder: path to results/elastic from the page of the table; empty on its own page, which defines the models.
+    """
+    labels = {row["label"] for row in rows}
+    if folder:
+        yield (
+            "*Cut* is SALAAD's L + S, cut by energy; *rpca* and *godec* are the full-rank model, split after training "
+            "and cut in the same way; *head*: the LM head is split too; *tuned*: fitted on more text, of SALAAD's cuts "
+            f"or the full-rank model's ([definitions and commands]({folder}README.md))."
+        )
+    if "SALAAD, as in the paper" in labels:
+        yield (
+            "*SALAAD, as in the paper* has the embedding among its blocks; the paper's Table 1 leaves it out. κ* is "
+            "HPA's allocation that was best on other text."
+        )
+    if any(label.startswith(SMALL) for label in labels):
+        yield (
+            "*Dense, s* was trained small, with the share s of the compressible parameters, at "
+            f"{rates_of_small(rows)}, [searched at nano-20]({'' if folder else '../'}methods/README.md#the-search)."
+        )
+
+
+def _how_costs_were_measured(rows: Sequence[Row], costs: Mapping[str, Any], bench: Path) -> Iterator[str]:
+    """Yield a sentence on the columns of costs, unless nothing was timed."""
+    if costs:
+        timed = "full-rank training, of SALAAD while its weights are pulled"
+        if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
+            timed += "; here both are of the paper's settings, with the embedding among the blocks"
+        yield (
+            f"*State* is the memory of the optimizer and the method; *step time* is relative to {timed} "
+            f"(results/bench/{bench.name})."
+        )
+
+
+def _how_rates_were_chosen(folder: str) -> Iterator[str]:
+    """Yield a sentence on the searches, unless the table is on the elastic page (`folder` is empty), which has it."""
+    if folder:
+        yield (
+            "The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
+            f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
+            f"{_at_configured_rates()}"
+        )
+
+
+def _at_configured_rates() -> str:
+    """Return a sentence, after a space, on what full-rank training has at its rates and at the best ones."""
+    searched = RESULTS / "methods" / f"{REPORTED}.json"
+    entry = read_json(searched)["methods"]["full_rank"] if searched.exists() else {"search": ()}
+    found = [(row, row["variants"]["X"]["perplexity"]) for row in entry["search"] if row["variants"]]
+    mine = [
+        value
+        for row, value in found
+        if row["lr"] == entry["own_lr"] and row["projection_lr"] != 1 and not row.get("settings")
+    ]
+    if not mine:
+        return ""
+    return (
+        f" Full-rank training has the configuration's rates, with which it had {min(mine):.1f} in this search, and "
+        f"{min(value for _, value in found):.1f} with the best."
+    )
+
+
+def _fair_lines(
+    rows: Sequence[Row], costs: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
+    references = [references_of(rows, figure) for figure in RELATIVE.values()]
+
+    def figures(there: Sequence[Row], of: Callable[[Row], Row], share: str = "") -> tuple[str, ...]:
+        return share, seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
+
+    for label, mine in by_label(rows).items():
+        trained, cost = tuple(row["commit"] for row in mine), ("", "")
+        if not label.startswith(SMALL):  # a small dense model has other shapes than those timed
+            cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
+        if "X" in mine[0]:
+            yield label, trained, (*figures(mine, itemgetter("X")), *cost)
+        if "L+S" in mine[0]:
+            yield f"{label}: L + S", trained, (*figures(mine, itemgetter("L+S")), "", "")
+        for way in FAIR_WAYS:
+            for share in _shown(mine, way):
+                size = partial(size_of, way=way, share=share)
+                there = [row for row in mine if size(row)]
+                made = tuple(row.get("commits", {}).get(way, row["commit"]) for row in there)
+                yield (
+                    f"{label}: {way}{_kappas(map(size, there))}",
+                    (*trained, *made),
+                    (*figures(there, size, f"{share:.2g}"), "", ""),
+                )
+
+
+def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
+    """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths."""
+    measured = dict.fromkeys(size["share"] for row in rows for size in row["ways"].get(way, ()))
+    return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
+
+
+def _kappas(sizes: Iterable[Row]) -> str:
+    """Return κ* of cuts by HPA as text, one per seed; an empty string for other cuts, and where κ was not recorded."""
+    kappas = [f"{size['kappa']:g}" for size in sizes if "kappa" in size]
+    return f", κ* {', '.join(kappas)}" if kappas else ""
+
+
+def _relative(of: Mapping[int, Row], figure: Callable[[Row], float | None], references: Mapping[int, float]) -> str:
+    """Return the cell of a perplexity relative to full-rank training."""
+    over, same_seed = over_reference(figure_by_seed(of, figure), references)
+    if not over or (figure is perplexity and not same_seed):
+        return ""
+    deviation = f" ± {pstdev(over.values()):.1%}" if len(over) > 1 else ""
+    seeds = "" if over.keys() == of.keys() else f" ({named_seeds(over)})"
+    return f"{'' if same_seed else '≈ '}{fmean(over.values()):+.1%}{deviation}{seeds}"
+
+
+def _how_copying_is_left_out(rows: Sequence[Row]) -> str:
+    """Return a sentence on the column of tokens that are not copied."""
+    told = f"*Not copied* is the same over the other tokens: {COPIED}."
+    references = references_of(rows, not_copied)
+    lacking = sorted(references_of(rows).keys() - references.keys())
+    if not lacking:
+        return told
+    away = pstdev(references.values()) / fmean(references.values())
+    return (
+        f"{told} ≈: relative to the mean of full-rank training's {named_seeds(references)} (± {away:.1%}), as its "
+        f"{named_seeds(lacking)} was not measured."
+    )
+
+
+def _figures(of: Mapping[int, Row], references: Sequence[Mapping[int, float]]) -> tuple[str, ...]:
+    """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
+
+    A perplexity that was not measured with all seeds names those with which it was. `references` has an entry for every
+    figure in `RELATIVE`.
+    """
+    cells = [_relative(of, figure, theirs) for figure, theirs in zip(RELATIVE.values(), references, strict=True)]
+    for figure in PERPLEXITIES.values():
+        found = figure_by_seed(of, figure)
+        seeds = "" if found.keys() == of.keys() else f" ({named_seeds(found)})"
+        cells.append(f"{with_deviation([*found.values()])}{seeds}" if found else "")
+    first = ChainMap(*of.values())  # of every figure that of the first seed that has it
+    return (
+        *cells,
+        millions(first["parameters"]),
+        millions(first["trained"]) if "trained" in first else "",
+        megabytes(first["bytes"]) if "bytes" in first else "",
+    )
+
+
+def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the cells of a method's state and step time; empty if it was not timed."""
+    if cost is None:
+        return "", ""
+    return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
