@@ -21,7 +21,7 @@ class Verdict:
     """The verdict on a claim at one scale.
 
     Args:
-        numbers: our numbers, each with its limit if it has one; empty if the claim is not measured.
+        numbers: our numbers, some with a limit; empty if the claim is not measured.
         missing: the command that measures the missing results; if results are there, with the reason to repeat them.
         mark: of numbers from code that has changed since or was not committed; none for others.
     """
@@ -272,8 +272,11 @@ def claims_table(scale: Scale, folder: Path | None = None) -> str:
             *[""] * (len(numbers) - 1),
         ]
         holds = ["–" if one.holds is None else ANSWERS.get(one.holds, one.holds) for one in numbers]
-        lines += [(name, one.what, one.ours, kept) for name, one, kept in zip(names, numbers, holds, strict=True)]
-    return text_table(("claim", "number and limit", "ours", "holds"), lines)
+        lines += [
+            (name, one.what, one.ours, one.limit or "–", kept)
+            for name, one, kept in zip(names, numbers, holds, strict=True)
+        ]
+    return text_table(("claim", "number", "ours", "limit", "holds"), lines)
 
 
 ANSWERS = {True: "yes", False: "no", None: NOT_SHOWN}

@@ -1,6 +1,7 @@
 """The judges of the claims about deployment: the elastic curve, small dense models, κ, robust PCA."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -9,6 +10,7 @@ from salaad.evaluation.sweep import REMOVED, best, ways
 from scripts.elastic_trainings import DENSE_SHARES
 from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
+    EVERY_SEED,
     NOT_SHOWN,
     Number,
     Row,
@@ -50,7 +52,7 @@ def _elastic(results: Results, way: str) -> list[Number]:
     X, whole = (_whole_models(rows, name) for name in ("X", "L+S"))
     curve = _elastic_curve(rows, way)
     if not curve:
-        return [Number("cuts below L + S, over all budgets and seeds", "0", NOT_SHOWN)]
+        return [Number("cuts below L + S, over all budgets and seeds", "0", "at least 1", NOT_SHOWN)]
     steps = [max(_steps(whole | curve, side)) for side in (0, 1)]
     wins, own = sum(is_below(*pair) for pair in curve.values()), _over_own_X(curve, X)
     least = criteria.CUT_PARAMETERS * the_row(rows, label=DEPLOYED[0], variant="X")["parameters"]
@@ -58,20 +60,22 @@ def _elastic(results: Results, way: str) -> list[Number]:
     return [
         *_text_of_kappa(rows, way),
         Number(
-            "PPL below vanilla + RPCA, at every budget below L + S in every seed",
+            "budgets below L + S, over all seeds, at which PPL is below vanilla + RPCA's",
             f"{wins} of {len(curve)}",
+            "all",
             wins == len(curve),
         ),
         Number("PPL of SALAAD over vanilla + RPCA", _gaps(curve)),
         Number(
-            "largest ratio of PPL of neighbouring sizes from L + S down, smaller than for vanilla + RPCA",
+            "largest ratio of PPL of neighbouring sizes from L + S down, SALAAD's and vanilla + RPCA's",
             f"×{steps[0]:.2f}, ×{steps[1]:.2f}",
+            "the first below the second",
             is_below(*steps),
         ),
         Number(
-            f"PPL of SALAAD over its own X with at least {criteria.CUT_PARAMETERS:.0%} of its parameters, at most "
-            f"{percent(criteria.CUT_OVER_X)} in every seed",
+            f"PPL of SALAAD over its own X with at least {criteria.CUT_PARAMETERS:.0%} of its parameters",
             percent_span(costs) if costs else "not measured",
+            f"at most {percent(criteria.CUT_OVER_X)} {EVERY_SEED}",
             max(costs) <= criteria.CUT_OVER_X if costs else NOT_SHOWN,
         ),
         *(
@@ -89,7 +93,7 @@ def _text_of_kappa(rows: Sequence[Row], way: str) -> list[Number]:
     cells = [(row["label"], row["seed"], row["budget"]) for row in rows if row["kappa"] is not None]
     same = len(cells) > len(set(cells))
     text = "the text of the measurement" if same else "other text"
-    return [Number("text on which κ* is chosen, other than that of the measurement", text, NOT_SHOWN if same else True)]
+    return [Number("text on which κ* is chosen", text, "not that of the measurement", NOT_SHOWN if same else True)]
 
 
 def against_small_dense(results: Results) -> list[Number]:
@@ -138,13 +142,14 @@ def _beside_dense(pairs: Sequence[tuple[int, float, float]]) -> list[Number]:
     """Return a number per pair of models of one size, given as parameters, perplexity of the cut and of the dense."""
     numbers = [
         Number(
-            f"PPL of the cut over the dense model's at {millions(parameters)}, below 0 %",
+            f"PPL of the cut over the dense model's at {millions(parameters)}",
             percent(cut / dense - 1),
+            "below 0 %",
             is_below(cut, dense),
         )
         for parameters, cut, dense in pairs
     ]
-    return numbers or [Number("budgets below L + S", "0", NOT_SHOWN)]
+    return numbers or [Number("budgets below L + S", "0", "at least 1", NOT_SHOWN)]
 
 
 def _whole_models(rows: Sequence[Row], variant: str) -> Curve:
@@ -213,11 +218,17 @@ def kappa(results: Results) -> list[Number]:
     return [
         counted,
         Number(
-            f"κ*, in a band of at most {criteria.KAPPA_BAND}",
+            "κ*",
             span(winners),
+            f"in a band of at most {criteria.KAPPA_BAND}",
             high - low <= criteria.KAPPA_BAND + _OF_A_STEP,
         ),
-        Number(f"smallest κ*, at least {criteria.LEAST_KAPPA}", f"{low:g}", low >= criteria.LEAST_KAPPA - _OF_A_STEP),
+        Number(
+            "smallest κ*",
+            f"{low:g}",
+            f"at least {criteria.LEAST_KAPPA}",
+            low >= criteria.LEAST_KAPPA - _OF_A_STEP,
+        ),
         Number("mean κ*", f"{fmean(winners):.2f}"),
         Number(
             f"largest rise of PPL with κ = {one:g} everywhere, on the half on which κ* is chosen",
@@ -236,7 +247,9 @@ def rpca(results: Results) -> list[Number]:
         for rows in each_seed(split)
     ]
     numbers = [
-        Number("parameters of vanilla's L + S over X, at least 100 % in every seed", shares(sizes, 0), min(sizes) >= 1),
+        Number(
+            "parameters of vanilla's L + S over X", shares(sizes, 0), f"at least 100 % {EVERY_SEED}", min(sizes) >= 1
+        ),
         Number("vanilla: rank ratio and density found", found_text(vanilla)),
         Number("Gaussian noise: rank ratio and density found", found_text(vanilla, "control_")),
         Number("SALAAD: rank ratio and density found", found_text(salaad)),
@@ -248,8 +261,10 @@ def rpca(results: Results) -> list[Number]:
     for key in STRUCTURE:
         to_noise = fmean(row[key] for row in vanilla) / fmean(row[f"control_{key}"] for row in vanilla)
         name = key.replace("_", " ")
-        what = f"{name} of vanilla over noise, at least {criteria.VANILLA_OVER_NOISE}"
-        numbers.append(Number(what, f"{to_noise:.2f}", to_noise >= criteria.VANILLA_OVER_NOISE))
+        least = criteria.VANILLA_OVER_NOISE
+        numbers.append(
+            Number(f"{name} of vanilla over noise", f"{to_noise:.2f}", f"at least {least}", to_noise >= least)
+        )
         for label, rows in (("L + S", salaad), ("the cut", cut)):
             numbers += _found_less_true(f"{name} of SALAAD, {label}: found minus true", key, rows)
     return numbers
@@ -258,12 +273,15 @@ def rpca(results: Results) -> list[Number]:
 def _found_less_true(what: str, key: str, rows: Sequence[Row]) -> list[Number]:
     """Judge the error of the found `key`: its mean over the blocks, as in the paper, and its mean absolute value."""
     most = criteria.FOUND_LESS_TRUE[key]
-    names = (f"{what}, mean at most ±{most}", f"{what}, mean absolute value at most {criteria.FOUND_OF_A_BLOCK}")
+    mean, absolute = (
+        partial(Number, f"{what}, {of}", limit=f"at most {limit}")
+        for of, limit in (("mean", f"±{most}"), ("mean absolute value", criteria.FOUND_OF_A_BLOCK))
+    )
     if not rows:
-        return [Number(name, "not measured", NOT_SHOWN) for name in names]
+        return [number("not measured", holds=NOT_SHOWN) for number in (mean, absolute)]
     away = [row[key] - row[f"true_{key}"] for row in rows]
     overall, of_a_block = fmean(away), fmean(map(abs, away))
     return [
-        Number(names[0], difference(overall), abs(overall) <= most),
-        Number(names[1], f"{of_a_block:.3f}", of_a_block <= criteria.FOUND_OF_A_BLOCK),
+        mean(difference(overall), holds=abs(overall) <= most),
+        absolute(f"{of_a_block:.3f}", holds=of_a_block <= criteria.FOUND_OF_A_BLOCK),
     ]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from scripts.reproduction.criteria import HEAD_STRUCTURE
 
 Row = Mapping[str, Any]
+EVERY_SEED = "in every seed"
 NOT_SHOWN = "not shown"  # of a limit that is kept by chance, because what it is about is missing
 
 
@@ -18,13 +19,15 @@ class Number:
     """One line of the evidence for a claim.
 
     Args:
-        what: what is measured, with its limit if it has one.
+        what: what is measured.
         ours: our number as text, or one per seed.
-        holds: whether the number keeps its limit, or NOT_SHOWN; None if it has no limit and decides nothing.
+        limit: what the number must be, as text; empty if it has no limit and decides nothing.
+        holds: whether the number keeps its limit, or NOT_SHOWN; None if it has no limit.
     """
 
     what: str
     ours: str
+    limit: str = ""
     holds: bool | Literal["not shown"] | None = None
 
 
@@ -116,8 +119,9 @@ def shares(parts: Iterable[float], digits: int = 1) -> str:
 
 
 def percent_span(changes: Sequence[float]) -> str:
-    """Return the least and the largest relative change as text, in percent."""
-    return f"{percent(min(changes))} to {percent(max(changes))}"
+    """Return the least and the largest relative change as text, in percent; one if both are written alike."""
+    low, high = percent(min(changes)), percent(max(changes))
+    return low if low == high else f"{low} to {high}"
 
 
 def changes_text(values: Sequence[float]) -> str:

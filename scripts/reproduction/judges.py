@@ -6,12 +6,14 @@ deploys are judged in `deployment_judges`.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from salaad.common.formats import millions
 from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
+    EVERY_SEED,
     NOT_SHOWN,
     Number,
     Row,
@@ -55,9 +57,9 @@ def central(results: Results) -> list[Number]:
         Number("PPL of X", shown(X["perplexity"])),
         Number("PPL of L + S", shown(whole["perplexity"])),
         Number(
-            "PPL of L + S over X and parameters of L + S over X's, both at most those of one of the paper's models in "
-            "every seed",
+            "PPL of L + S over X and parameters of L + S over X's",
             ", ".join(f"{percent(cost - 1)} at {share:.1%}" for cost, share in pairs),
+            f"both at most those of one of the paper's models {EVERY_SEED}",
             all(reached),
         ),
         Number("PPL of X over full-rank training", percents(cost)),
@@ -73,8 +75,9 @@ def against_full_rank(results: Results) -> list[Number]:
     return [
         Number("PPL of full-rank training", shown(vanilla)),
         Number(
-            f"PPL of L + S over full-rank training, at most {percent(criteria.WHOLE_OVER_FULL_RANK)} in every seed",
+            "PPL of L + S over full-rank training",
             percents(better),
+            f"at most {percent(criteria.WHOLE_OVER_FULL_RANK)} {EVERY_SEED}",
             all(one <= criteria.WHOLE_OVER_FULL_RANK for one in better),
         ),
         Number("PPL of X over full-rank training", percents(changes(X, vanilla))),
@@ -87,8 +90,8 @@ def embedding(results: Results) -> list[Number]:
     for name, most in criteria.EMBEDDING_COST.items():
         inside, outside = (the_row(rows, variant=name, blocks=blocks) for blocks in BLOCKS)
         worse = changes(inside["perplexity"], outside["perplexity"])
-        what = f"PPL of {name.replace('+', ' + ')} over that without the embedding, mean at most {percent(most)}"
-        numbers.append(Number(what, changes_text(worse), mean_of(worse) <= most))
+        what = f"PPL of {name.replace('+', ' + ')} over that without the embedding"
+        numbers.append(Number(what, changes_text(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
     sizes = ratios(inside["parameters"], outside["parameters"])
     own = {key: inside[f"embedding_{key}"] for key in STRUCTURE}
     largest = {key: max(map(finite, spread["values"])) for key, spread in own.items()}
@@ -96,14 +99,15 @@ def embedding(results: Results) -> list[Number]:
     return [
         *numbers,
         Number(
-            "parameters of L + S with and without the embedding, in every seed fewer with it",
+            "parameters of L + S with and without the embedding",
             ", ".join(millions(one["parameters"]["mean"]) for one in (inside, outside)),
+            f"fewer with it {EVERY_SEED}",
             all(share < 1 for share in sizes),
         ),
         Number(
-            f"rank ratio and density of the embedding, at most {structure_text(criteria.EMBEDDING_STRUCTURE)} in every "
-            "seed",
+            "rank ratio and density of the embedding",
             ", ".join(map(shown, own.values())),
+            f"at most {structure_text(criteria.EMBEDDING_STRUCTURE)} {EVERY_SEED}",
             all(largest[key] <= most for key, most in criteria.EMBEDDING_STRUCTURE.items()),
         ),
         *(
@@ -131,16 +135,17 @@ def lm_head(results: Results) -> list[Number]:
         meaningful = all(is_structured(other) for _, other in pairs)
         numbers += [
             Number(
-                f"{rho:g}·ρ: rank ratio and density of the head, PPL of X and L + S over those without the head; in "
-                f"no seed structure at most {criteria.HEAD_STRUCTURE} and PPL at most {percent(criteria.HEAD_COST)}",
+                f"{rho:g}·ρ: rank ratio and density of the head, PPL of X and L + S over those without the head",
                 "; ".join(
                     f"{structure_text(head)}, {percents(cost)}" for (head, _), cost in zip(pairs, worse, strict=True)
                 ),
+                f"in no seed structure at most {criteria.HEAD_STRUCTURE} and PPL at most {percent(criteria.HEAD_COST)}",
                 False if any(benign) else True if meaningful else NOT_SHOWN,
             ),
             Number(
-                f"{rho:g}·ρ: rank ratio and density of the embedding, at most those of the head in every seed",
+                f"{rho:g}·ρ: rank ratio and density of the embedding",
                 "; ".join(structure_text(other) for _, other in pairs),
+                f"at most those of the head {EVERY_SEED}",
                 (meaningful or NOT_SHOWN)
                 if all(other[key] <= head[key] for head, other in pairs for key in STRUCTURE)
                 else False,
@@ -152,14 +157,15 @@ def lm_head(results: Results) -> list[Number]:
     return [
         *numbers,
         Number(
-            "rise of the training loss from the smaller to the larger ρ, with the head minus without it, over "
-            f"{criteria.HEAD_LOSS} in every seed",
+            "rise of the training loss from the smaller to the larger ρ, with the head minus without it",
             ", ".join(map(difference, more)),
+            f"over {criteria.HEAD_LOSS} {EVERY_SEED}",
             all(one > criteria.HEAD_LOSS for one in more),
         ),
         Number(
-            "seeds in which the larger ρ lowers the head's rank ratio and density, must be all",
+            "seeds in which the larger ρ lowers the head's rank ratio and density",
             f"{structured} of {len(heads)}",
+            "all",
             structured == len(heads),
         ),
     ]
@@ -174,8 +180,8 @@ def knobs(results: Results) -> list[Number]:
         pairs = judged[name]
         for what, part in _trades(pairs).items():
             limit = least[what] / criteria.KNOB_PAIRS
-            text = f"larger {name}: {what}, in at least {limit:.0%} of {len(pairs)} pairs"
-            numbers.append(Number(text, shares([part], 0), part >= limit))
+            text = f"larger {name}: {what}, share of {len(pairs)} pairs"
+            numbers.append(Number(text, shares([part], 0), f"at least {limit:.0%}", part >= limit))
         others = [pair for grid in finer for pair in grid[name]]
         what = f"larger {name}, other ablations ({len(others)} pairs): {', '.join(_trades([]))}"
         beside.append(Number(what, shares(_trades(others).values(), 0)))
@@ -208,20 +214,21 @@ def frequency(results: Results) -> list[Number]:
     seeds, Ks = each_seed(rows), distinct(rows, "K")
     means = [mean_row(row for row in rows if row["K"] == K) for K in Ks]
     limits = {
-        "rank_ratio": ("rank ratio, rises with K", "{:.2f}".format, is_rising),
-        "parameters": ("parameters of L + S, rise with K", millions, is_rising),
-        "density": ("density, rises with K", "{:.2f}".format, is_rising),
-        "delta": ("mean δ, falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
+        "rank_ratio": ("rank ratio", "rises with K", "{:.2f}".format, is_rising),
+        "parameters": ("parameters of L + S", "rise with K", millions, is_rising),
+        "density": ("density", "rises with K", "{:.2f}".format, is_rising),
+        "delta": ("mean δ", "falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
         "loss": (
-            f"final loss, within {criteria.LOSSES_OVER_K - 1:.1%}",
+            "final loss",
+            f"within {criteria.LOSSES_OVER_K - 1:.1%}",
             "{:.3f}".format,
             lambda losses: max(losses) <= criteria.LOSSES_OVER_K * min(losses),
         ),
     }
     numbers = [Number("K/J", ", ".join(map(str, Ks)))]
-    for key, (what, written, holds) in limits.items():
+    for key, (what, limit, written, holds) in limits.items():
         kept = all(holds([row[key] for row in mine]) for mine in seeds)
-        numbers.append(Number(f"{what} in every seed", ", ".join(written(row[key]) for row in means), kept))
+        numbers.append(Number(what, ", ".join(written(row[key]) for row in means), f"{limit} {EVERY_SEED}", kept))
     return numbers
 
 
@@ -234,14 +241,16 @@ def bounded(results: Results) -> list[Number]:
     return [
         Number("largest mean δ of the first half", span(early)),
         Number(
-            f"largest mean δ of the second half, at most {criteria.LATE_OVER_EARLY} times the former in every seed",
+            "largest mean δ of the second half",
             span(late),
+            f"at most {criteria.LATE_OVER_EARLY} times the former {EVERY_SEED}",
             within,
         ),
         Number("average mean δ of the third quarter", span(third)),
         Number(
-            f"average mean δ of the last quarter, at most {criteria.LAST_OVER_THIRD} times the former in every seed",
+            "average mean δ of the last quarter",
             span(last),
+            f"at most {criteria.LAST_OVER_THIRD} times the former {EVERY_SEED}",
             settled,
         ),
         Number("‖X−L−S‖ over ‖X‖ at the end, mean over the blocks", _percents(c[-1]["error"] for c in courses)),
@@ -251,19 +260,21 @@ def bounded(results: Results) -> list[Number]:
 
 def _every_block(ends: Sequence[Row]) -> list[Number]:
     """Judge the worst block, and the growth of τ_S: with J = 1 no entry of X − L − S exceeds 2·τ_S, which bounds δ."""
-    blocks = f"‖X−L−S‖ over ‖X‖ of the worst block at the end, at most {criteria.WORST_BLOCK:.0%} in every seed"
-    growth = (
-        "mean τ_S of the last quarter over that of the third, largest over the blocks, at most "
-        f"{criteria.THRESHOLD_GROWTH} in every seed"
+    blocks, growth = (
+        partial(Number, what, limit=f"at most {limit} {EVERY_SEED}")
+        for what, limit in (
+            ("‖X−L−S‖ over ‖X‖ of the worst block at the end", f"{criteria.WORST_BLOCK:.0%}"),
+            ("mean τ_S of the last quarter over that of the third, largest over the blocks", criteria.THRESHOLD_GROWTH),
+        )
     )
     if not all("errors" in end for end in ends):
-        return [Number(what, "not recorded", NOT_SHOWN) for what in (blocks, growth)]
+        return [number("not recorded", holds=NOT_SHOWN) for number in (blocks, growth)]
     worst, grown = ([max(map(finite, end[key].values())) for end in ends] for key in ("errors", "tau_growth"))
     above = [sum(error > criteria.WORST_BLOCK for error in end["errors"].values()) for end in ends]
     return [
-        Number(blocks, _percents(worst), all(error <= criteria.WORST_BLOCK for error in worst)),
+        blocks(_percents(worst), holds=all(error <= criteria.WORST_BLOCK for error in worst)),
         Number(f"blocks above {criteria.WORST_BLOCK:.0%}", f"{', '.join(map(str, above))} of {len(ends[0]['errors'])}"),
-        Number(growth, span(grown), all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
+        growth(span(grown), holds=all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
     ]
 
 
@@ -290,7 +301,7 @@ def bf16(results: Results) -> list[Number]:
         what = f"PPL of {label}, bfloat16 over float32"
         if method == "salaad":
             most = criteria.BF16_COST[name]
-            numbers.append(Number(f"{what}, mean at most {percent(most)}", changes_text(worse), mean_of(worse) <= most))
+            numbers.append(Number(what, changes_text(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
         else:
             numbers.append(Number(what, changes_text(worse)))
     return numbers
