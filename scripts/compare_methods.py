@@ -172,8 +172,12 @@ def best_rates(search: list[dict[str, Any]]) -> Rates:
 
 def best_run(search: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the run with the lowest perplexity in the search of a method, among those that can be taken in full."""
-    found = [row for row in search if not set(SHOWN_ONLY) & set(Rates.of(row).settings)]
-    return min(found, key=_perplexity)
+    return min((row for row in search if not is_only_shown(row)), key=_perplexity)
+
+
+def is_only_shown(row: dict[str, Any]) -> bool:
+    """Return whether a run of a search has settings that are not taken in full."""
+    return bool(set(SHOWN_ONLY) & set(Rates.of(row).settings))
 
 
 def _perplexity(result: dict[str, Any]) -> float:

@@ -5,32 +5,28 @@ A phrase compares models over the seeds that all of them were measured with, and
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import megabytes
 from salaad.config.methods import SETTINGS
-from scripts.compare_methods import best_run
+from scripts.compare_methods import best_run, is_only_shown
 from scripts.reproduction.evidence import the_row
 from scripts.reproduction.grid import SCALES
 from scripts.results_tables.all_methods import bench_of
 from scripts.results_tables.compared import (
-    CHOSEN_ON,
     FIFTH,
     FULL_RANK,
     HALF,
     LEVEL,
     Model,
     Trainings,
-    dense_not_copied,
     not_copied_over,
 )
 from scripts.results_tables.measured import (
     REPORTED,
     named_seeds,
     not_copied,
-    over_reference,
     rates_of_small,
     rows_of,
     with_seeds,
@@ -82,18 +78,44 @@ def full_size(results: Path) -> str | None:
         best
         if best == FULL_RANK.label
         else f"{best} ({costs[best]:+.1%} in perplexity relative to full-rank training, "
-        f"{_seeds(trainings, Model(best))})"
+        f"{named_seeds(trainings.seeds(Model(best)))})"
     )
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     return (
-        f"**The best model at full size**: of the methods measured, train {how}. SALAAD's X is "
+        f"**The best model at full size**: of the methods trained in full, train {how}. SALAAD's X is "
         f"{costs['SALAAD']:+.1%} in perplexity relative to full-rank training{_besides(trainings)}, its steps take "
         f"{methods['salaad']['over_full_rank']:.2f} times as long, and the optimizer and the "
         f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({FIRST}, "
-        f"{_seeds(trainings, Model('SALAAD'))})."
+        f"{_seeds(trainings, Model('SALAAD'))}).{_dearer(results)}"
     )
+
+
+def _dearer(results: Path) -> str:
+    """Return a sentence on settings that were searched, but not taken in full, and beat full-rank training's best."""
+    searched = _json(results / "methods" / f"{REPORTED}.json")
+    best = best_run(searched["methods"]["full_rank"]["search"]) if searched else {"variants": None}
+    if not best["variants"]:
+        return ""
+    over = {
+        f"{method} with {', '.join(option.partition('.')[2] for option in row['settings'])}": of_X(row, best)
+        for method, entry in searched["methods"].items()
+        for row in entry["search"]
+        if row["variants"] and is_only_shown(row)
+    }
+    better = {name: cost for name, cost in over.items() if cost <= -LEVEL}
+    return (
+        f" After an eighth of the length, {_listed(better)} is better than full-rank training at its best rate, but "
+        f"takes several times the operations ({METHODS})."
+        if better
+        else ""
+    )
+
+
+def of_X(row: Mapping[str, Any], best: Mapping[str, Any]) -> float:
+    """Return the perplexity of X in a run of a search over that in another, less 1."""
+    return row["variants"]["X"]["perplexity"] / best["variants"]["X"]["perplexity"] - 1
 
 
 def _besides(trainings: Trainings) -> str:
@@ -115,11 +137,13 @@ def others(results: Path) -> str | None:
     short = {method: best[method] / best["full_rank"] - 1 for method in rest}
     besides = {method: _roughly_not_copied(trainings, method) for method in whole}
     named = [
-        (f"{method} {whole[method]:+.1%}{besides[method]}", trainings.seeds(FULL_RANK, Model(method)))
-        for method in _rising(whole)
+        (f"{method} {whole[method]:+.1%}{besides[method]}", trainings.seeds(Model(method))) for method in _rising(whole)
     ]
     aside = " (in parentheses over the tokens that are not copied)" if any(besides.values()) else ""
-    told = f"**Other methods** are in perplexity, relative to full-rank training{aside}: {with_seeds(named, FIRST)}."
+    told = (
+        f"**Other methods** are in perplexity, relative to the mean of full-rank training's "
+        f"{named_seeds(trainings.seeds(FULL_RANK))}{aside}: {with_seeds(named, FIRST)}."
+    )
     if short:
         told += (
             " The rest were trained for an eighth of the length alone, with one seed, at the best rates found: "
@@ -133,9 +157,8 @@ def others(results: Path) -> str | None:
 
 def _roughly_not_copied(trainings: Trainings, method: str) -> str:
     """Return in parentheses a method's perplexity over the tokens not copied, relative to full-rank training."""
-    over_others = Trainings(trainings.rows, not_copied)
-    over, same_seed = over_reference(over_others.perplexities(Model(method)), over_others.perplexities(FULL_RANK))
-    return f" ({'' if same_seed else '≈ '}{fmean(over.values()):+.1%})" if over else ""
+    over = Trainings(trainings.rows, not_copied).over(Model(method))
+    return "" if over is None else f" ({over:+.1%})"
 
 
 def _listed(costs: Mapping[str, float]) -> str:
@@ -148,17 +171,18 @@ def _rising(costs: Mapping[str, float]) -> list[str]:
 
 
 def rates(results: Path) -> str | None:
-    """Return the sentence on what a higher learning rate of embedding and head is worth."""
-    for scale in PREFERRED:
-        trainings, one_rate = recorded(results, scale), Model("full-rank, one rate")
-        cost = trainings.over(one_rate)
-        if cost is not None:
-            return (
-                "**Before any method**: give embedding and head a higher learning rate than the projections. With one "
-                f"rate for all, full-rank training at {scale} is {cost:+.1%} in perplexity relative to that with two "
-                f"rates ([elastic](elastic/README.md#{scale}), {_seeds(trainings, one_rate)})."
-            )
-    return None
+    """Return the sentence on what a higher learning rate of embedding and head is worth, both searched."""
+    searched = _json(results / "methods" / f"{REPORTED}.json")
+    runs = [row for row in searched["methods"]["full_rank"]["search"] if row["variants"]] if searched else []
+    of_kind = {kind: [row for row in runs if (row["projection_lr"] == 1) is kind] for kind in (True, False)}
+    if not all(of_kind.values()):
+        return None
+    one_rate, two_rates = (best_run(found) for found in of_kind.values())
+    return (
+        "**Before any method**: give embedding and head a higher learning rate than the projections. With the best one "
+        f"rate for all, full-rank training is {of_X(one_rate, two_rates):+.1%} in perplexity relative to that with the "
+        f"best two, after an eighth of the length ({METHODS}, seed 0)."
+    )
 
 
 def many_sizes(results: Path) -> str | None:
@@ -216,16 +240,45 @@ def head(results: Path) -> str | None:
 
 
 def trained_small(results: Path) -> str | None:
-    """Return the sentence on small dense models."""
+    """Return the sentences on small dense models: what they reach and cost, and where they beat our cuts."""
     trainings = reported(results)
     models = [Model(f"dense, {share:g}") for share in (HALF, FIFTH)]
     if not trainings.seeds(FULL_RANK, *models):
         return None
     half, fifth = trainings.all_over(models)
+    seeds = named_seeds(trainings.seeds(FULL_RANK))
     return (
         f"**One size, known beforehand**: a dense model trained at that size, with {rates_of_small(trainings.rows)}, "
-        f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the full-rank model of full size "
-        f"({FIRST}, {_seeds(trainings, *models)}).{_without_copies(results)}{_bytes_beside(trainings, models)}"
+        f"is {half:+.1%} (half) and {fifth:+.1%} (a fifth) in perplexity relative to the mean of the full-rank model's "
+        f"{seeds} ({FIRST}, {named_seeds(trainings.seeds(*models))}).{_without_copies(trainings, models)}"
+        f"{_operations(trainings, models)}{_bytes_beside(trainings, models)}{_after_few_tokens(results)}"
+    )
+
+
+def _operations(trainings: Trainings, dense: Sequence[Model]) -> str:
+    """Return a sentence on the operations of small trainings and of SALAAD's tuned folder; empty if not recorded."""
+    whole, *small = (trainings.operations(model.label) for model in (FULL_RANK, *dense))
+    tuned = trainings.costs("SALAAD", "head, tuned")
+    if None in (whole, tuned, *small):
+        return ""
+    half, fifth = (f"{one / whole:.0%}" for one in small)
+    return (
+        f" Its training takes {half} and {fifth} of the operations of the large one, which SALAAD needs for all sizes "
+        f"without text; with a tuned folder it needs {1 + tuned[0]:.0%}."
+    )
+
+
+def _after_few_tokens(results: Path) -> str:
+    """Return a sentence on nano, which has a twentieth of the tokens; empty if not measured."""
+    trainings = recorded(results, "nano")
+    cuts = [(Model("SALAAD", "cut, head", share), Model(f"dense, {share:g}")) for share in (HALF, FIFTH)]
+    found = [trainings.over(*pair) for pair in cuts]
+    if None in found or min(found) < LEVEL:
+        return ""
+    return (
+        f" After 1.1 tokens per parameter (nano) SALAAD's cuts without text are {found[0]:+.1%} and {found[1]:+.1%} "
+        "relative to dense models of their sizes ([elastic](elastic/README.md#nano), seed 0): so few tokens are better "
+        "spent on a small model."
     )
 
 
@@ -239,39 +292,46 @@ def _bytes_beside(trainings: Trainings, dense: Sequence[Model]) -> str:
     return f" It takes {small}, SALAAD's cuts with as many parameters {cut}, since they store positions too."
 
 
-def _without_copies(results: Path) -> str:
+def _without_copies(trainings: Trainings, dense: Sequence[Model]) -> str:
     """Return a sentence on small dense models over the tokens that cannot be copied; empty if not measured."""
-    found = dense_not_copied(results / "elastic" / "in-context" / f"{REPORTED}.json")
-    if found is None:
+    others = Trainings(trainings.rows, not_copied)
+    if not others.seeds(FULL_RANK, *dense):
         return ""
-    half, fifth = found
+    half, fifth = others.all_over(dense)
     return (
-        f" Over the tokens that are not copied, {named_seeds([CHOSEN_ON])}, it is {half:+.1%} and {fifth:+.1%} (over "
-        f"[fewer tokens](elastic/README.md#{REPORTED}) than in the table above); the rest of the distance is in copied "
-        "tokens."
+        f" Over the tokens that are not copied it is {half:+.1%} and {fifth:+.1%}; the rest of the distance is in "
+        "copied tokens."
     )
 
 
 def way_to_cut(results: Path) -> str | None:
-    """Return the sentence on HPA and our cut of one model, which is trained as in the paper."""
-    label, ways = "SALAAD, as in the paper", ("hpa", "cut, head")
+    """Return the sentences on HPA and our cut of one model, which is trained as in the paper."""
+    label, ways = "SALAAD, as in the paper", ("hpa", "energy", "cut, head")
     models = [Model(label, way, share) for way in ways for share in (HALF, FIFTH)]
-    measured = {scale: recorded(results, scale) for scale in CUT_BOTH_WAYS}
-    said = []
-    for scale, trainings in measured.items():
+    said, equal_is_worse = [], []
+    for scale in CUT_BOTH_WAYS:
+        trainings = recorded(results, scale)
         if trainings.seeds(FULL_RANK, *models):
-            hpa, ours = (trainings.all_over(models)[i : i + 2] for i in (0, 2))
+            over = trainings.all_over(models)
+            hpa, equal, ours = (f"{over[i]:+.1%} and {over[i + 1]:+.1%}" for i in (0, 2, 4))
+            equal_is_worse.append(over[3] > over[1])
             said.append(
-                f"at {scale} it is {hpa[0]:+.1%} and {hpa[1]:+.1%} by HPA at κ*, {ours[0]:+.1%} and {ours[1]:+.1%} "
+                f"at {scale} it is {hpa} by HPA at κ*, {equal} by energy with equal weights and the head dense, {ours} "
                 f"with our defaults ([elastic](elastic/README.md#{scale}), {_seeds(trainings, *models)})"
             )
     if not said:
         return None
-    return (
-        "**How to cut**: by energy with weighted entries and the head split, our default, rather than by HPA. A model "
-        "trained as in the paper, cut to half and to a fifth, in perplexity relative to the uncut full-rank model: "
-        f"{'; '.join(said)}."
+    told = (
+        "**How to cut**: with our defaults (by energy with weighted entries, refined, the head split) rather than by "
+        "HPA as in the paper. A model trained as in the paper, cut to half and to a fifth, in perplexity relative to "
+        f"the uncut full-rank model: {'; '.join(said)}."
     )
+    if all(equal_is_worse):
+        told += (
+            " So energy alone is worse than HPA at a fifth: weights and the split head are what helps. HPA was not "
+            "tried with them."
+        )
+    return told
 
 
 def headline(results: Path) -> str | None:

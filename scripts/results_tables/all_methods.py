@@ -21,6 +21,7 @@ from scripts.results_tables.measured import (
     Row,
     by_label,
     figure_by_seed,
+    is_paired,
     named_seeds,
     not_copied,
     over_reference,
@@ -83,9 +84,9 @@ def fair_table(
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
     copying = [_how_copying_is_left_out(rows)] if "not copied" in header else []
     told = [
-        f"After {tokens / 1e6:.1f} M tokens. Seeds can differ by more than models do, so compare rows by *over "
-        "full-rank*: perplexity relative to full-rank training with the same seed, as a mean over the seeds; ± is the "
-        "root mean square deviation of the seeds from their mean. A figure names its seeds if its row has more.",
+        f"After {tokens / 1e6:.1f} M tokens. Compare rows by *over full-rank*: perplexity relative to full-rank "
+        f"training, of SALAAD with the same seed, as a mean over the seeds; ± is the root mean square deviation of the "
+        f"seeds from their mean. A figure names its seeds if its row has more.{_how_seeds_differ(rows)}",
         *_models_compared(rows, folder),
         "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
         *copying,
@@ -122,7 +123,7 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
     if any(label.startswith(SMALL) for label in labels):
         yield (
             "*Dense, s* was trained small, with the share s of the compressible parameters, at "
-            f"{rates_of_small(rows)}, [searched at nano-20]({'' if folder else '../'}methods/README.md#the-search)."
+            f"{rates_of_small(rows)}{', [searched for them](methods/README.md#the-search)' if folder else ''}."
         )
 
 
@@ -173,7 +174,8 @@ def _fair_lines(
     references = [references_of(rows, figure) for figure in RELATIVE.values()]
 
     def figures(there: Sequence[Row], of: Callable[[Row], Row], share: str = "") -> tuple[str, ...]:
-        return share, seeds_text(there), *_figures({row["seed"]: of(row) for row in there}, references)
+        of_seeds = {row["seed"]: of(row) for row in there}
+        return share, seeds_text(there), *_figures(there[0]["label"], of_seeds, references)
 
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
@@ -207,10 +209,12 @@ def _kappas(sizes: Iterable[Row]) -> str:
     return f", κ* {', '.join(kappas)}" if kappas else ""
 
 
-def _relative(of: Mapping[int, Row], figure: Callable[[Row], float | None], references: Mapping[int, float]) -> str:
+def _relative(
+    label: str, of: Mapping[int, Row], figure: Callable[[Row], float | None], references: Mapping[int, float]
+) -> str:
     """Return the cell of a perplexity relative to full-rank training."""
-    over, same_seed = over_reference(figure_by_seed(of, figure), references)
-    if not over or (figure is perplexity and not same_seed):
+    over, same_seed = over_reference(label, figure_by_seed(of, figure), references)
+    if not over or (figure is perplexity and is_paired(label) and not same_seed):
         return ""
     deviation = f" ± {pstdev(over.values()):.1%}" if len(over) > 1 else ""
     seeds = "" if over.keys() == of.keys() else f" ({named_seeds(over)})"
@@ -224,20 +228,36 @@ def _how_copying_is_left_out(rows: Sequence[Row]) -> str:
     lacking = sorted(references_of(rows).keys() - references.keys())
     if not lacking:
         return told
-    away = pstdev(references.values()) / fmean(references.values())
     return (
-        f"{told} ≈: relative to the mean of full-rank training's {named_seeds(references)} (± {away:.1%}), as its "
-        f"{named_seeds(lacking)} was not measured."
+        f"{told} Of full-rank training {named_seeds(references)} were measured (± {_deviation(references):.1%}), with "
+        f"whose mean SALAAD's figures without them are compared too."
     )
 
 
-def _figures(of: Mapping[int, Row], references: Sequence[Mapping[int, float]]) -> tuple[str, ...]:
+def _how_seeds_differ(rows: Sequence[Row]) -> str:
+    """Return a sentence, after a space, on what models are relative to that have no seed in common with another."""
+    references = references_of(rows)
+    if len(references) < 2 or all(is_paired(row["label"]) for row in rows):
+        return ""
+    return (
+        f" ≈: relative to the mean of full-rank training's {named_seeds(references)}, which differ by "
+        f"± {_deviation(references):.1%}, as seeds begin to copy at different times, and other methods or shapes with "
+        "the same seed too; so a row of one seed may be off by as much."
+    )
+
+
+def _deviation(values: Mapping[int, float]) -> float:
+    """Return the standard deviation of perplexities over their mean."""
+    return pstdev(values.values()) / fmean(values.values())
+
+
+def _figures(label: str, of: Mapping[int, Row], references: Sequence[Mapping[int, float]]) -> tuple[str, ...]:
     """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
 
     A perplexity that was not measured with all seeds names those with which it was. `references` has an entry for every
     figure in `RELATIVE`.
     """
-    cells = [_relative(of, figure, theirs) for figure, theirs in zip(RELATIVE.values(), references, strict=True)]
+    cells = [_relative(label, of, figure, theirs) for figure, theirs in zip(RELATIVE.values(), references, strict=True)]
     for figure in PERPLEXITIES.values():
         found = figure_by_seed(of, figure)
         seeds = "" if found.keys() == of.keys() else f" ({named_seeds(found)})"

@@ -1,18 +1,16 @@
 """Ratios of the perplexities that compare_elastic.py measured, seed by seed, and the table of goals."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from salaad.common.files import REMAKE, read_object
 from salaad.common.formats import markdown_table
 from scripts.results_tables.measured import (
     COPIED,
     SMALL,
     by_label,
+    is_paired,
     named_seeds,
     not_copied,
     perplexity,
@@ -84,17 +82,34 @@ class Trainings:
         return next((size["parameters"] for size in self.figures(model).values()), None)
 
     def seeds(self, *models: Model) -> list[int]:
-        """Return the seeds with which all of these models were measured."""
-        return sorted(set.intersection(*(set(self.perplexities(model)) for model in models)))
+        """Return the seeds over which these models are compared: those with which all of them were measured.
+
+        A model that is not paired with others counts here only where none is paired; it has seeds of its own.
+        """
+        measured = {model: set(self.perplexities(model)) for model in models}
+        counted = [found for model, found in measured.items() if is_paired(model.label)]
+        return sorted(set.intersection(*(counted or measured.values()))) if all(measured.values()) else []
 
     def over(self, model: Model, other: Model = FULL_RANK) -> float | None:
-        """Return the mean of perplexity / that of `other` over the common seeds, less 1; None without common seeds."""
+        """Return perplexity / that of `other`, less 1, as of `all_over`; None without common seeds."""
         return self.all_over([model], other)[0] if self.seeds(model, other) else None
 
     def all_over(self, models: Sequence[Model], other: Model = FULL_RANK) -> list[float]:
-        """Return each model's mean of perplexity / that of `other`, less 1, over the seeds that all models have."""
-        seeds, theirs = self.seeds(*models, other), self.perplexities(other)
-        return [fmean(self.perplexities(model)[seed] / theirs[seed] for seed in seeds) - 1 for model in models]
+        """Return each model's perplexity / that of `other`, less 1: means over the `seeds` of all these models.
+
+        Of paired models it is the mean of the ratios of each seed, else the ratio of the means.
+        """
+        seeds = self.seeds(*models, other)
+        return [self._ratio(model, other, seeds) - 1 for model in models]
+
+    def _ratio(self, model: Model, other: Model, seeds: Sequence[int]) -> float:
+        mine, theirs = (
+            {seed: value for seed, value in self.perplexities(one).items() if seed in seeds or not is_paired(one.label)}
+            for one in (model, other)
+        )
+        if is_paired(model.label) and is_paired(other.label):
+            return fmean(mine[seed] / theirs[seed] for seed in seeds)
+        return fmean(mine.values()) / fmean(theirs.values())
 
     def costs(self, label: str, way: str) -> tuple[float, int] | None:
         """Return a way's fitting operations over the training's, and the bytes of its folders; None if not known."""
@@ -103,6 +118,11 @@ class Trainings:
             if costs.keys() >= {way, "train"} and "bytes" in costs[way]:
                 return costs[way]["operations"] / costs["train"]["operations"], costs[way]["bytes"]
         return None
+
+    def operations(self, label: str) -> float | None:
+        """Return the operations of a training; None if not known."""
+        costs = (row["costs"]["train"] for row in self._models.get(label, ()) if "train" in row.get("costs", {}))
+        return next((of["operations"] for of in costs), None)
 
     def score(self, label: str, way: str) -> tuple[float, list[int]] | None:
         """Return the elastic score of a way, mean over the seeds with all sizes, and these; None without such seeds."""
@@ -156,29 +176,9 @@ def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Mode
     value, seeds = over_others.over(model, other), over_others.seeds(model, other)
     if value is None:
         return None
-    named = "" if seeds == Trainings(rows).seeds(model, other) else f", {named_seeds(seeds)}"
+    alike = seeds == Trainings(rows).seeds(model, other) or not is_paired(model.label)
+    named = "" if alike else f", {named_seeds(seeds)}"
     return f"{value:+.1%}{named}"
-
-
-def dense_not_copied(path: Path) -> tuple[float, float] | None:
-    """Return half and a fifth trained small over full-rank training, less 1, over the tokens that are not copied.
-
-    Args:
-        path: a file of scripts/in_context.py.
-
-    Returns:
-        None if the file does not exist, or lacks one of these models with the seed `CHOSEN_ON`.
-    """
-    if not path.exists():
-        return None
-    losses = {
-        row["model"]: row["other"][0] for row in read_object(path, cure=REMAKE).get("rows", ())
-    }  # of the last checkpoint measured
-    names = ("full-rank", *(f"dense-{share:g}" for share in (HALF, FIFTH)))
-    whole, half, fifth = (losses.get(f"{name}-{CHOSEN_ON}") for name in names)
-    if None in (whole, half, fifth):
-        return None
-    return math.exp(half - whole) - 1, math.exp(fifth - whole) - 1
 
 
 def elastic_score(trainings: Trainings, way: Way) -> Found | None:
@@ -236,13 +236,14 @@ def goals_table(rows: Sequence[Mapping[str, Any]]) -> str:
     ways = [any(cell != UNMEASURED for cell in column) for column in zip(*lines, strict=True)]
     header, *lines = ([*compress(line, ways)] for line in (("goal", "at most", *WAYS), *lines))
     told = (
-        "Perplexity of SALAAD's model over that of the other model, minus 1, as a mean over the seeds that both have. "
-        "Where no size is named, the worst size counts."
+        "Perplexity of SALAAD's model over that of the other model, minus 1, as a mean over the seeds that both have; "
+        "of small dense models, whose seeds have nothing in common with SALAAD's, mean over mean. Where no size is "
+        "named, the worst size counts."
     )
     if copying:
         told += (
-            f" *Not copied*: over the other tokens ({COPIED}), of models whole, at half and at a fifth; the seeds are "
-            "named where they are not those of the line above."
+            f" *Not copied*: over the other tokens ({COPIED}), of models whole, at half and at a fifth alone, so the "
+            "worst size may be another than in the line above; the seeds are named where they are others."
         )
     told += _of_other_seeds(rows)
     return f"{markdown_table(header, lines)}\n\n{told}"

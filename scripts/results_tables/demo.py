@@ -7,19 +7,17 @@ from typing import Any
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import (
-    CHOSEN_ON,
     FULL_RANK,
     LEVEL,
     Model,
     Trainings,
-    dense_not_copied,
     not_copied_over,
 )
 from scripts.results_tables.measured import (
     COPIED,
     REPORTED,
     by_label,
-    named_seeds,
+    is_paired,
     not_copied,
     rates_of_small,
     rows_of,
@@ -66,19 +64,13 @@ def summary_table() -> str:
     told += (
         " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
         f"alone were cut, but split the LM head too. Small dense models have {rates_of_small(rows)}, "
-        "[searched for them](results/methods/README.md#the-search), and copy less from their context"
-    )
-    if (others := dense_not_copied(RESULTS / "elastic" / "in-context" / f"{REPORTED}.json")) is not None:
-        told += (
-            f": over the tokens not copied they are {others[0]:+.1%} at half and {others[1]:+.1%} at a fifth "
-            f"({named_seeds([CHOSEN_ON])})"
-        )
-    told += (
-        f". [All sizes, and how they were measured]({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
+        "[searched for them](results/methods/README.md#the-search), copy less from their context, and are compared "
+        "with the mean over the others' seeds. [All sizes, and how they were measured]"
+        f"({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
     )
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
     columns = zip(names, columns_at(SHARES[-1]), strict=True)
-    header = ("size", "parameters", *(f"{name}{_seeds(trainings, FULL_RANK, model)}" for name, model in columns))
+    header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
     parts = [part for part, *_ in lines[2:]]
     return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)} {told}"
 
@@ -94,10 +86,14 @@ def columns_at(share: float | None) -> list[Model]:
 NOTHING = Model("")  # has no measurements
 
 
-def _seeds(trainings: Trainings, *models: Model) -> str:
-    """Return in parentheses how many seeds the figures that compare some models are means of."""
-    count = len(trainings.seeds(*models))
-    return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
+def _seeds(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> str:
+    """Return in parentheses how many seeds a comparison is a mean of; of a small dense model its own seeds."""
+    count = len(trainings.seeds(model, other) if is_paired(model.label) else trainings.seeds(model))
+    if not count:
+        return ""
+    seeds = f"{count} seeds" if count > 1 else "one seed"
+    against = len(trainings.seeds(other))
+    return f" ({seeds})" if is_paired(other.label) else f" ({seeds} against {against if against > 1 else 'one'})"
 
 
 def _besides(trainings: Trainings, model: Model, other: Model) -> str:

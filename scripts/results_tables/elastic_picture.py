@@ -16,6 +16,8 @@ from scripts.results_tables.measured import (
     SMALL,
     Row,
     by_label,
+    is_paired,
+    over_reference,
     references_of,
     results,
     rows_of,
@@ -37,13 +39,13 @@ def draw_pictures() -> None:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Draw perplexity over parameters: curves of the ways, points of whole models, a line of dense ones.
 
-    Perplexities are relative to that of full-rank training with the same seed, and means over the seeds: two seeds
-    can differ by more than two ways do.
+    Perplexities are relative to that of full-rank training, of paired models with the same seed, and means over the
+    seeds: two seeds can differ by more than two ways do.
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
     colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>PpXhHd"
     references = references_of(rows)
-    models = by_label([row for row in rows if row["seed"] in references])
+    models = by_label([row for row in rows if row["seed"] in references or not is_paired(row["label"])])
     cut = dict(zip((label for label, mine in models.items() if ways_of(mine)), colors, strict=False))
     for label, color in cut.items():
         mine = models[label]
@@ -70,7 +72,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
     panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=REFERENCE)
     heights = [y for line in panel.get_lines() for y in line.get_ydata()]
-    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training, same seed")
+    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training")
     panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
     panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")
@@ -81,20 +83,19 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 
 def _points(rows: Sequence[Row], way: str, references: Mapping[int, float]) -> list[tuple[float, float]]:
     """Millions of parameters and relative perplexity at every share, means over the seeds."""
-    curves = [(row["ways"][way], references[row["seed"]]) for row in rows if way in row["ways"]]
+    curves = {row["seed"]: row["ways"][way] for row in rows if way in row["ways"]}
     found = []
-    for share in {size["share"] for sizes, _ in curves for size in sizes}:
-        there = [(size, reference) for sizes, reference in curves for size in sizes if size["share"] == share]
-        found.append(
-            (
-                fmean(size["parameters"] for size, _ in there) / 1e6,
-                fmean(size["perplexity"] / reference for size, reference in there) - 1,
-            )
-        )
+    for share in {size["share"] for sizes in curves.values() for size in sizes}:
+        there = {seed: size for seed, sizes in curves.items() for size in sizes if size["share"] == share}
+        found.append(_point(rows[0]["label"], there, references))
     return sorted(found)
 
 
 def _whole_point(rows: Sequence[Row], references: Mapping[int, float]) -> tuple[float, float]:
     """Millions of parameters and relative perplexity of the whole model, means over the seeds."""
-    relative = (row["X"]["perplexity"] / references[row["seed"]] for row in rows)
-    return rows[0]["X"]["parameters"] / 1e6, fmean(relative) - 1
+    return _point(rows[0]["label"], {row["seed"]: row["X"] for row in rows}, references)
+
+
+def _point(label: str, models: Mapping[int, Row], references: Mapping[int, float]) -> tuple[float, float]:
+    over, _ = over_reference(label, {seed: one["perplexity"] for seed, one in models.items()}, references)
+    return fmean(one["parameters"] for one in models.values()) / 1e6, fmean(over.values())

@@ -16,6 +16,9 @@ REFERENCE = "full-rank"
 REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
 SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
+# Prefixes of the labels of trainings that begin to copy when full-rank training with the same seed does, since they
+# begin like it; for others a common seed says nothing.
+PAIRED = ("full-rank", "SALAAD")
 Row = Mapping[str, Any]
 
 
@@ -91,13 +94,22 @@ def figure_by_seed(of: Mapping[int, Row], figure: Callable[[Row], float | None])
     return {seed: value for seed, one in of.items() if (value := figure(one)) is not None}
 
 
-def over_reference(of: Mapping[int, float], references: Mapping[int, float]) -> tuple[dict[int, float], bool]:
+def is_paired(label: str) -> bool:
+    """Return whether a training is compared with another seed by seed if that is paired too; else by their means."""
+    return label.startswith(PAIRED)
+
+
+def over_reference(
+    label: str, of: Mapping[int, float], references: Mapping[int, float]
+) -> tuple[dict[int, float], bool]:
     """Return seed → perplexity relative to full-rank training, less 1, and whether that had the same seed.
 
-    Seeds without a reference are left out. If no seed has one, all are relative to the mean of the references: over
-    tokens that are not copied seeds differ little, and full-rank training was not measured with every one of them.
+    A training that is not paired with it is relative to the mean of the references. Of others, seeds without a
+    reference are left out; if no seed has one, they too are relative to that mean: over tokens that are not copied
+    seeds differ little, and full-rank training was not measured with every one of them.
     """
-    same = {seed: value / references[seed] - 1 for seed, value in of.items() if seed in references}
+    paired = is_paired(label)
+    same = {seed: value / references[seed] - 1 for seed, value in of.items() if paired and seed in references}
     if same or not references:
         return same, True
     mean = fmean(references.values())
