@@ -7,7 +7,6 @@ from statistics import fmean
 
 from salaad.common.formats import millions
 from salaad.evaluation.sweep import REMOVED, best, ways
-from scripts.elastic_trainings import DENSE_SHARES
 from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     EVERY_SEED,
@@ -103,7 +102,7 @@ def against_small_dense(results: Results) -> list[Number]:
     whole = the_row(salaad, variant="L+S")["parameters"]
     cuts = [row for row in salaad if row["budget"] and row["budget"] < whole]
     pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
-    return _beside_dense(
+    return beside_dense(
         [
             (cut["budget"], cut["perplexity"], rival["perplexity"])
             for cut, rival in pairs
@@ -112,33 +111,7 @@ def against_small_dense(results: Results) -> list[Number]:
     )
 
 
-def compared_with_small_dense(rows: Sequence[Row]) -> list[Number]:
-    """Judge the same by rows of compare_elastic.py.
-
-    Returns:
-        No numbers as long as a cut of the model that is trained as in the paper, or a dense model, is missing.
-    """
-    mine = {row["label"]: row for row in rows if row["seed"] == 0}
-    dense = [mine[label]["X"] for share in DENSE_SHARES if (label := f"dense, {share:g}") in mine]
-    paper = mine.get("SALAAD, as in the paper", {"ways": {}})
-    if "cut" not in paper["ways"] or len(dense) < len(DENSE_SHARES):
-        return []
-    cuts = [
-        (min(paper["ways"]["cut"], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in dense
-    ]
-    whole = paper["L+S"]["parameters"]
-    pairs = [
-        (X["parameters"], cut["perplexity"], X["perplexity"])
-        for cut, X in cuts
-        if X["parameters"] < whole and is_same_size(cut["parameters"], X["parameters"])
-    ]
-    return [
-        *_beside_dense(pairs),
-        Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes"),
-    ]
-
-
-def _beside_dense(pairs: Sequence[tuple[int, float, float]]) -> list[Number]:
+def beside_dense(pairs: Sequence[tuple[int, float, float]]) -> list[Number]:
     """Return a number per pair of models of one size, given as parameters, perplexity of the cut and of the dense."""
     numbers = [
         Number(
@@ -210,11 +183,25 @@ def kappa(results: Results) -> list[Number]:
                 for row in rows:
                     if row["budget"] == winner["budget"] and row["kappa"] is not None:
                         costs.setdefault(row["kappa"], []).append(row["perplexity"] / winner["perplexity"] - 1)
+    numbers = where_kappa_lies(winners)
+    if not winners:
+        return numbers
+    one = min(costs, key=lambda kappa: max(map(finite, costs[kappa])))
+    return [
+        *numbers,
+        Number(
+            f"largest rise of PPL with κ = {one:g} everywhere, on the half on which κ* is chosen",
+            percent(max(map(finite, costs[one]))),
+        ),
+    ]
+
+
+def where_kappa_lies(winners: Sequence[float]) -> list[Number]:
+    """Judge κ* of all cuts that remove enough of L + S to have one."""
     counted = Number(f"cuts that remove at least {REMOVED:.0%} of L + S, over all budgets and seeds", f"{len(winners)}")
     if not winners:
         return [counted]
     low, high = min(winners), max(winners)
-    one = min(costs, key=lambda kappa: max(map(finite, costs[kappa])))
     return [
         counted,
         Number(
@@ -230,10 +217,6 @@ def kappa(results: Results) -> list[Number]:
             low >= criteria.LEAST_KAPPA - _OF_A_STEP,
         ),
         Number("mean κ*", f"{fmean(winners):.2f}"),
-        Number(
-            f"largest rise of PPL with κ = {one:g} everywhere, on the half on which κ* is chosen",
-            percent(max(map(finite, costs[one]))),
-        ),
     ]
 
 

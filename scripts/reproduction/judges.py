@@ -220,9 +220,9 @@ def frequency(results: Results) -> list[Number]:
         "delta": ("mean δ", "falls with K", "{:.2f}".format, lambda course: is_rising(course[::-1])),
         "loss": (
             "final loss",
-            f"within {criteria.LOSSES_OVER_K - 1:.1%}",
+            f"within {criteria.LOSSES_OVER_K:.2f} nats",
             "{:.3f}".format,
-            lambda losses: max(losses) <= criteria.LOSSES_OVER_K * min(losses),
+            lambda losses: max(losses) - min(losses) <= criteria.LOSSES_OVER_K,
         ),
     }
     numbers = [Number("K/J", ", ".join(map(str, Ks)))]

@@ -43,9 +43,10 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "only because the thing that it is about is missing.",
     "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
     "or made stricter, when the results of nano and micro, and some of nano-20, were known.",
-    "At nano and micro all weights have one learning rate, as is usual in the field. Later searches found that a lower "
-    "rate for the projections is far better for full-rank training and SALAAD alike (elastic/README.md), so the "
-    "comparisons at nano and micro hold for a single rate only.",
+    "In the items of nano and micro all weights have one learning rate, as is usual in the field. Later searches found "
+    "that a lower rate for the projections is far better for full-rank training and SALAAD alike, so these comparisons "
+    "hold for a single rate only. What is compared on the elastic page has two rates, and so have claims that are "
+    "judged by it: on small dense models, on other methods at nano-20, and on κ* at micro.",
     "On the pages of the scales, cuts by energy weight every entry by the optimizer's second moments. Checkpoints "
     "before commit 42d0652 did not store these moments, so there cuts measured before it weight all entries of a block "
     "equally. On the elastic page and in the first table, *cut* is the weighted and *energy* the unweighted cut.",
@@ -136,7 +137,11 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
         f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)}"
     ]
-    told += [f"The claims rest on one seed at {', '.join(once)}."] if once else []
+    if once:
+        told.append(
+            f"The claims rest on one seed at {', '.join(once)}; those on Δα, Δβ and ρ, on small dense models and on "
+            "other methods do so at every scale."
+        )
     table = text_table(("claim", *(scale.name for scale in scales)), lines)
     return "\n\n".join([table, " ".join(told), *legends])
 

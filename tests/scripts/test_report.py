@@ -137,7 +137,7 @@ def test_a_verdict_from_a_training_with_uncommitted_changes_is_marked(results):
     path.write_text(json.dumps(kept))
     written = pages(results)
     text = written["README.md"]
-    assert f"| {link(0)} | yes ‡ | not measured |" in text and f"| {link(2)} | yes | not" in text
+    assert f"| {link(0)} | yes ‡ | not measured |" in text and f"| {link(3)} | yes | not" in text
     assert "\n\n‡: measured or trained with changes that were not committed.\n" in text and "†" not in text
     text = written["nano/reproduce/README.md"]
     assert (
@@ -209,7 +209,7 @@ def test_two_scales_have_a_page_each_and_one_table_of_claims(results, rows):
     text, micro = written["README.md"], written["micro/reproduce/README.md"]
     assert text.index("(nano/reproduce/README.md)") < text.index("(micro/reproduce/README.md)")
     assert f"| {link(0)} | yes | not measured | yes | not measured |" in text  # nano, nano-20, micro, micro-20
-    assert f"| {link(2)} | yes | not measured | not measured | not measured |" in text
+    assert f"| {link(3)} | yes | not measured | not measured | not measured |" in text
     assert "not measured yet | `python scripts/reproduce.py --scale micro flexible`" in micro
     missing = micro[micro.index("## Not measured yet") :]
     assert "--scale micro kappa`" in missing and "--scale micro cost`" not in missing  # `cost` trains nothing
@@ -221,7 +221,7 @@ def test_sentences_without_anything_to_name_are_left_out(results):
     assert "among the blocks; so has Table 1 at nano. The paper's" in text
     (results / "nano").rename(results / "350m")
     text = pages(results, [SCALES["350m"]])["README.md"]
-    assert "The claims rest on one seed at 350m.\n" in text
+    assert "The claims rest on one seed at 350m; those on" in text
     assert "*SALAAD, as in the paper* has the embedding among the blocks. The paper's" in text
 
 

@@ -1,0 +1,129 @@
+"""The judges of claims by what compare_elastic.py and compare_methods.py measured, where there is no item for them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from salaad.common.files import read_json
+from salaad.evaluation.sweep import REMOVED
+from scripts.elastic_trainings import DENSE_SHARES
+from scripts.reproduction import criteria
+from scripts.reproduction.deployment_judges import beside_dense, where_kappa_lies
+from scripts.reproduction.evidence import NOT_SHOWN, Number, Row, percent
+from scripts.results_tables.measured import rows_of
+from scripts.shares import is_same_size
+
+SEED = 0
+OURS = "SALAAD, as in the paper"
+FULL_SIZE = {"lora": "LoRA", "relora": "ReLoRA", "galore": "GaLore"}
+STRUCTURED = {"loro": "LORO", "cola": "CoLA", "sltrain": "SLTrain", "lost": "LOST"}
+
+
+class Found(NamedTuple):
+    """Numbers on a claim, and the commits at which they were measured."""
+
+    numbers: list[Number]
+    commits: list[str]
+
+
+NOTHING = Found([], [])
+
+
+class Compared(NamedTuple):
+    """What was compared at a scale.
+
+    Args:
+        rows: label → row of compare_elastic.py with the seed `SEED`.
+        methods: method → results of compare_methods.py.
+    """
+
+    rows: Mapping[str, Row]
+    methods: Mapping[str, Any]
+
+    @classmethod
+    def at(cls, results: Path, scale: str) -> "Compared":
+        """Return what lies in the folder of all results; nothing where a comparison is missing."""
+        elastic, methods = (results / folder / f"{scale}.json" for folder in ("elastic", "methods"))
+        rows = rows_of(elastic) if elastic.exists() else []
+        return cls(
+            {row["label"]: row for row in rows if row["seed"] == SEED},
+            read_json(methods)["methods"] if methods.exists() else {},
+        )
+
+
+def small_dense(compared: Compared) -> Found:
+    """Judge every cut of the model trained as in the paper beside the dense model of its size.
+
+    Nothing is found as long as a cut with weighted entries, or a dense model, is missing.
+    """
+    dense = [compared.rows[label] for share in DENSE_SHARES if (label := f"dense, {share:g}") in compared.rows]
+    paper = compared.rows.get(OURS, {"ways": {}})
+    if "cut" not in paper["ways"] or len(dense) < len(DENSE_SHARES):
+        return NOTHING
+    wholes = [row["X"] for row in dense]
+    cuts = [
+        (min(paper["ways"]["cut"], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in wholes
+    ]
+    pairs = [
+        (X["parameters"], cut["perplexity"], X["perplexity"])
+        for cut, X in cuts
+        if X["parameters"] < paper["L+S"]["parameters"] and is_same_size(cut["parameters"], X["parameters"])
+    ]
+    weights = Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes")
+    commits = [*(row["commit"] for row in dense), *_commits(paper, "cut")]
+    return Found([*beside_dense(pairs), weights], commits)
+
+
+def kappa(compared: Compared) -> Found:
+    """Judge κ* of the model trained as in the paper, which is chosen on other text than that of the measurement."""
+    paper = compared.rows.get(OURS, {"ways": {}})
+    sizes = paper["ways"].get("hpa", ())
+    if not sizes or not all("kappa" in size for size in sizes):
+        return NOTHING
+    most = (1 - REMOVED) * paper["L+S"]["parameters"]
+    winners = [size["kappa"] for size in sizes if size["parameters"] <= most]
+    return Found(where_kappa_lies(winners), _commits(paper, "hpa"))
+
+
+def other_methods(compared: Compared) -> Found:
+    """Judge L + S beside methods whose models are as large as X, and the cut by HPA beside those with smaller ones.
+
+    The cut is the largest one that is no larger than the method's model.
+    """
+    paper, cuts = compared.rows.get(OURS), []
+    names = FULL_SIZE | STRUCTURED
+    rivals = {method: compared.rows[method]["X"] for method in names if method in compared.rows}
+    commits = [compared.rows[method]["commit"] for method in rivals]
+    if paper and rivals:
+        whole, cuts = paper["L+S"], paper["ways"].get("hpa", [])
+        commits += _commits(paper, "hpa")
+    elif compared.methods.keys() >= {"salaad", *names}:
+        full = {method: entry["full"] for method, entry in compared.methods.items()}
+        whole = full["salaad"]["variants"]["L+S"]
+        rivals = {method: full[method]["variants"]["X"] for method in names}
+        commits = [full[method]["commit"] for method in ("salaad", *names)]
+    else:
+        return NOTHING
+    numbers = [
+        _beside(f"PPL of L + S over {name}'s", whole, rivals.get(method), criteria.WHOLE_OVER_METHODS)
+        for method, name in FULL_SIZE.items()
+    ]
+    for method, name in STRUCTURED.items():
+        most = rivals[method]["parameters"] if method in rivals else 0
+        cut = max((one for one in cuts if one["parameters"] <= most), key=lambda one: one["parameters"], default=None)
+        what = f"PPL of L + S, cut by HPA to at most its size, over {name}'s"
+        numbers.append(_beside(what, cut, rivals.get(method), criteria.CUT_OVER_METHODS))
+    return Found(numbers, commits)
+
+
+def _beside(what: str, ours: Row | None, theirs: Row | None, most: float) -> Number:
+    limit = f"at most {percent(most)}"
+    if ours is None or theirs is None:
+        return Number(what, "not measured", limit, NOT_SHOWN)
+    over = ours["perplexity"] / theirs["perplexity"] - 1
+    return Number(what, percent(over), limit, over <= most)
+
+
+def _commits(row: Row, way: str) -> list[str]:
+    """Return the commits of a training and of a way to cut it."""
+    return [row["commit"], *([row["commits"][way]] if way in row.get("commits", {}) else [])]
