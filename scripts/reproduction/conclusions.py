@@ -106,8 +106,8 @@ def _dearer(results: Path) -> str:
     }
     better = {name: cost for name, cost in over.items() if cost <= -LEVEL}
     return (
-        f" After an eighth of the length, {_listed(better)} is better than full-rank training at its best rate, but "
-        f"takes several times the operations ({METHODS})."
+        f" After an eighth of the length, relative to full-rank training at its best rate: {_listed(better)}, but for "
+        f"several times the operations or with fewer sizes ({METHODS})."
         if better
         else ""
     )

@@ -132,7 +132,7 @@ def test_a_method_that_is_better_only_with_dearer_settings_is_named_with_them(tm
     }
     (tmp_path / "methods" / "nano-20.json").write_text(json.dumps({"methods": methods}))
     whole, rates = said(tmp_path, row("full-rank", 0, 50.0), row("SALAAD", 0, 51.0))
-    assert "an eighth of the length, matformer with train=summed -2.5% is better than full-rank training" in whole
+    assert "full-rank training at its best rate: matformer with train=summed -2.5%, but for several" in whole
     assert "With the best one rate for all, full-rank training is +15.0% in perplexity relative to that with" in rates
     methods["matformer"]["search"][1]["variants"]["X"]["perplexity"] = 79.9
     (tmp_path / "methods" / "nano-20.json").write_text(json.dumps({"methods": methods}))
