@@ -104,11 +104,11 @@ def over_reference(
 ) -> tuple[dict[int, float], bool]:
     """Return seed → perplexity relative to full-rank training, less 1, and whether that had the same seed.
 
-    A training that is not paired with it is relative to the mean of the references. Of others, seeds without a
-    reference are left out; if no seed has one, they too are relative to that mean: over tokens that are not copied
-    seeds differ little, and full-rank training was not measured with every one of them.
+    A training that is not paired with it is relative to the mean of the references, if there are several. Of others,
+    seeds without a reference are left out; if no seed has one, they too are relative to that mean: over tokens that
+    are not copied seeds differ little, and full-rank training was not measured with every one of them.
     """
-    paired = is_paired(label)
+    paired = is_paired(label) or len(references) == 1
     same = {seed: value / references[seed] - 1 for seed, value in of.items() if paired and seed in references}
     if same or not references:
         return same, True
