@@ -1,10 +1,11 @@
 """The judges of claims by what compare_elastic.py and compare_methods.py measured, where there is no item for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from salaad.common.files import read_json
+from salaad.common.formats import millions
 from salaad.evaluation.sweep import REMOVED
 from scripts.elastic_trainings import DENSE_SHARES
 from scripts.reproduction import criteria
@@ -60,18 +61,28 @@ def small_dense(compared: Compared) -> Found:
     paper = compared.rows.get(OURS, {"ways": {}})
     if "cut" not in paper["ways"] or len(dense) < len(DENSE_SHARES):
         return NOTHING
-    wholes = [row["X"] for row in dense]
-    cuts = [
-        (min(paper["ways"]["cut"], key=lambda cut, of=X: abs(cut["parameters"] - of["parameters"])), X) for X in wholes
+    judged, split = (_of_one_size(paper, way, [row["X"] for row in dense]) for way in ("cut", "cut, head"))
+    more = [
+        Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes"),
+        *(
+            Number(
+                f"PPL of the cut with the head split too over the dense model's at {millions(size)}", percent(a / b - 1)
+            )
+            for size, a, b in split
+        ),
     ]
-    pairs = [
+    return Found([*beside_dense(judged), *more], [*(row["commit"] for row in dense), *_commits(paper, "cut")])
+
+
+def _of_one_size(paper: Row, way: str, dense: Sequence[Row]) -> list[tuple[int, float, float]]:
+    """Return parameters, perplexity of the cut and of the dense model, for dense models below L + S that have a cut."""
+    cuts = paper["ways"].get(way, ())
+    return [
         (X["parameters"], cut["perplexity"], X["perplexity"])
-        for cut, X in cuts
+        for X in dense
+        for cut in cuts
         if X["parameters"] < paper["L+S"]["parameters"] and is_same_size(cut["parameters"], X["parameters"])
     ]
-    weights = Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes")
-    commits = [*(row["commit"] for row in dense), *_commits(paper, "cut")]
-    return Found([*beside_dense(pairs), weights], commits)
 
 
 def kappa(compared: Compared) -> Found:
