@@ -122,7 +122,8 @@ class Trainer:
         self.gradients = Gradients(self.model, config.optimizer.clip)
         loss = SummedLoss(self.model)
         if config.train.compile:
-            self.model.base_model.compile()
+            # Masks of dropout as uncompiled: the compiler's own generator draws others, on CPUs more slowly.
+            self.model.base_model.compile(options={"fallback_random": True})
         self.loss = distribute(accelerator, loss, self.method.float32_gradients(), config)
         self.method.discard()
         self.stream = TrainingStream(
