@@ -20,11 +20,16 @@ from salaad.model.folders import has_tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentencepiece format
 SPACE = "▁"
+# Names that tokenizer_config.json gives the class of a tokenizer that is all in its tokenizer.json.
+_ALL_IN_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LARGEST_CONFIG = 2**22  # bytes of a file other than the vocabulary; reading it takes a hundred times as much memory
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
     """Open a tokenizer; its end-of-sequence and padding tokens are defined, and `save_pretrained` saves it completely.
+
+    A folder's tokenizer.json is used as it is. transformers' own `AutoTokenizer` replaces parts of it beside a model of
+    some types, such as qwen2 and qwen3_5, so it may give other ids there.
 
     Args:
         spec: a hub name, a folder with a tokenizer, or a sentencepiece `.model` file.
@@ -69,13 +74,14 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerBase:
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
             if is_file(Path(spec) / name):
                 read_object(Path(spec) / name, _LARGEST_CONFIG)
+    opener = PreTrainedTokenizerFast if local and _is_all_in_file(Path(spec)) else AutoTokenizer
     try:
         try:  # the cache first: without a network the hub's client retries for most of a minute
-            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
+            tokenizer = opener.from_pretrained(spec, trust_remote_code=False, local_files_only=True)
         except OSError:
             if local:
                 raise
-            tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
+            tokenizer = opener.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
         # Errors of any class: no network, no such name, a damaged JSON file, missing code.
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -87,6 +93,14 @@ def _from_transformers(spec: str, local: bool) -> PreTrainedTokenizerBase:
         )
         raise UserError(f"tokenizer {spec} cannot be opened ({reason}); {cure}") from error
     return tokenizer
+
+
+def _is_all_in_file(folder: Path) -> bool:
+    """Whether a folder says that its tokenizer is its tokenizer.json, which `AutoTokenizer` does not always believe."""
+    config = folder / "tokenizer_config.json"
+    if not (is_file(folder / "tokenizer.json") and is_file(config)):
+        return False
+    return read_object(config, _LARGEST_CONFIG).get("tokenizer_class") in _ALL_IN_FILE
 
 
 def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:

@@ -11,10 +11,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from salaad.common.errors import UserError
-from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenizer_digest
+from salaad.data.tokenizer import Encoder, load_tokenizer, text_pieces, tokenizer_digest, tokenizer_to_copy
 from scripts.reliability.toy_run import make_documents
 
 SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
@@ -181,6 +181,19 @@ def test_only_tokenizers_whose_ids_were_others_once_have_another_digest(tmp_path
     for kind in ("unigram", "bpe"):
         other = after_special(tmp_path / kind, kind)
         assert tokenizer_digest(other) != digest_of_all_but_calls(other)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
+def test_the_type_of_the_model_beside_it_replaces_no_part_of_a_tokenizer(kind, tmp_path, tiny_tokenizer_dir):
+    source = train(tmp_path, **PLAIN) if kind == "sentencepiece" else tiny_tokenizer_dir
+    saved = load_tokenizer(source)
+    saved.save_pretrained(tmp_path / "model")
+    Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path / "model")
+    written = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))  # read without transformers
+    for again in (load_tokenizer(str(tmp_path / "model")), tokenizer_to_copy(tmp_path / "model")):
+        assert again(TEXTS).input_ids == [written.encode(text).ids for text in TEXTS] == saved(TEXTS).input_ids
+        assert tokenizer_digest(again) == tokenizer_digest(saved)
+        assert (again.eos_token_id, again.pad_token_id) == (saved.eos_token_id, saved.pad_token_id)
 
 
 def test_padding_is_defined_where_the_tokenizer_has_none(tmp_path, tiny_tokenizer_dir):

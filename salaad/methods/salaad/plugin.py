@@ -366,7 +366,8 @@ class Salaad:
 
         Args:
             folder: a folder that does not exist yet.
-            tokenizer: saved with the model; needed to use the folder with text.
+            tokenizer: saved with the model; needed to use the folder with text. compress.py and evaluate.py use it as
+                it is; `AutoTokenizer` replaces parts of it beside a model of some types, such as qwen2.
 
         Raises:
             UserError: the folder exists, or cannot be written.
