@@ -114,6 +114,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     """Measure zero-shot accuracies with the installed lm-evaluation-harness and print their table."""
     tasks = split_list(options.tasks)
     task_data = at_home(options.task_data) if options.task_data else None
+    lm_harness.check_max_length(source.folder.config, options.max_length, source.name)
     lm_harness.check_tasks(tasks, task_data)
     deployment = open_deployment(source)
     variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]

@@ -24,11 +24,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from salaad.common.errors import UserError
 from salaad.evaluation.local_tasks import require_scored, task_class
 from salaad.evaluation.task_names import folders, require_known
+from salaad.model.build import learned_positions
 
 # The harness is imported inside functions, as the import takes seconds and not every machine has it.
 
@@ -88,6 +89,15 @@ def check_tasks(tasks: Sequence[str], task_data: Path | None) -> None:
             _load(tasks, task_data)
 
 
+def check_max_length(description: PretrainedConfig, max_length: int | None, name: str) -> None:
+    """Raise a UserError if the model called `name` has learned positions, and fewer than `max_length`."""
+    positions = learned_positions(description)
+    if max_length is not None and positions is not None and max_length > positions:
+        raise UserError(
+            f"max_length is {max_length}, but {name} has {positions} positions; give --max-length {positions} or less"
+        )
+
+
 def evaluate_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,8 +122,10 @@ def evaluate_tasks(
         max_length: tokens of a row, to which longer prompts are cut; None for the model's `max_position_embeddings`.
 
     Raises:
-        UserError: as `check_tasks`; `limit` is below 1; the hub gives no data; a choice is too long for the model.
+        UserError: as `check_tasks` and `check_max_length`; `limit` is below 1; the hub gives no data; a choice is too
+            long for the model.
     """
+    check_max_length(model.config, max_length, type(model).__name__)
     if limit is not None and limit < 1:  # the harness reads 0 as all
         raise UserError(f"limit is {limit}, but a score needs 1 row or more; give --limit 1, or leave it out for all")
     training = model.training
@@ -231,12 +243,14 @@ def _language_model(
             return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())
 
         def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+            positions = learned_positions(self.model.config)
             for texts, _, tokens in requests:
                 if texts is not None and not 0 < len(tokens) <= self.max_length:  # None in rolling likelihoods
-                    what = (
-                        f"the choice {texts[1][:40]!r} has {len(tokens)} tokens, but a row takes 1 to {self.max_length}"
-                    )
-                    raise UserError(f"{what}; give --max-length {len(tokens)}, or leave its task out")
+                    helps = len(tokens) > 0 and (positions is None or len(tokens) <= positions)
+                    most = self.max_length if helps or positions is None else positions
+                    cure = f"give --max-length {len(tokens)}, or leave its task out" if helps else "leave its task out"
+                    what = f"the choice {texts[1][:40]!r} has {len(tokens)} tokens, but a row takes 1 to {most}"
+                    raise UserError(f"{what}; {cure}")
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
     # The harness finds the choice by counting the tokens of the prompt alone, so no end token may be added (T5).

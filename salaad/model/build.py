@@ -206,6 +206,11 @@ def is_rotary(description: PretrainedConfig) -> bool:
     return getattr(description, "rope_parameters", None) is not None
 
 
+def learned_positions(description: PretrainedConfig) -> int | None:
+    """Return the positions of a model that has a table of them, which no row may exceed; None if any length is read."""
+    return None if is_rotary(description) else getattr(description, "max_position_embeddings", None)
+
+
 def extend_positions(description: PretrainedConfig, length: int) -> None:
     """Let a model that trains on rows of `length` tokens say so, where no weight and no frequency depends on it."""
     if is_rotary(description) and description.rope_parameters.get("rope_type") == "default":

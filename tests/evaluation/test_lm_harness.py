@@ -11,13 +11,14 @@ import datasets
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from salaad.common.errors import UserError
 from salaad.config.commands import DEFAULT_TASKS
 from salaad.evaluation import task_names
 from salaad.evaluation.lm_harness import check_tasks, evaluate_tasks, harness_version
 from scripts.reliability.toy_run import WORDS
+from tests.helpers import deploying
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -313,6 +314,26 @@ def test_a_choice_too_long_for_the_model_is_named(tmp_path, made, model, tokeniz
     folder = copy(made, tmp_path, "piqa", lambda rows: [row | {"sol1": "low rank " * LENGTH} for row in rows])
     with pytest.raises(UserError, match=f"' low rank .* tokens, but a row takes 1 to {LENGTH}; give --max"):
         evaluate_tasks(model, tokenizer, ["piqa"], task_data=folder)
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused(tmp_path, made, model, tokenizer):
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+    table = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=512, n_positions=LENGTH)).eval()
+    table.save_pretrained(tmp_path / "gpt2")
+    options = {"tasks": "piqa", "task-data": made[0], "max-length": LENGTH + 1}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    said = deploying.refused("evaluate.py", "lm-eval", f"--checkpoint={tmp_path / 'gpt2'}", *words)
+    assert said.endswith(f"gpt2 has {LENGTH} positions; give --max-length {LENGTH} or less")  # it has no tokenizer yet
+    with pytest.raises(UserError, match=f"max_length is {LENGTH + 1}"):
+        evaluate_tasks(table, tokenizer, ["piqa"], task_data=made[0], max_length=LENGTH + 1)
+    assert evaluate_tasks(table, tokenizer, ["piqa"], task_data=made[0], max_length=LENGTH)[0].samples == ROWS
+    assert evaluate_tasks(model, tokenizer, ["piqa"], task_data=made[0], max_length=LENGTH + 1)[0].samples == ROWS
+    folder = copy(made, tmp_path, "piqa", lambda rows: [row | {"sol1": "low rank " * LENGTH} for row in rows])
+    for length in (None, 8):
+        with pytest.raises(UserError, match=f"tokens, but a row takes 1 to {LENGTH}; leave its task out$"):
+            evaluate_tasks(table, tokenizer, ["piqa"], task_data=folder, max_length=length)
+    with pytest.raises(UserError, match=r"tokens, but a row takes 1 to 2; give --max-length \d+, or"):
+        evaluate_tasks(table, tokenizer, ["piqa"], task_data=made[0], max_length=2)
 
 
 def test_a_machine_without_the_harness(monkeypatch):
