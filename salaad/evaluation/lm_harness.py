@@ -242,7 +242,12 @@ def _language_model(
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())
 
-        def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            return super().loglikelihood_rolling(requests, disable_tqdm or not sys.stderr.isatty())
+
+        def _loglikelihood_tokens(
+            self, requests: list[Any], disable_tqdm: bool = False, **options: Any
+        ) -> list[tuple[float, bool]]:
             positions = learned_positions(self.model.config)
             for texts, _, tokens in requests:
                 if texts is not None and not 0 < len(tokens) <= self.max_length:  # None in rolling likelihoods
@@ -251,7 +256,8 @@ def _language_model(
                     cure = f"give --max-length {len(tokens)}, or leave its task out" if helps else "leave its task out"
                     what = f"the choice {texts[1][:40]!r} has {len(tokens)} tokens, but a row takes 1 to {most}"
                     raise UserError(f"{what}; {cure}")
-            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+            # Rolling likelihoods ask for a bar for each batch, whatever they were told.
+            return super()._loglikelihood_tokens(requests, disable_tqdm or not sys.stderr.isatty(), **options)
 
     # The harness finds the choice by counting the tokens of the prompt alone, so no end token may be added (T5).
     ends = tokenizer("a").input_ids[-1] == tokenizer.eos_token_id

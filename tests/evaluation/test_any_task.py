@@ -165,6 +165,27 @@ def test_lambada_whose_score_is_the_last_word(tmp_path, model, tokenizer):  # no
     assert score.others["perplexity"] == pytest.approx(math.exp(-sum(chances) / ROWS), rel=1e-4)
 
 
+@pytest.mark.parametrize("task", ["lambada_openai", "wikitext"])
+def test_nothing_is_drawn_without_a_terminal_nor_resampled_for_errors_that_no_one_sees(
+    task,
+    tmp_path,
+    model,  # noqa: F811
+    tokenizer,  # noqa: F811
+    monkeypatch,
+    capfd,
+):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a bootstrap whose result is dropped")
+
+    monkeypatch.setattr("lm_eval.api.metrics.bootstrap_stderr", refuse)
+    text = [" ".join(random.Random(k).choices(WORDS, k=6)) for k in range(ROWS)]
+    write(tmp_path, f"{task}.test.jsonl", [{"text": line, "page": line} for line in text])
+    [score] = evaluate_tasks(model, tokenizer, [task], task_data=tmp_path)
+    assert capfd.readouterr() == ("", "")
+    if score.acc is not None:  # of shares: the sample's standard deviation over the root of the rows
+        assert score.acc_stderr == pytest.approx(math.sqrt(score.acc * (1 - score.acc) / (ROWS - 1)))
+
+
 def test_the_perplexity_of_a_running_text(tmp_path, model, tokenizer):  # noqa: F811
     page = " ".join(random.Random(6).choices(WORDS, k=30))
     write(tmp_path, "wikitext.test.jsonl", [{"page": page}])
