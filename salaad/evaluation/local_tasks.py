@@ -124,15 +124,41 @@ def _require_sound(task: Any, path: Path) -> None:
         empty = [name for name in columns if doc[name] is None]
         if empty:
             raise UserError(f"{path} has rows without {empty[0]}, such as the {number}.; {_CURE}")
-        if task.OUTPUT_TYPE != "multiple_choice":
-            continue
-        choices = task.doc_to_choice(doc)
-        answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-        for one in answer if isinstance(answer, list) else [answer]:
-            known = 0 <= one < len(choices) if isinstance(one, int) else one in choices
-            if not known:
-                wrong = f"row {number} of {path} has the answer {one!r}, which is none of its {len(choices)} choices"
-                raise UserError(f"{wrong}; {_CURE}")
+        try:
+            wrong = _fault(task, doc)
+        except Exception as error:  # of any class, from a task's own code or template
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise UserError(f"row {number} of {path} cannot be read ({reason}); {_CURE}") from error
+        if wrong:
+            raise UserError(f"row {number} of {path} has {wrong}; {_CURE}")
+
+
+def _fault(task: Any, doc: dict[str, Any]) -> str | None:
+    """Return what a row has that would be scored wrongly, or None; errors are those of the task's own functions."""
+    text, target = task.doc_to_text(doc), task.doc_to_target(doc)
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None if f"{text}{target}".strip() else "no words"
+    choices = task.doc_to_choice(doc)
+    among = f"none of its {len(choices)} choices"
+    answer = text if task.multiple_input else target
+    for one in answer if isinstance(answer, list) else [answer]:
+        known = 0 <= one < len(choices) if isinstance(one, int) else one in choices
+        if not known:
+            return f"the answer {one!r}, which is {among}"
+    label = doc.get("label")
+    if _takes_any_label(task, doc, choices) and not (isinstance(label, int) and 0 <= label < len(choices)):
+        return f"the label {label!r}, which is the number of {among}"
+    return None
+
+
+def _takes_any_label(task: Any, doc: dict[str, Any], choices: list[str]) -> bool:
+    """Whether a task's function makes a choice of any label whatever, as COPA's takes all but 0 for 1."""
+    if "label" not in doc or not callable(task.config.doc_to_target):
+        return False
+    try:
+        return task.doc_to_target(doc | {"label": "no label"}) in choices
+    except Exception:  # of any class: the function knows its labels
+        return False
 
 
 def _columns(task: Any, part: str) -> Iterator[str]:

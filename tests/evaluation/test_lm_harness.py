@@ -274,9 +274,37 @@ def test_rows_unlike_those_of_the_hub_are_refused(change, message, tmp_path, mad
     assert message in refused(["piqa"], folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": "0"}, "has the label '0', which is the number of none of its 2 choices"),
+        ({"label": 2}, "has the label 2, which is"),
+        ({"question": "why"}, "cannot be read (KeyError: 'why')"),
+        ({"choice1": ""}, "cannot be read (IndexError"),
+    ],
+)
+def test_a_row_that_the_code_of_copa_cannot_tell_is_named(change, message, tmp_path, made):
+    last = ROWS if "label" not in change else 1  # a file's column has one type
+    folder = copy(made, tmp_path, "copa", lambda rows: [*rows[: last - 1], rows[last - 1] | change])
+    assert f"row {last} of {folder / FILES['copa'][0]} {message}" in refused(["copa"], folder)
+
+
+@pytest.mark.parametrize("label", [True, 1])
+def test_labels_of_copa_that_are_numbers_are_taken(label, tmp_path, made):
+    check_tasks(["copa"], copy(made, tmp_path, "copa", lambda rows: [row | {"label": label} for row in rows]))
+
+
+@pytest.mark.parametrize(("task", "column"), [("wikitext", "page"), ("lambada_openai", "text")])
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_text_without_words_is_refused(task, column, text, tmp_path):
+    lines = [json.dumps({column: words}) for words in ("low rank", text)]
+    (tmp_path / f"{task}.test.jsonl").write_text("\n".join(lines))
+    assert f"row 2 of {tmp_path / task}.test.jsonl has no words" in refused([task], tmp_path)
+
+
 def test_choices_that_the_harness_cannot_read_are_refused(tmp_path, made):
     folder = copy(made, tmp_path, "arc_challenge", lambda rows: [row | {"choices": ["one"]} for row in rows])
-    assert f"cannot be read from {folder}" in refused(["arc_challenge"], folder)
+    assert f"row 1 of {folder / FILES['arc_challenge'][0]} cannot be read" in refused(["arc_challenge"], folder)
 
 
 @pytest.mark.parametrize("text", ["", "no JSON\n", '{"label": 1}\n{"label": "1"}\n'])
