@@ -3,7 +3,7 @@
 from functools import partial
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.validation import split_list
+from salaad.common.validation import check, split_list
 from salaad.config.command_line import read_options
 from salaad.config.commands import (
     EvaluationOptions,
@@ -46,7 +46,7 @@ from salaad.compression.deployment import Deployment, best_device
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.opening import open_deployment
 from salaad.compression.split import PostHoc
-from salaad.compression.variants import parse_budgets, parse_kappas, parse_variants
+from salaad.compression.variants import Variant, parse_budgets, parse_kappas, parse_variants
 from salaad.config.methods import SalaadConfig
 from salaad.config.run import DataConfig
 from salaad.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -64,9 +64,7 @@ def perplexity(options: PerplexityOptions, source: ModelOnDisk, data: DataConfig
     """Measure the perplexity of X, L + S and any number of cuts, as in the paper's Table 1, and print the table."""
     deployment = open_deployment(source)
     names = options.variants or deployment.default_variants
-    calibrated = options.calibrate > 0
-    variants = [v.fitted(options.refine, calibrated) for v in parse_variants(names, deployment.dense)]
-    deployment.check(variants)
+    variants = fitted_variants(deployment, names, options.refine, options.calibrate)
     if any(variant.calibrated for variant in variants):
         deployment.calibrate(data, options.calibrate)
     path = result_file(source, options, "perplexity")
@@ -117,8 +115,7 @@ def lm_eval(options: LmEvalOptions, source: ModelOnDisk) -> None:
     lm_harness.check_max_length(source.folder.config, options.max_length, source.name)
     lm_harness.check_tasks(tasks, task_data)
     deployment = open_deployment(source)
-    variants = [v.fitted(options.refine, False) for v in parse_variants(options.variants, deployment.dense)]
-    deployment.check(variants)
+    variants = fitted_variants(deployment, options.variants, options.refine)
     path = result_file(source, options, "lm-eval")
     tokenizer = load_tokenizer(str(source.folder.path))
     size = options.batch_size if options.batch_size == "auto" else int(options.batch_size)
@@ -161,6 +158,17 @@ def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
         found.append(row)
         keep_rows([{**about, **asdict(row)}], path)
     show(structure_table(found), [{**about, **asdict(row)} for row in found], path)
+
+
+def fitted_variants(deployment: Deployment, names: str, refine: int, calibrate: int = 0) -> list[Variant]:
+    """Return the variants of these names that `deployment` gives, those that are cut with this refinement and text."""
+    variants = [variant.fitted(refine, calibrate > 0) for variant in parse_variants(names, deployment.dense)]
+    cut = any(variant.budget is not None for variant in variants)
+    for option, value in (("--refine", refine), ("--calibrate", calibrate)):
+        nothing = f"{option} is {value}, but nothing is cut; give --variants a budget too, such as 0.5@energy"
+        check(cut or not value, nothing)
+    deployment.check(variants)
+    return variants
 
 
 def evaluation_of(deployment: Deployment, options: TextOptions, data: DataConfig) -> VariantEvaluation:

@@ -58,8 +58,8 @@ def compress(
         The small model, for inference, on the device and in the dtype of the model; the same on every rank.
 
     Raises:
-        UserError: the budget is below what is never compressed, κ is outside [0, 1], `refine` is negative, or the head
-            that is to be split is missing or tied to the embedding.
+        UserError: the budget is below what is never compressed, κ is outside [0, 1], `refine` is negative, either is
+            given without a budget, or the head that is to be split is missing or tied to the embedding.
     """
     from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
 
@@ -99,6 +99,8 @@ def _check(
         raise UserError(f"kappa is {kappa}, but nothing is cut; give a budget too")
     if refine is not None and refine < 0:
         raise UserError(f"refine is {refine}, but the least is 0; give 0 or more")
+    if refine and budget is None:
+        raise UserError(f"refine is {refine}, but nothing is cut; give a budget too")
     if lm_head and not free_heads(model):
         raise UserError(
             f"lm_head is True, but {type(model).__name__} has no LM head, or one that is tied to another weight and "

@@ -432,6 +432,7 @@ def test_weights_that_layers_share_undeclared_stay_dense_in_one_copy():
         ({"budget": 100}, "below the floor"),
         ({"budget": 0.5, "kappa": 1.5}, "outside [0, 1]"),
         ({"kappa": 0.5}, "nothing is cut; give a budget"),
+        ({"refine": 3}, "refine is 3, but nothing is cut; give a budget too"),
         ({"budget": "half"}, "is no number"),
         ({"budget": 0.5, "refine": -1}, "refine is -1, but the least is 0; give 0 or more"),
     ],
