@@ -197,11 +197,8 @@ class CheckpointDeployment(Deployment):
             return Variant("X")  # the folder as it is, dense again or in another dtype
         if budget is None:
             return Variant("L+S", refine=refine, calibrated=calibrated)
-        if options.by_energy:
-            head = any(role_of(name) == "lm_head" for name in self._split)
-            return Variant(f"{options.budget}@energy{'+head' * head}", budget, None, refine, calibrated)
-        kappa = options.kappa or 0.0  # if it is not given, until it is settled
-        return Variant(f"{options.budget}@{kappa:g}", budget, kappa, refine, calibrated)
+        kappa = None if options.by_energy else options.kappa or 0.0  # if it is not given, until it is settled
+        return Variant(self._cut_to(options.budget, kappa), budget, kappa, refine, calibrated)
 
     def settled(self, variant: Variant, options: CompressOptions) -> Variant:
         """Return the variant with its κ; as L + S, which nothing refines or weighs, if the budget is at or above that.
@@ -216,7 +213,12 @@ class CheckpointDeployment(Deployment):
             return variant
         # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.
         kappa = round(self.whole.share, 3)
-        return replace(variant, name=f"{options.budget}@{kappa:g}", kappa=kappa)
+        return replace(variant, name=self._cut_to(options.budget, kappa), kappa=kappa)
+
+    def _cut_to(self, budget: str, kappa: float | None) -> str:
+        """Return the name by which evaluate.py makes the cut to a budget of the checkpoint, by HPA if κ is given."""
+        head = any(role_of(name) == "lm_head" for name in self._split)
+        return f"{budget}@{'energy' if kappa is None else f'{kappa:g}'}{'+head' * head}"
 
     @property
     def _between_factors(self) -> str:

@@ -50,19 +50,19 @@ def parse_variants(text: str, dense: int) -> list[Variant]:
     """
     variants = []
     for name in (part.strip() for part in text.split(",")):
-        budget, at, kappa = name.partition("@")
+        budget, at, how = name.partition("@")
         if name in ("X", "L+S"):
             variants.append(Variant(name))
-        elif kappa in ("energy", "energy+head"):
-            variants.append(Variant(name, parse_budget(budget, dense), head=kappa.endswith("+head")))
         elif at:
-            variants.append(Variant(name, parse_budget(budget, dense), parse_kappa(kappa)))
+            way = how.removesuffix("+head")
+            kappa = None if way == "energy" else parse_kappa(way)
+            variants.append(Variant(name, parse_budget(budget, dense), kappa, head=way != how))
         elif name[:1].isdigit():
             variants.append(Variant(name, parse_budget(name, dense), stored=True))
         else:
             raise UserError(
-                f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, "
-                "194M@energy+head, or 194M of an elastic folder"
+                f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, either with "
+                "+head, or 194M of an elastic folder"
             )
     return variants
 

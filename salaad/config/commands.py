@@ -60,7 +60,7 @@ class PerplexityOptions(TextOptions):
 
     Args:
         variants: what to evaluate, a list: X, L+S, BUDGET@KAPPA such as 194M@0.6 (HPA), BUDGET@energy (one threshold
-            for the whole model), BUDGET@energy+head (LM head and embedding are cut too where they are no blocks), or
+            for the whole model), either with +head (LM head and embedding are cut too where they are no blocks), or
             BUDGET of an elastic folder or a matformer run; a budget is a parameter count of the whole model or a
             fraction of the dense one. Without it X, with what there is of L+S or narrower widths.
         refine: alternating projections that follow each cut; compress.py takes 20 where it cuts by energy.

@@ -195,6 +195,17 @@ def test_perplexity_takes_the_head_too_where_a_variant_says_so(sweep, runs, tmp_
     assert len({row["perplexity"] for row in (X, without, beside)}) == 3
 
 
+@pytest.mark.parametrize("kappa", [{"kappa": 0.3}, {"allocation": "hpa"}])
+def test_by_hpa_too_the_folder_is_the_variant_that_it_names(runs, tmp_path, kappa):
+    compress(runs / "salaad", tmp_path / "made", budget="0.5", lm_head=True, dtype="float32", **kappa)
+    name = json.loads((tmp_path / "made" / "compression.json").read_text())["variant"]
+    evaluate("perplexity", tmp_path / "made", tmp_path / "folder", dtype="float32")
+    evaluate("perplexity", runs / "salaad", tmp_path / "cut", dtype="float32", variants=f"{name},{name.split('+')[0]}")
+    [[folder], [beside, without]] = [rows_of(tmp_path / place, "perplexity") for place in ("folder", "cut")]
+    assert beside["parameters"] == folder["parameters"] != without["parameters"]
+    assert beside["perplexity"] == pytest.approx(folder["perplexity"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -44,6 +44,13 @@ def test_a_budget_alone_is_a_size_of_an_elastic_folder_and_energy_a_budget_witho
     ]
 
 
+def test_both_ways_to_cut_take_the_head_too():
+    assert parse_variants("194M@energy+head,194M@0.6+head", DENSE) == [
+        Variant("194M@energy+head", 194_000_000, head=True),
+        Variant("194M@0.6+head", 194_000_000, 0.6, head=True),
+    ]
+
+
 def test_what_is_cut_can_be_fitted_and_what_is_whole_stays():
     assert [variant.fitted(20, True) for variant in parse_variants("X,L+S,0.5@energy", DENSE)] == [
         Variant("X"),
@@ -61,14 +68,23 @@ def test_an_unknown_variant_is_one_sentence_naming_all_forms(name):
     with pytest.raises(UserError) as error:
         parse_variants(f"X,{name}", DENSE)
     assert str(error.value) == (
-        f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, "
-        "194M@energy+head, or 194M of an elastic folder"
+        f"variant {name!r} is unknown; give X, L+S, BUDGET@KAPPA such as 194M@0.6, 194M@energy, either with +head, "
+        "or 194M of an elastic folder"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("X@0.5", "'X'"), ("@0.5", "''"), ("194M@", "''"), ("194M@high", "'high'"), ("194M@1.5", "1.5"), ("0@0.5", "'0'")],
+    [
+        ("X@0.5", "'X'"),
+        ("@0.5", "''"),
+        ("194M@", "''"),
+        ("194M@high", "'high'"),
+        ("194M@0.6+tail", "'0.6+tail'"),
+        ("194M@+head", "''"),
+        ("194M@1.5", "1.5"),
+        ("0@0.5", "'0'"),
+    ],
 )
 def test_a_variant_with_a_wrong_half_names_that_half(name, value):
     with pytest.raises(UserError) as error:
