@@ -100,18 +100,24 @@ def in_words(variants: Sequence[Variant]) -> str:
     return f"{', '.join(all_but_last)} and {last}" if all_but_last else last
 
 
-def history(name: str, kind: str, options: CompressOptions, variants: Sequence[Variant]) -> str:
+def history(name: str, kind: str, activation: str | None, options: CompressOptions, variants: Sequence[Variant]) -> str:
     """Return sentences on what a folder was made of, and how.
 
     Args:
         name: name of the model that the folder was made of.
         kind: where its L and S come from, the `kind` of the deployment.
+        activation: what stands between the factors of its layers, if anything does.
         options: the options of compress.py.
         variants: the variant that the options ask for, or those at which ranges of sizes begin.
     """
     variant = variants[0]
     if kind == "nested":
         return f"This is one of the narrower models inside {name}. It was written by compress.py of SALAAD."
+    if activation is not None:
+        return (
+            f"This is {name}, with layers y = U·{activation}(V·x) + S·x, as they were trained, in place of weight "
+            "matrices: U and V are thin, S is sparse or empty. It was written by compress.py of SALAAD."
+        )
     origin = {
         "trained": "as they were trained with SALAAD",
         "rpca": "found by robust PCA in the finished weights",

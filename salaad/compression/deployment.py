@@ -89,6 +89,7 @@ class Deployment:
         fixed: parameters that are never compressed.
         default_variants: the variants that are evaluated when the user names none.
         calibration: the text that calibrated variants are weighed on; None until `calibrate` has set it.
+        activation: what stands between the factors of a model whose blocks are no matrices L + S; None for all others.
     """
 
     source: ModelOnDisk
@@ -97,6 +98,7 @@ class Deployment:
     fixed: int
     default_variants: str
     calibration: CalibrationText | None = None
+    activation: str | None = None
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError if this model cannot give one of the variants, before anything is computed."""

@@ -88,8 +88,8 @@ class CheckpointDeployment(Deployment):
         self.dense = count_parameters(model)
         entry = getattr(model.config, "quantization_config", None)
         self.in_parts = list(entry["blocks"]) if is_fixed_size(entry) else []
-        self._activation = entry.get("activation") if self.in_parts else None
-        if post_hoc is not None and self._activation is not None:
+        self.activation = entry.get("activation") if self.in_parts else None
+        if post_hoc is not None and self.activation is not None:
             raise UserError(f"{source.name} {self._between_factors}, so there is no weight to be split; {_WHOLE}")
         if post_hoc is not None and entry:
             how = "stored in parts" if is_fixed_size(entry) or is_any_size(entry) else "quantized"
@@ -125,7 +125,7 @@ class CheckpointDeployment(Deployment):
                 continue
             if variant.name != "X" and not self._names:
                 lacks, cure = "holds no L and S", _WHERE_L_AND_S_ARE
-                if self._activation is not None:
+                if self.activation is not None:
                     lacks, cure = f"{self._between_factors} and no L and S", _WHOLE
                 elif self.in_parts:
                     lacks, cure = "holds one size in parts", "give the checkpoint or dense model it was made of"
@@ -178,7 +178,7 @@ class CheckpointDeployment(Deployment):
 
     def variant_for(self, options: CompressOptions, budget: int | None) -> Variant:
         """Return the variant that the options ask for; `settled` finds HPA's κ where that is not given."""
-        if self._activation is not None and (options.match or options.distill):
+        if self.activation is not None and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} {self._between_factors} and no L and S, so nothing is cut that --match and "
                 "--distill could fit; leave both out"
@@ -222,7 +222,7 @@ class CheckpointDeployment(Deployment):
 
     @property
     def _between_factors(self) -> str:
-        return f"has a {self._activation} between the factors of its layers"
+        return f"has a {self.activation} between the factors of its layers"
 
     @cached_property
     def parts(self) -> Parts:

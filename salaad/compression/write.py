@@ -96,7 +96,7 @@ def compress(options: CompressOptions, source: ModelOnDisk, data: DataConfig | N
         read = [f"Calibrated on {deployment.calibration.described}."] if variant.calibrated else []
         found = "\n\n".join([size_table(name, sizes), content.note, *read, *warning])
         usage = usage_of(deployment, options, content, tokenizer is not None and can_read_text(tokenizer))
-        how = history(source.name, deployment.kind, options, variants)
+        how = history(source.name, deployment.kind, deployment.activation, options, variants)
         write_card(folder, usage, how=how, sizes=found, base=source.base)
     deployment.written()
     missing = "" if tokenizer is not None else f"\n\nNo tokenizer was written, since {source.name} has none."

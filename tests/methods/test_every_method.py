@@ -301,6 +301,8 @@ def test_factors_with_an_activation_stay_what_they_are(tmp_path, monkeypatch, fi
     ids = torch.arange(24).view(2, 12)
     own = AutoModelForCausalLM.from_pretrained(last_checkpoint(folder) / "model")
     assert torch.equal(small(ids).logits, own(ids).logits)
+    card = (tmp_path / "same" / "README.md").read_text()
+    assert "with layers y = U·silu(V·x) + S·x, as they were trained," in card and "L + S" not in card
     fitted = ("--budget", "35000", "--match", "4")
     for how in (("--format", "dense"), ("--budget", "35000"), ("--rpca",), fitted):
         with pytest.raises(UserError, match=r"silu between (their factors|the factors of its layers)"):
