@@ -213,8 +213,12 @@ class SlrQuantizer(CheckedQuantizer):
         in_int8 = pack_blocks(state, stored, self.in_int8, rounding=not self.pre_quantized)
         self.quantization_config.numbers = "int8" if in_int8 else "float"
         # Without our quantizer transformers would fill missing weights with random numbers; empty ones it refuses.
-        guards = {f"{name}.weight": torch.empty(0) for name in stored}
-        return state | guards | stack_guards(model), {}
+        guards = {f"{name}.weight": torch.empty(0) for name in stored} | stack_guards(model)
+        if guards:
+            # transformers' conversions would rename parts of a block, which config.json lists by the model's own name,
+            # and join whole weights, which are not there.
+            model._weight_conversions = []
+        return state | guards, {}
 
     @property
     def computed_on_opening(self) -> str | None:
@@ -267,15 +271,8 @@ def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
 
 
 def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the empty tensors that are stored under the names of expert weights which `open_stacks` split.
-
-    A model with such weights is saved under the names that it has: transformers' conversions of names, which expect
-    whole stacks, are turned off.
-    """
-    opened = stacks(model)
-    if opened:
-        model._weight_conversions = []
-    return {name: torch.empty(0) for name in opened}
+    """Return the empty tensors that are stored under the names of expert weights which `open_stacks` split."""
+    return {name: torch.empty(0) for name in stacks(model)}
 
 
 def factor(model: nn.Module, blocks: dict[str, Slr]) -> nn.Module:

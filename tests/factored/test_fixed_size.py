@@ -33,6 +33,7 @@ from salaad.factored.fixed_size import SlrEmbedding, SlrLinear, factor, slr_modu
 from salaad.factored.slr import Slr
 from salaad.model.build import load_model
 from salaad.model.folder_formats import FIXED_SIZE
+from tests.helpers.families import model_of
 from tests.helpers.models import IDS, logits, open_folder
 from tests.helpers.slr_weights import assert_opened_as, dense, distance, parts, whole_numbers
 
@@ -182,6 +183,29 @@ def test_an_opened_folder_computes_to_the_bit_what_was_saved(case):
 def test_the_configuration_of_an_opened_model_opens_the_folder_again(one):
     opened = open_folder(one.folder)
     assert torch.equal(logits(open_folder(one.folder, config=opened.config)), logits(opened))
+
+
+# In transformers' own files GPT-NeoX has its head as embed_out, and HRM its gate and up projections in one weight.
+@pytest.mark.parametrize(("family", "changes"), [("gpt_neox", {}), ("hrm_text", {"head_dim": 8})])
+def test_blocks_that_transformers_renames_on_saving_are_stored_by_the_names_in_the_model(family, changes, tmp_path):
+    model = model_of(family, vocab_size=512, tie_word_embeddings=False, **changes)
+    blocks = blocks_of(model)
+    del blocks[[*blocks][6]]  # in HRM a gate projection, whose up projection is in parts
+    original = with_dense(model, blocks)
+    model = factor(model, blocks)
+    assert slr_modules(model).keys() == blocks.keys() > {"lm_head"}
+    assert distance(logits(model), logits(original)) < 1e-5
+    folder = tmp_path / "first"
+    model.save_pretrained(folder)
+    for again in (tmp_path / "second", tmp_path / "third"):
+        opened, report = open_folder(folder, output_loading_info=True)
+        assert not any(report.values())
+        assert_same_tensors(opened, model)
+        assert torch.equal(logits(opened), logits(model))
+        folder = again
+        opened.save_pretrained(folder)
+    opened.dequantize().save_pretrained(tmp_path / "dense")
+    assert distance(logits(open_folder(tmp_path / "dense")), logits(original)) < 1e-5
 
 
 def test_saving_again_gives_the_same_bytes(case, tmp_path):

@@ -43,5 +43,5 @@ IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 def model_of(family: str, **other: int) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **other})
+        AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **other})
     ).eval()
