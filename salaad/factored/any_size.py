@@ -43,6 +43,8 @@ from salaad.model.weight_headers import (
 FORMAT_VERSION, WITH_RANGES = 1, 2
 _DENSER = 1000  # largest ratio of the numbers in weights that are always dense in memory to those in the files
 
+_PARTS = ("U", "V", "S_values", "S_packed")  # what a layer in parts may lack when it is opened
+
 
 class ElasticConfig(FolderEntry):
     """The entry `quantization_config` in the config.json of an elastic folder.
@@ -188,15 +190,16 @@ class ElasticQuantizer(CheckedQuantizer):
         check_room(model, headers, beside=beside)
         ignore_guards(model, entry.blocks)
         model._keys_to_ignore_on_load_unexpected.add(r"^elastic\.")
-        missing = {rf"^{re.escape(name)}\.(weight|U|V|S_values|S_packed)$" for name in self._blocks}
-        missing |= {
+        # The tied weights of blocks, missing or not, have their turn in `tie_weights` before they are dropped.
+        missing = {
             rf"^{re.escape(key)}$"
             for pair in model.all_tied_weights_keys.items()
             for key in pair
             if {part.rpartition(".")[0] for part in pair} & set(self._blocks)
         }
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *missing}
-        model.tie_weights = partial(_tie_to_filled, model, frozenset(f"{name}.weight" for name in self._blocks))
+        filled = frozenset(f"{name}.{part}" for name in self._blocks for part in ("weight", *_PARTS))
+        model.tie_weights = partial(_tie_to_filled, model, filled)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -223,18 +226,19 @@ class ElasticQuantizer(CheckedQuantizer):
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:
         """Check the tensors in the file against config.json and the model; return how many parameters stay dense."""
         entry, always, dense = self.quantization_config, always_dense(model), 0
+        stored = numbers(headers)
         for index, blocks in enumerate(entry.ranges):
             check_tensors(expected_line(index, len(blocks), headers), headers)
             for own, name in inside.items():
                 n, m, rank, nnz = blocks[name]
-                if check_block(model, own, rank, nnz, headers) != (n, m):
+                if check_block(model, own, rank, nnz, stored) != (n, m):
                     raise UserError(f"config.json gives {name} two shapes, one of them {n}×{m}; give a whole folder")
                 check_tensors(expected_units(index, name, blocks[name]), headers)
                 dense += n * m if own in always and not index else 0
             for own, name in self._fitted(model, index).items():
                 check_tensors(expected_vector(index, name, model.get_parameter(own)), headers)
         # A weight that is always dense takes n·m numbers in memory, however few units the file holds of it.
-        most = _DENSER * numbers(headers)
+        most = _DENSER * stored
         if dense > most:
             raise UserError(
                 f"blocks that are dense in memory take {dense:,} numbers, a folder of this size at most {most:,}; give "

@@ -6,6 +6,7 @@ with their rank and number of entries. transformers opens such a folder through 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from os import PathLike
@@ -100,10 +101,10 @@ class SlrQuantizer(CheckedQuantizer):
         blocks = self.quantization_config.blocks
         headers = headers_for(model, checkpoint_files)
         inside = names_inside(model, blocks)
-        head, tied = new_head(model, headers), tied_modules(model)
+        head, tied, stored = new_head(model, headers), tied_modules(model), numbers(headers)
         buffers = [name for name, _ in model.named_buffers()]  # before those of layers in int8 join them
         for own, name in inside.items():
-            check_block(model, own, *blocks[name], headers)
+            check_block(model, own, *blocks[name], stored)
             if own in tied:
                 raise UserError(
                     f"{name} is stored as U, V and S, and {type(model).__name__} shares it with another module; open "
@@ -115,8 +116,8 @@ class SlrQuantizer(CheckedQuantizer):
         for own, name in inside.items():
             rank, nnz = blocks[name]
             layer = outline_of(model.get_submodule(own), rank, nnz, self.in_int8, self.quantization_config.activation)
-            stored = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
-            check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in stored.items()}, headers)
+            parts = {key: tensor for key, tensor in layer.state_dict().items() if key != "bias"}
+            check_tensors({f"{name}.{key}": shape_and_types(tensor) for key, tensor in parts.items()}, headers)
             model.set_submodule(own, layer)
         check_room(model, headers, beside=head)
         self._spared = stored_parameters(headers, buffers) - (self.quantization_config.parameters or 0)
@@ -266,8 +267,22 @@ class SlrQuantizer(CheckedQuantizer):
 
 def ignore_guards(model: PreTrainedModel, blocks: Iterable[str]) -> None:
     """Let the loader ignore the empty tensors stored under the names of the blocks' dense weights."""
-    guards = {rf"^{re.escape(name)}\.weight$" for name in blocks} | {rf"^{re.escape(name)}$" for name in stacks(model)}
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *guards}
+    guards = [*(f"{name}.weight" for name in blocks), *stacks(model)]
+    ignored = {f"^{_pattern([re.split(r'(?=[.])', name) for name in guards])}"} if guards else set()
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+
+
+def _pattern(names: list[list[str]]) -> str:
+    """Return a regular expression for names, each split at its dots.
+
+    transformers searches it in the name of every tensor in the files; as it branches at the dots, a search does not try
+    all names in turn, which would take quadratic time.
+    """
+    rests = defaultdict(list)
+    for first, *rest in filter(None, names):
+        rests[first].append(rest)
+    ends = ["$"] if [] in names else []
+    return f"(?:{'|'.join([*ends, *(re.escape(first) + _pattern(rest) for first, rest in rests.items())])})"
 
 
 def stack_guards(model: PreTrainedModel) -> dict[str, Tensor]:

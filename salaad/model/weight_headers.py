@@ -169,8 +169,15 @@ def numbers(headers: Headers) -> int:
     return sum(prod(header.shape) for header in headers.values())
 
 
-def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Headers | None = None) -> tuple[int, int]:
+def check_block(model: nn.Module, name: str, rank: int, nnz: int, stored: int | None = None) -> tuple[int, int]:
     """Return the shape (n, m) of the named block's weight, after checking that `rank` and `nnz` fit.
+
+    Args:
+        model: the model, which may be on the meta device.
+        name: name of the block.
+        rank: its rank in config.json.
+        nnz: its number of entries in config.json.
+        stored: `numbers` of the files that shall fill it, if there are files.
 
     Raises:
         UserError: there is no such matrix, it cannot have this rank or so many entries, or the files cannot fill it.
@@ -183,8 +190,8 @@ def check_block(model: nn.Module, name: str, rank: int, nnz: int, headers: Heade
         raise UserError(
             f"{name}, a matrix of {n}×{m}, is given rank {rank:,} and {nnz:,} entries, more than it can have; {_WHOLE}"
         )
-    widest = max(numbers(headers or {}), _WIDEST)
-    if headers is not None and max(n, m) > widest:
+    widest = max(stored or 0, _WIDEST)
+    if stored is not None and max(n, m) > widest:
         raise UserError(f"config.json makes {name} {max(n, m):,} wide, the files have room for {widest:,}; {_WHOLE}")
     return n, m
 
