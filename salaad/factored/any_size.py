@@ -42,7 +42,6 @@ from salaad.model.weight_headers import (
 
 FORMAT_VERSION, WITH_RANGES = 1, 2
 _DENSER = 1000  # largest ratio of the numbers in weights that are always dense in memory to those in the files
-
 _PARTS = ("U", "V", "S_values", "S_packed")  # what a layer in parts may lack when it is opened
 
 

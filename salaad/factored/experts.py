@@ -49,6 +49,13 @@ class ExpertStack(nn.Module):
         """Return one expert, as a model's code indexes the parameter; negative numbers count from the end."""
         return Expert(self._modules[str(range(len(self))[int(index)])])
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dense weights, such as `transpose`, where a module has none of this name."""
+        # Private names are those of modules; a copy, for one, would be made by the tensor's method.
+        if name.startswith("_") or not hasattr(Tensor, name):
+            return super().__getattr__(name)
+        return getattr(self.dense(), name)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call any function of torch with dense weights in place of stacks and experts."""

@@ -22,7 +22,7 @@ from salaad.methods.salaad.storage import read_index
 from salaad.model.roles import find_blocks
 from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, rows_of
-from tests.helpers.families import IDS, model_of
+from tests.helpers.families import EXPERTS, IDS, model_of
 from tests.helpers.models import open_folder
 from tests.helpers.slr_weights import distance, gaussian
 
@@ -206,6 +206,21 @@ def test_a_checkpoint_with_experts_is_cut_at_every_size_and_measured(tiny_tokeni
     assert len(perplexities) == 4 and all(value > 1 for value in perplexities.values())
 
 
+def test_experts_that_a_model_uses_by_methods_of_tensors_compute_in_parts(tmp_path):
+    model = model_of("inkling_text", **{"head_dim": 8, "num_experts": 4, "n_routed_experts": 4, **EXPERTS})
+    blocks = {name: slr for name, slr in parts_of(model).items() if "shared_experts" in name}
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, X in find_blocks(twin, SalaadConfig()).items():
+            if name in blocks:
+                X.copy_(blocks[name].dense())
+    factor(model, blocks).save_pretrained(tmp_path)
+    opened = open_folder(tmp_path)
+    assert len(stacks(opened)) and slr_modules(opened).keys() == blocks.keys()
+    for each in (model, opened):
+        torch.testing.assert_close(logits(each), logits(twin), rtol=1e-4, atol=1e-5)
+
+
 # ---- the stack itself
 
 
@@ -226,6 +241,9 @@ def test_a_stack_multiplies_by_the_layer_and_is_dense_for_all_else():
     torch.testing.assert_close(x @ stack[2].mT, x @ expected[2].mT)
     torch.testing.assert_close(torch.matmul(gaussian(2, 5), stack[1]), gaussian(2, 5) @ expected[1])
     assert distance(stack.dense().double(), expected.double()) < 1e-6
+    torch.testing.assert_close(gaussian(3, 2, 4) @ stack.transpose(1, 2), gaussian(3, 2, 4) @ expected.mT)
+    assert stack.ndim == 3 and stack.dtype == torch.float32 and not hasattr(stack, "weight")
+    assert type(copy.deepcopy(stack)) is ExpertStack
 
 
 def test_a_router_that_a_pattern_names_is_a_block_that_stays_dense(tmp_path):
