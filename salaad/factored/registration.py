@@ -1,10 +1,10 @@
 """The registration of both folder formats with transformers, made when transformers imports the modules to change.
 
 The formats are entered in the registry of quantizers. `from_pretrained` passes an argument that it does not know to the
-configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so every
-configuration gets the attribute `budget`, whose setter refuses a folder of another format unless the architecture has a
-setting of this name. A configuration that is given to `from_pretrained` must have its size already: `config =
-AutoConfig.from_pretrained(folder, budget=…)`.
+configuration if that has an attribute of this name, and otherwise to the model's class, which fails on it; so `budget`
+is taken out of the arguments where the configuration is made from config.json. It is left there where it is not ours:
+where the architecture, or the config.json of a folder of another format, has a setting of this name. A configuration
+that is given to `from_pretrained` must have its size already: `config = AutoConfig.from_pretrained(folder, budget=…)`.
 
 Some methods of models know dense layers only, and ask the model's quantizer first if it is ours. Importing transformers
 takes seconds, and so does importing our classes: neither is imported with this module.
@@ -86,25 +86,25 @@ def _enter_formats(registry: ModuleType) -> None:
 
 
 def _take_budgets(configurations: ModuleType) -> None:
-    configurations.PreTrainedConfig.budget = property(_asked, _ask_for)
+    usual = configurations.PreTrainedConfig.from_dict.__func__
 
+    @wraps(usual)
+    def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        any_size = is_any_size(config_dict.get("quantization_config"))
+        own_setting = "budget" in signature(cls.__init__).parameters or ("budget" in config_dict and not any_size)
+        asked = None if own_setting else kwargs.pop("budget", None)
+        if asked is not None and not any_size:
+            raise UserError(
+                f"budget {asked} is asked of a folder that holds one size; leave it out, or give a folder that was "
+                "written with --elastic"
+            )
+        made = usual(cls, config_dict, **kwargs)
+        if asked is not None:
+            config = made[0] if kwargs.get("return_unused_kwargs") else made
+            setattr(config, ASKED, str(asked))  # as a number of NumPy would not be written into config.json
+        return made
 
-def _asked(config: Any) -> Any:
-    return vars(config).get("budget", getattr(config, ASKED, None))
-
-
-def _ask_for(config: Any, budget: str | float | None) -> None:
-    if "budget" in signature(type(config).__init__).parameters:  # an architecture with a setting of this name
-        vars(config)["budget"] = budget
-        return
-    if budget is None:
-        return
-    if not is_any_size(getattr(config, "quantization_config", None)):
-        raise UserError(
-            f"budget {budget} is asked of a folder that holds one size; leave it out, or give a folder that was "
-            "written with --elastic"
-        )
-    setattr(config, ASKED, str(budget))  # as a number of NumPy would not be written into config.json
+    configurations.PreTrainedConfig.from_dict = classmethod(from_dict)
 
 
 def _ask_ours_first(models: ModuleType) -> None:

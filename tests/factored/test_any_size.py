@@ -36,7 +36,7 @@ from salaad.factored.slr import Slr
 from salaad.model.build import ModelFolder
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
 from tests.helpers.deploying import compress, ok, refused, rows_of
-from tests.helpers.models import IDS, logits, open_folder
+from tests.helpers.models import IDS, logits, open_folder, save_gpt2
 from tests.helpers.surrogates import best_rank, dense_parts, l_plus_s
 from tests.helpers.training import last_checkpoint
 
@@ -165,6 +165,23 @@ def test_an_architecture_may_have_a_setting_called_budget():
 
     config = WithBudget(budget=5)
     assert config.budget == 5 and config.to_dict()["budget"] == 5 and "budget" not in LlamaConfig().to_dict()
+    assert WithBudget.from_dict(config.to_dict(), budget=7).budget == 7
+
+
+def test_a_config_json_may_have_a_key_called_budget(elastic, tmp_path):
+    """As without this package: a dense folder opens and keeps it, and an elastic one still opens at any size."""
+    save_gpt2(tmp_path / "dense")
+    shutil.copytree(elastic["float32"], tmp_path / "elastic")
+    for kind in ("dense", "elastic"):
+        file = tmp_path / kind / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"budget": 3}))
+        opened = open_folder(tmp_path / kind)
+        opened.save_pretrained(tmp_path / f"{kind} again")
+        assert opened.config.budget == open_folder(tmp_path / f"{kind} again").config.budget == 3
+    assert open_folder(tmp_path / "dense", budget=4).config.budget == 4
+    small = open_folder(tmp_path / "elastic", budget=20_000)
+    assert_same_model(small, open_folder(elastic["float32"], budget=20_000))
+    assert small.config.budget == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,7 +338,7 @@ def test_two_sizes_opened_one_after_the_other_are_each_their_own(elastic):
     small = open_folder(folder, budget=20_000)
     expected = {key: tensor.clone() for key, tensor in small.state_dict().items()}
     large, whole = open_folder(folder, budget=0.75), open_folder(folder)
-    assert [model.config.budget for model in (small, large, whole)] == [None] * 3
+    assert not any(hasattr(model.config, "budget") for model in (small, large, whole))
     assert all(torch.equal(small.state_dict()[key], tensor) for key, tensor in expected.items())
     assert_same_model(open_folder(folder, budget=20_000), small)
     assert_same_model(open_folder(folder, budget=0.75), large)
