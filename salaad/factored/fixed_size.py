@@ -5,6 +5,7 @@ with their rank and number of entries. transformers opens such a folder through 
 `registration` enters `SlrQuantizer`.
 """
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -333,8 +334,10 @@ def stored_parameters(headers: Headers, buffers: Iterable[str]) -> int:
 
 def dense_outline(model: PreTrainedModel) -> PreTrainedModel:
     """Return a dense model without weights, whose layers may take the place of those of `model`."""
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype  # a text once the model was saved, which some architectures pass on to torch
     with torch.device("meta"):
-        return type(model)(model.config)
+        return type(model)(config)
 
 
 def factored_outline(model: PreTrainedModel, blocks: Mapping[str, Slr], activation: str | None) -> PreTrainedModel:

@@ -208,6 +208,20 @@ def test_blocks_that_transformers_renames_on_saving_are_stored_by_the_names_in_t
     assert distance(logits(open_folder(tmp_path / "dense")), logits(original)) < 1e-5
 
 
+def test_a_saved_model_whose_activation_has_a_dtype_becomes_dense(tmp_path):
+    """Apertus makes its activation in the dtype of its configuration, which is a text once the model was saved."""
+    model = model_of("apertus", vocab_size=512)
+    blocks = blocks_of(model)
+    original = with_dense(model, blocks)
+    factor(model, blocks).save_pretrained(tmp_path / "first")
+    opened = open_folder(tmp_path / "first")
+    opened.save_pretrained(tmp_path / "second")
+    for each in (model, opened):
+        assert slr_modules(each)
+        each.dequantize()
+        assert not slr_modules(each) and distance(logits(each), logits(original)) < 1e-5
+
+
 def test_saving_again_gives_the_same_bytes(case, tmp_path):
     open_folder(case.folder).save_pretrained(tmp_path)
     files = sorted(path.name for path in case.folder.iterdir())
