@@ -40,10 +40,19 @@ class UnitQueue:
         """Build the queue from name → (n, m, singular values of L, entries of S or their magnitudes)."""
         sides = [values for _, _, sigma, S in spectra.values() for values in (sigma, S)]
         costs = [cost for n, m, *_ in spectra.values() for cost in (n + m, 1)]
-        counts = torch.zeros(len(sides), _LEVELS, dtype=torch.int64, device="cpu")
-        for i, (values, cost) in enumerate(zip(sides, costs, strict=True)):
-            counts[i] = torch.bincount(_level(values, cost), minlength=_LEVELS)
-        counts = counts[:, counts.any(0)].flip(1).T
+        # Of each side only the levels that it has are kept. A new table for each would leave its memory in pieces.
+        table, one = torch.zeros(_LEVELS, dtype=torch.int64, device="cpu"), torch.tensor(1, device="cpu")
+        levels, numbers = [], []
+        for values, cost in zip(sides, costs, strict=True):
+            level = _level(values, cost)
+            table.zero_().scatter_add_(0, level, one.expand_as(level))
+            levels.append(table.nonzero().flatten())
+            numbers.append(table[levels[-1]])
+        known = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *levels]).unique()
+        counts = torch.zeros(len(sides), len(known), dtype=torch.int64, device="cpu")
+        for row, level, number in zip(counts, levels, numbers, strict=True):
+            row[torch.searchsorted(known, level)] = number
+        counts = counts.flip(1).T
         return cls({name: n + m for name, (n, m, *_) in spectra.items()}, counts.reshape(len(counts), len(spectra), 2))
 
     @property

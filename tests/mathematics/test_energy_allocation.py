@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from salaad.energy_allocation import UnitQueue, allocate_by_energy, implied_kappa
 
@@ -189,6 +192,48 @@ def test_of_two_lines_behind_each_other_the_second_begins_after_all_of_the_first
         assert both.keep(most) == {
             name: (head[name][0] + tail[name][0], head[name][1] + tail[name][1]) for name in head
         }
+
+
+def spectra_of(count: int, seed: int) -> dict[str, tuple[int, int, Tensor, Tensor]]:
+    """Return `count` random blocks, some without L or S, whose values spread over many magnitudes and repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for k in range(count):
+        n, m, rank, nnz = torch.randint(0, 9, (4,), generator=generator).tolist()
+        sigma, S = (torch.randn(size, generator=generator).mul(4).exp().round(decimals=1) for size in (rank, nnz * n))
+        found[f"b{k}"] = (n + 1, m + 1, sigma, S * (-1) ** k)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 7, 60])
+def test_a_line_counts_the_units_at_each_leading_five_bits_the_highest_first(count):
+    spectra = spectra_of(count, seed=count)
+    found = {}
+    for k, (n, m, sigma, S) in enumerate(spectra.values()):
+        for side, values, cost in ((0, sigma, n + m), (1, S, 1)):
+            for value in values.double().tolist():
+                found.setdefault(leading_bits(value * value / cost), Counter())[k, side] += 1
+    expected = [[[found[level][k, side] for side in (0, 1)] for k in range(count)] for level in sorted(found)[::-1]]
+    line = UnitQueue.of(spectra)
+    assert line.counts.dtype == torch.int64 and line.counts.tolist() == expected
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any function of torch returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.elements = max(self.elements, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)), 0)
+        return out
+
+
+def test_a_line_takes_no_more_memory_than_its_levels():
+    spectra = spectra_of(300, seed=0)
+    with Largest() as largest:
+        line = UnitQueue.of(spectra)
+    assert largest.elements <= max(line.counts.numel(), 2**15)
 
 
 def test_a_line_by_hand():
