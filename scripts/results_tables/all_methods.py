@@ -198,9 +198,14 @@ def _fair_lines(
 
 
 def _shown(rows: Sequence[Row], way: str) -> Sequence[float]:
-    """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths."""
+    """Return the shares of a way that the table of all methods shows: those in `NAMED`, of MatFormer its own widths.
+
+    Of HPA it also shows the share at which models are about as large as those of methods that store factors, as in the
+    paper's Table 1.
+    """
     measured = dict.fromkeys(size["share"] for row in rows for size in row["ways"].get(way, ()))
-    return [share for share in measured if (share not in shares() if way == "nested" else share in NAMED)]
+    named = (*NAMED, shares()[1]) if way == "hpa" else NAMED
+    return [share for share in measured if (share not in shares() if way == "nested" else share in named)]
 
 
 def _kappas(sizes: Iterable[Row]) -> str:
