@@ -14,6 +14,7 @@ from scripts.reproduction.grid import Scale
 from scripts.reproduction.records import KAPPA_STEP
 
 NOT_MEASURED = "not measured"
+COMPARISON = "python scripts/compare_elastic.py --config {0} --search results/methods/{0}.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Claim:
         """Return the verdict from the results in `folder`, or from comparisons beside its scale."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing or not self.items:
-            command = scale.command(*missing) if missing else f"python scripts/compare_elastic.py --config {scale.name}"
+            command = scale.command(*missing) if missing else COMPARISON.format(scale.name)
             return self._from_comparisons(folder, scale, command)
         there = [name for name in self.beside if (folder / f"{name}.json").exists()]
         results = {name: read_json(folder / f"{name}.json") for name in self.items}
@@ -125,7 +126,7 @@ CLAIMS = (
         "perplexity of L + S over that of LoRA, ReLoRA and GaLore, whose models are as large as X: each at most "
         f"{percent(criteria.WHOLE_OVER_METHODS)}; of L + S cut by HPA at κ*, to a size no larger, over that of LORO, "
         f"CoLA, SLTrain and LOST: each at most {percent(criteria.CUT_OVER_METHODS)}; seed 0, every method at its best "
-        "learning rate of a search",
+        "learning rate of a search in runs of an eighth of the length, at nano with one rate for all weights of SALAAD",
         "over the best of them: L + S 60M −10.4 %, 130M −10.7 %, 350M −4.8 %, 1B −5.9 %; the cut 60M −0.9 %, 130M "
         "−0.6 %, 350M +4.0 %, 1B +0.3 %, with up to 5 % more parameters than the method; all rows of other methods are "
         "copied from another paper, trained in bfloat16",

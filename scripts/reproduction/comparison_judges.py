@@ -1,6 +1,7 @@
 """The judges of claims by what compare_elastic.py and compare_methods.py measured, where there is no item for them."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +11,13 @@ from salaad.evaluation.sweep import REMOVED
 from scripts.elastic_trainings import DENSE_SHARES
 from scripts.reproduction import criteria
 from scripts.reproduction.deployment_judges import beside_dense, where_kappa_lies
-from scripts.reproduction.evidence import NOT_SHOWN, Number, Row, percent
+from scripts.reproduction.evidence import NOT_SHOWN, Number, Row, finite, percent
 from scripts.results_tables.measured import rows_of
 from scripts.shares import is_same_size
 
 SEED = 0
 OURS = "SALAAD, as in the paper"
+LEAST_OF_SIZE = 0.9  # of a method's parameters that a cut has to have at least, to be compared with it
 FULL_SIZE = {"lora": "LoRA", "relora": "ReLoRA", "galore": "GaLore"}
 STRUCTURED = {"loro": "LORO", "cola": "CoLA", "sltrain": "SLTrain", "lost": "LOST"}
 
@@ -36,10 +38,12 @@ class Compared(NamedTuple):
     Args:
         rows: label → row of compare_elastic.py with the seed `SEED`.
         methods: method → results of compare_methods.py.
+        papers: rows of the model trained as in the paper, of all seeds.
     """
 
     rows: Mapping[str, Row]
     methods: Mapping[str, Any]
+    papers: Sequence[Row]
 
     @classmethod
     def at(cls, results: Path, scale: str) -> "Compared":
@@ -49,6 +53,7 @@ class Compared(NamedTuple):
         return cls(
             {row["label"]: row for row in rows if row["seed"] == SEED},
             read_json(methods)["methods"] if methods.exists() else {},
+            [row for row in rows if row["label"] == OURS],
         )
 
 
@@ -87,32 +92,43 @@ def _of_one_size(paper: Row, way: str, dense: Sequence[Row]) -> list[tuple[int, 
 
 def kappa(compared: Compared) -> Found:
     """Judge κ* of the model trained as in the paper, which is chosen on other text than that of the measurement."""
-    paper = compared.rows.get(OURS, {"ways": {}})
-    sizes = paper["ways"].get("hpa", ())
-    if not sizes or not all("kappa" in size for size in sizes):
-        return NOTHING
-    most = (1 - REMOVED) * paper["L+S"]["parameters"]
-    winners = [size["kappa"] for size in sizes if size["parameters"] <= most]
-    return Found(where_kappa_lies(winners), _commits(paper, "hpa"))
+    winners, commits = [], []
+    for paper in compared.papers:
+        sizes = paper["ways"].get("hpa", ())
+        if not sizes or not all("kappa" in size for size in sizes):
+            return NOTHING
+        most = (1 - REMOVED) * paper["L+S"]["parameters"]
+        winners += [size["kappa"] for size in sizes if size["parameters"] <= most]
+        commits += _commits(paper, "hpa")
+    return Found(where_kappa_lies(winners), commits) if commits else NOTHING
 
 
 def other_methods(compared: Compared) -> Found:
     """Judge L + S beside methods whose models are as large as X, and the cut by HPA beside those with smaller ones.
 
-    The cut is the largest one that is no larger than the method's model.
+    The cut is the largest one that is no larger than the method's model, and not much smaller.
     """
-    paper, cuts = compared.rows.get(OURS), []
+    paper, cuts, beside = compared.rows.get(OURS), [], []
     names = FULL_SIZE | STRUCTURED
     rivals = {method: compared.rows[method]["X"] for method in names if method in compared.rows}
     commits = [compared.rows[method]["commit"] for method in rivals]
     if paper and rivals:
         whole, cuts = paper["L+S"], paper["ways"].get("hpa", [])
         commits += _commits(paper, "hpa")
-    elif compared.methods.keys() >= {"salaad", *names}:
+    elif compared.methods.keys() >= {"salaad", "full_rank", *names}:
         full = {method: entry["full"] for method, entry in compared.methods.items()}
         whole = full["salaad"]["variants"]["L+S"]
         rivals = {method: full[method]["variants"]["X"] for method in names}
         commits = [full[method]["commit"] for method in ("salaad", *names)]
+        dense = full["full_rank"]["variants"]["X"]["perplexity"]
+        beside = [
+            Number(
+                "PPL of full-rank training, which like SALAAD has one learning rate for all weights there, over "
+                f"{name}'s",
+                percent(dense / rivals[method]["perplexity"] - 1),
+            )
+            for method, name in FULL_SIZE.items()
+        ]
     else:
         return NOTHING
     numbers = [
@@ -121,18 +137,21 @@ def other_methods(compared: Compared) -> Found:
     ]
     for method, name in STRUCTURED.items():
         most = rivals[method]["parameters"] if method in rivals else 0
-        cut = max((one for one in cuts if one["parameters"] <= most), key=lambda one: one["parameters"], default=None)
+        near = [one for one in cuts if LEAST_OF_SIZE * most <= one["parameters"] <= most]
+        cut = max(near, key=lambda one: one["parameters"], default=None)
         what = f"PPL of L + S, cut by HPA to at most its size, over {name}'s"
         numbers.append(_beside(what, cut, rivals.get(method), criteria.CUT_OVER_METHODS))
-    return Found(numbers, commits)
+    return Found([*numbers, *beside], commits)
 
 
 def _beside(what: str, ours: Row | None, theirs: Row | None, most: float) -> Number:
     limit = f"at most {percent(most)}"
-    if ours is None or theirs is None:
-        return Number(what, "not measured", limit, NOT_SHOWN)
-    over = ours["perplexity"] / theirs["perplexity"] - 1
-    return Number(what, percent(over), limit, over <= most)
+    if theirs is None:
+        return Number(what, "the method was not measured", limit, NOT_SHOWN)
+    if ours is None:
+        return Number(what, "there is no cut of this size", limit, NOT_SHOWN)
+    over = finite(ours["perplexity"]) / theirs["perplexity"] - 1
+    return Number(what, percent(over), limit, over <= most if isfinite(theirs["perplexity"]) else NOT_SHOWN)
 
 
 def _commits(row: Row, way: str) -> list[str]:

@@ -146,12 +146,12 @@ def others(results: Path) -> str | None:
     )
     if short:
         told += (
-            " The rest were trained for an eighth of the length alone, with one seed, at the best rates found: "
-            f"{_listed(short)} ({METHODS})."
+            " The rest were trained for an eighth of the length alone, with one seed; relative to full-rank training "
+            f"of that length, each at the best rates found: {_listed(short)} ({METHODS})."
         )
         both = {method: best[method] / best["full_rank"] - 1 for method in whole if method in best}
         if both:
-            told += f" Compare these with others after an eighth, not in full: {_listed(both)}."
+            told += f" After an eighth the others, to compare the rest with, are {_listed(both)}."
     return told
 
 

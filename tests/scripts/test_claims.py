@@ -434,14 +434,17 @@ def test_a_cut_is_compared_with_methods_that_are_no_smaller(tmp_path):
     rivals = {"galore": {"X": figures(60.0, 2e6)}, "cola": {"X": figures(52.0, 1.35e6)}}
     found = beside_methods(tmp_path, ours=mine, **rivals)
     told = {name.split(" over ")[1]: value for name, value in ours(found).items()}
-    assert (told["GaLore's"], told["CoLA's"], told["LoRA's"]) == ("−20.0 %", "+0.0 %", "not measured")
+    assert (told["GaLore's"], told["CoLA's"]) == ("−20.0 %", "+0.0 %")
+    assert told["LoRA's"] == "the method was not measured"
     assert found.agrees is None and found.answer == "not shown"
     rivals["lost"] = {"X": figures(49.0, 1.0e6)}  # smaller than every cut
     assert (
         ours(beside_methods(tmp_path, ours=mine, **rivals))["PPL of L + S, cut by HPA to at most its size, over LOST's"]
-        == "not measured"
+        == "there is no cut of this size"
     )
-    rivals["loro"] = {"X": figures(49.0, 1.49e6)}  # 52 over 49
+    rivals["loro"] = {"X": figures(49.0, 1.49e6)}  # more than a tenth above the next cut
+    assert beside_methods(tmp_path, ours=mine, **rivals).answer == "not shown"
+    rivals["loro"] = {"X": figures(49.0, 1.44e6)}  # 52 over 49
     assert beside_methods(tmp_path, ours=mine, **rivals).agrees is False
 
 
@@ -451,11 +454,13 @@ def test_where_methods_were_only_compared_among_themselves_that_decides(tmp_path
 
     others = ("lora", "relora", "galore", "loro", "cola", "sltrain", "lost")
     (tmp_path / "methods").mkdir()
-    methods = {"salaad": entry(60.0, "L+S")} | {name: entry(50.0) for name in others}
+    methods = {"salaad": entry(60.0, "L+S"), "full_rank": entry(55.0)} | {name: entry(50.0) for name in others}
     assert beside_methods(tmp_path).answer == "not measured"
     (tmp_path / "methods" / f"{NANO.name}.json").write_text(json.dumps({"methods": methods}))
     found = beside_methods(tmp_path)
     assert found.agrees is False and ours(found)["PPL of L + S over LoRA's"] == "+20.0 %"
+    [beside] = [number.ours for number in found.numbers if number.what.endswith("weights there, over LoRA's")]
+    assert beside == "+10.0 %"
 
 
 def test_kappa_of_the_comparison_decides_where_the_item_is_missing(tmp_path):

@@ -112,7 +112,7 @@ def test_other_methods_stand_by_their_whole_trainings_and_else_by_their_best_sho
     [found] = said(tmp_path, *rows, *more)
     # Relative to 45, the mean of both seeds.
     assert f"seeds 0, 1: matformer +13.3% (seed 0), galore +28.9% (seeds 0, 1) ({FIRST}). The rest" in found
-    assert "with one seed, at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
+    assert "that length, each at the best rates found: cola +2.5%, lora +5.0% ([methods]" in found
     rows[1]["X"]["in_context"], more[0]["X"]["in_context"] = {"other": [4.0 + log(1.1), 9]}, {"other": [4.0, 9]}
     [found] = said(tmp_path, *rows, *more)  # galore's tokens not copied with seed 0, full-rank training's with seed 1
     assert "0, 1 (in parentheses over the tokens that are not copied): matformer +13.3% (seed 0)" in found
