@@ -50,6 +50,7 @@ from scripts.elastic_ways import (
     way_of_tuning,
 )
 from scripts.measured_text import MeasuredText
+from scripts.results_tables.measured import SMALL
 from scripts.side_by_side import side_by_side
 from scripts.trainings import ROOT, config_of, is_same, trained
 
@@ -226,8 +227,8 @@ def main() -> None:
     rates = {
         name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
     }
-    words = (tuple(getattr(options, kind).split()) for kind in ("dense", "small", "salaad"))
-    settings = Settings(*words, rates)
+    small = dict.fromkeys(options.small_rows, tuple(options.small.split()))
+    settings = Settings(tuple(options.dense.split()), small, tuple(options.salaad.split()), rates)
     every = trainings(options.config, extra, settings)
     order = [training.label for training in every]
     todo = asked_for(every, options)
@@ -277,9 +278,8 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--ways", default=";".join(WAYS), help="ways to smaller models, separated by semicolons")
     parser.add_argument("--repeated", default="full-rank;SALAAD", help="labels that are trained with every seed")
     parser.add_argument("--dense", default="", help="options of train.py for dense models and SALAAD")
-    parser.add_argument(
-        "--small", default="", help="options of train.py for small dense models, behind those of --dense"
-    )
+    parser.add_argument("--small", default="", help="options of train.py for --small-rows, behind those of --dense")
+    parser.add_argument("--small-rows", default="", help="labels of small dense models, separated by semicolons")
     parser.add_argument(
         "--search", type=Path, help="JSON of compare_methods.py, for the learning rates of other methods"
     )
@@ -298,6 +298,10 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     options.ways = separated(options.ways)
     for way in options.ways:
         check(way in WAYS, f"there is no way {way!r}; give some of {'; '.join(WAYS)}")
+    options.small_rows = separated(options.small_rows) if options.small_rows else ()
+    for label in options.small_rows:
+        check(label.startswith(SMALL), f"--small-rows names {label!r}; give labels that begin with {SMALL!r}")
+    check(bool(options.small) == bool(options.small_rows), "give --small and --small-rows together, or neither")
     seeds = split_list(options.seeds)
     decimal = seeds and all(map(str.isdecimal, seeds))
     check(decimal, f"--seeds is {options.seeds!r}; give whole numbers such as 0,1,2")
@@ -314,7 +318,7 @@ def asked_for(every: Sequence[Training], options: argparse.Namespace) -> list[tu
     """Return the trainings that --rows names, each with all seeds that it is trained with."""
     labels, repeated = [training.label for training in every], separated(options.repeated)
     asked = separated(options.rows) if options.rows else labels
-    for label in (*asked, *repeated):
+    for label in (*asked, *repeated, *options.small_rows):
         check(label in labels, f"there is no row {label!r}; give some of {'; '.join(labels)}")
     return [
         (training, seed)

@@ -38,14 +38,14 @@ class Settings(NamedTuple):
 
     Args:
         dense: options of dense models and of SALAAD, such as their learning rates.
-        small: options of dense models of smaller sizes alone, which count more than those in `dense`.
+        small: label of a dense model of a smaller size → options of it alone, which count more than those in `dense`.
         salaad: options of the recommended SALAAD; if empty, those that `--preset elastic` suggests for the run's
             length, with the embedding left whole.
         rates: name → rates of the other methods; methods without rates are left out, except for MatFormer.
     """
 
     dense: tuple[str, ...]
-    small: tuple[str, ...]
+    small: Mapping[str, tuple[str, ...]]
     salaad: tuple[str, ...]
     rates: Mapping[str, Rates]
 
@@ -67,7 +67,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     small = [
         Training(
             f"dense, {name}",
-            (*whole, *settings.small, f"--model.like={config}", f"--model.parameters={size}"),
+            (*whole, *settings.small.get(f"dense, {name}", ()), f"--model.like={config}", f"--model.parameters={size}"),
             (),
         )
         for name, size in sizes.items()

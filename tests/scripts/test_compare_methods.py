@@ -153,7 +153,7 @@ def test_a_run_in_full_that_diverged_is_shown_and_started_again(search, tmp_path
 def test_the_comparison_at_every_size_takes_the_best_rates_over(search):
     search(0.003, "--projections=1,0.25", "--search-only")
     [entry] = json.loads(search.output.read_text())["methods"].values()
-    settings = elastic_trainings.Settings((), (), (), {"cola": best_rates(entry["search"])})
+    settings = elastic_trainings.Settings((), {}, (), {"cola": best_rates(entry["search"])})
     [cola] = [one for one in elastic_trainings.trainings("nano", (), settings) if one.label == "cola"]
     assert cola.words == ("--method=cola", "--optimizer.lr=0.012", "--optimizer.projection_lr=0.25")
 
@@ -168,7 +168,7 @@ def test_settings_of_the_methods_are_searched_at_the_best_rates_and_taken_over(s
     entry = json.loads(search.output.read_text())["methods"]["cola"]
     assert best_rates(entry["search"]) == Rates(0.003, 1, ("--cola.keep_swiglu=false",))
     assert "0.003, keep_swiglu=false: **100.5**" in search_table(json.loads(search.output.read_text()))
-    settings = elastic_trainings.Settings((), (), (), {"cola": best_rates(entry["search"])})
+    settings = elastic_trainings.Settings((), {}, (), {"cola": best_rates(entry["search"])})
     [cola] = [one for one in elastic_trainings.trainings("nano", (), settings) if one.label == "cola"]
     assert cola.words[-1] == "--cola.keep_swiglu=false"
     assert search(0.003, "--own") == []

@@ -122,7 +122,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
 
 def test_dense_models_have_the_sizes_of_methods_that_store_factors():
     """nano has width 128, feed-forward width 344, 4 layers, 4096 tokens; the rank is 32, SLTrain's density 0.03."""
-    every = elastic_trainings.trainings("nano", (), elastic_trainings.Settings((), (), (), {}))
+    every = elastic_trainings.trainings("nano", (), elastic_trainings.Settings((), {}, (), {}))
     sizes = {one.label: one.words[-1] for one in every if one.label.startswith("dense")}
     whole = 2 * 4096 * 128 + 9 * 128
     factors = 4 * 32 * (4 * (128 + 128) + 3 * (128 + 344))
@@ -132,7 +132,8 @@ def test_dense_models_have_the_sizes_of_methods_that_store_factors():
 
 
 def test_small_dense_models_can_have_settings_of_their_own():
-    settings = elastic_trainings.Settings(("--optimizer.lr=1e-3",), ("--optimizer.lr=2e-3",), (), {})
+    own = {"dense, 0.5": ("--optimizer.lr=2e-3",)}
+    settings = elastic_trainings.Settings(("--optimizer.lr=1e-3",), own, (), {})
     every = elastic_trainings.trainings("nano", (), settings)
     of_dense = {
         one.label: read_command_line(["--config=nano", *one.words])[0].optimizer.lr
@@ -140,7 +141,7 @@ def test_small_dense_models_can_have_settings_of_their_own():
         if one.label.startswith(("dense", "SALAAD")) or one.label == "full-rank"
     }
     assert len(of_dense) == 9
-    assert of_dense == {label: 2e-3 if label.startswith("dense") else 1e-3 for label in of_dense}
+    assert of_dense == {label: 2e-3 if label == "dense, 0.5" else 1e-3 for label in of_dense}
 
 
 def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):
@@ -338,3 +339,18 @@ def test_names_may_have_spaces_around_their_semicolons_as_in_the_list_of_what_is
         listed.append(capsys.readouterr().out)
     assert listed[0] == listed[1]
     assert "rpca, head" in listed[1] and "head, tuned" in listed[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--small=--optimizer.lr=1", "--small-rows=full-rank"], "--small-rows names 'full-rank'"),
+        (["--small=--optimizer.lr=1", "--small-rows=dense, 0.6"], "there is no row 'dense, 0.6'"),
+        (["--small=--optimizer.lr=1"], "give --small and --small-rows together"),
+    ],
+)
+def test_options_of_small_dense_models_need_their_labels(words, said, tmp_path, monkeypatch):
+    output = f"--output={tmp_path / 'elastic.json'}"
+    monkeypatch.setattr(sys, "argv", ["compare_elastic.py", *words, f"--runs={tmp_path}", output, "--list"])
+    with pytest.raises(UserError, match=said):
+        compare_elastic.main()
