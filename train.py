@@ -37,6 +37,7 @@ from salaad.runs.checkpoints import Checkpoints, RunState
 from salaad.runs.records import Recorder
 from salaad.runs.summary import finished, summarize
 from salaad.training.agreement import Agreement
+from salaad.training.compiled import compile_transformer
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, require_same_text, start_accelerator
@@ -122,8 +123,7 @@ class Trainer:
         self.gradients = Gradients(self.model, config.optimizer.clip)
         loss = SummedLoss(self.model)
         if config.train.compile:
-            # Masks of dropout as uncompiled: the compiler's own generator draws others, on CPUs more slowly.
-            self.model.base_model.compile(options={"fallback_random": True})
+            compile_transformer(self.model)
         self.loss = distribute(accelerator, loss, self.method.float32_gradients(), config)
         self.method.discard()
         self.stream = TrainingStream(
