@@ -50,7 +50,7 @@ from scripts.elastic_ways import (
     way_of_tuning,
 )
 from scripts.measured_text import MeasuredText
-from scripts.results_tables.measured import SMALL
+from scripts.shares import SMALL
 from scripts.side_by_side import side_by_side
 from scripts.trainings import ROOT, config_of, is_same, trained
 
@@ -301,7 +301,8 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     options.small_rows = separated(options.small_rows) if options.small_rows else ()
     for label in options.small_rows:
         check(label.startswith(SMALL), f"--small-rows names {label!r}; give labels that begin with {SMALL!r}")
-    check(bool(options.small) == bool(options.small_rows), "give --small and --small-rows together, or neither")
+    given = f"--small is {options.small!r} and --small-rows {'; '.join(options.small_rows)!r}"
+    check(bool(options.small) == bool(options.small_rows), f"{given}; give both, or neither")
     seeds = split_list(options.seeds)
     decimal = seeds and all(map(str.isdecimal, seeds))
     check(decimal, f"--seeds is {options.seeds!r}; give whole numbers such as 0,1,2")

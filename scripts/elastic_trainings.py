@@ -11,6 +11,7 @@ from salaad.model.roles import find_blocks
 from scripts.compare_methods import Rates
 from scripts.elastic_ways import BLOCKS, SPLITS
 from scripts.outlines import outline_of
+from scripts.shares import SMALL
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
@@ -66,8 +67,8 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     whole = ("--method=full_rank", *settings.dense)
     small = [
         Training(
-            f"dense, {name}",
-            (*whole, *settings.small.get(f"dense, {name}", ()), f"--model.like={config}", f"--model.parameters={size}"),
+            f"{SMALL}{name}",
+            (*whole, *settings.small.get(f"{SMALL}{name}", ()), f"--model.like={config}", f"--model.parameters={size}"),
             (),
         )
         for name, size in sizes.items()

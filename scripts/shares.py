@@ -1,6 +1,7 @@
 """The sizes of an elastic curve, as shares of the compressible parameters, and what counts as one size."""
 
 SIZES, MOST, LEAST = 8, 0.75, 0.2
+SMALL = "dense, "  # prefix of the labels of dense models that are trained at a smaller size
 NAMED = (0.5, 0.2)  # the shares that tables show beside the elastic score
 # Relative difference of parameters below which two models are of one size: a cut may be off by a unit, a dense model by
 # half a step of its width, and the dense model of a share of 0.35 stands beside the cut to 0.352 on the curve.

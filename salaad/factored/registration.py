@@ -90,6 +90,7 @@ def _take_budgets(configurations: ModuleType) -> None:
 
     @wraps(usual)
     def from_dict(cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration in a config.json, with the budget that `from_pretrained` was given."""
         any_size = is_any_size(config_dict.get("quantization_config"))
         own_setting = "budget" in signature(cls.__init__).parameters or ("budget" in config_dict and not any_size)
         asked = None if own_setting else kwargs.pop("budget", None)

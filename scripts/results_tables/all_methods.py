@@ -17,7 +17,6 @@ from scripts.results_tables.measured import (
     COPIED,
     RELATIVE,
     REPORTED,
-    SMALL,
     Row,
     by_label,
     figure_by_seed,
@@ -32,7 +31,7 @@ from scripts.results_tables.measured import (
     size_of,
     with_deviation,
 )
-from scripts.shares import NAMED, shares
+from scripts.shares import NAMED, SMALL, shares
 
 FAIR_WAYS = (
     *("hpa", "nested", "godec, head", "godec, head, tuned, each"),

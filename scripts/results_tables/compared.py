@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from salaad.common.formats import markdown_table
 from scripts.results_tables.measured import (
     COPIED,
-    SMALL,
     by_label,
     is_paired,
     named_seeds,
@@ -19,7 +18,7 @@ from scripts.results_tables.measured import (
     score,
     size_of,
 )
-from scripts.shares import all_shares, is_same_size
+from scripts.shares import SMALL, all_shares, is_same_size
 
 HALF, FIFTH = 0.5, 0.2  # of the compressible parameters
 

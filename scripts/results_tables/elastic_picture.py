@@ -13,7 +13,6 @@ from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.results_tables.measured import (
     ELASTIC,
     REFERENCE,
-    SMALL,
     Row,
     by_label,
     is_paired,
@@ -24,7 +23,7 @@ from scripts.results_tables.measured import (
     seeds_text,
     ways_of,
 )
-from scripts.shares import NAMED
+from scripts.shares import NAMED, SMALL
 
 POINT_COLORS = (*OTHERS[1:], "#9467BD", "#8C564B", "#17202A", "#BCBD22")  # of models that are not cut
 MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it

@@ -9,13 +9,12 @@ from typing import Any
 from salaad.common.errors import UserError
 from salaad.common.files import REMAKE, read_object
 from scripts.results_tables import RESULTS
-from scripts.shares import shares
+from scripts.shares import SMALL, shares
 
 ELASTIC = RESULTS / "elastic"
 REFERENCE = "full-rank"
 REPORTED = "nano-20"  # the scale whose table of all methods opens results/README.md and is not repeated
 COPIED = "a token is *copied* if it and the token before it already stood side by side in its sequence"
-SMALL = "dense, "  # prefix of the labels of dense models that were trained at a smaller size
 # Prefixes of the labels of trainings that begin to copy when full-rank training with the same seed does, since they
 # begin like it; for others a common seed says nothing.
 PAIRED = ("full-rank", "SALAAD")

@@ -346,7 +346,7 @@ def test_names_may_have_spaces_around_their_semicolons_as_in_the_list_of_what_is
     [
         (["--small=--optimizer.lr=1", "--small-rows=full-rank"], "--small-rows names 'full-rank'"),
         (["--small=--optimizer.lr=1", "--small-rows=dense, 0.6"], "there is no row 'dense, 0.6'"),
-        (["--small=--optimizer.lr=1"], "give --small and --small-rows together"),
+        (["--small=--optimizer.lr=1"], "--small-rows ''; give both, or neither"),
     ],
 )
 def test_options_of_small_dense_models_need_their_labels(words, said, tmp_path, monkeypatch):
