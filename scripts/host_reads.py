@@ -7,10 +7,11 @@ The object `DEVICE` stands for the device, and is the `device` of its tensors; a
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -50,7 +51,7 @@ class HostReads(TorchDispatchMode):
         self.operators = Counter()
         self._step = 0
         self._on_host = WeakTensorKeyDictionary()  # host tensor → the step in which its copy was enqueued
-        self._patch = MonkeyPatch()
+        self._patches = ExitStack()
 
     @property
     def total(self) -> int:
@@ -67,7 +68,11 @@ class HostReads(TorchDispatchMode):
 
     def __enter__(self) -> "HostReads":
         # Patches, since a TorchFunctionMode sees nothing inside gradient hooks: `backward` is itself such a function.
-        set_, on_host = self._patch.setattr, self._on_host
+        on_host = self._on_host
+
+        def set_(owner: Any, name: str, value: Any) -> None:
+            self._patches.enter_context(patch.object(owner, name, value))
+
         for name in ("tolist", "numpy"):
             set_(Tensor, name, self._looking(getattr(Tensor, name)))
         set_(Tensor, "to", self._moving(Tensor.to))
@@ -83,7 +88,7 @@ class HostReads(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._patch.undo()
+        self._patches.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from salaad.common.errors import UserError, run_command
 from scripts.reliability.drills import DRILLS, Drills
 from scripts.reliability.fault_table import Row, require_table, save, table
+from scripts.reliability.requirements import require_hypothesis
 from scripts.reliability.training_process import Training
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     """Run the drills; exit code 0 if nothing was lost.
 
     Raises:
-        UserError: an option is wrong; no drill has begun.
+        UserError: an option is wrong, or a drill needs what is not installed; no drill has begun.
         SystemExit: with the verdict.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -42,6 +43,8 @@ def main() -> None:
     unknown = [name for name in chosen if name not in DRILLS]
     if unknown:
         raise UserError(f"--drills {options.drills}: {unknown[0]!r} is no drill; give some of {', '.join(DRILLS)}")
+    if "hostile" in chosen:
+        require_hypothesis("the drill hostile")
     if options.output:
         require_table(options.output)
     rows: list[Row] = []

@@ -30,11 +30,16 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from salaad.common.errors import UserError, run_command
+from scripts.reliability.requirements import require_hypothesis
+
+if __name__ == "__main__":
+    run_command(lambda: require_hypothesis("fuzz.py"))  # before the imports below, some of which import it
+
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from transformers import logging
 
-from salaad.common.errors import UserError, run_command
 from salaad.common.files import CHECKSUMS, write_checksums, write_json
 from salaad.compression.from_elastic import ElasticDeployment
 from salaad.compression.opening import open_deployment

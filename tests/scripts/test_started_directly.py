@@ -29,3 +29,25 @@ def test_help_is_there_without_the_checkout_on_the_path(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--seeds" in done.stdout
+
+
+# What requirements.txt does not bring is hidden, as where only the README's install was done.
+HIDDEN = "import runpy, sys; sys.modules.update(pytest=None, hypothesis=None); sys.argv = sys.argv[1:]; "
+HIDDEN += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["count_reads.py", "--help"], 0, ""),
+        (
+            ["reliability/fuzz.py"],
+            2,
+            "error: fuzz.py needs hypothesis, which is not installed; pip install -r tests/requirements.txt\n",
+        ),
+    ],
+)
+def test_a_script_starts_without_what_tests_need_or_says_what_to_install(words, code, said):
+    command = [sys.executable, "-c", HIDDEN, ROOT / "scripts" / words[0], *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)

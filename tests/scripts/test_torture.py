@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,15 @@ def test_wrong_options_of_the_torture_are_refused_in_a_sentence(command, nothing
         assert f"--output {place.parent}" in refused(command(torture, "--output", place))
     code, _, err = command(torture, "--seed", "x")
     assert code == 2 and "--seed" in err[-1]
+
+
+def test_without_hypothesis_no_drill_begins_where_one_of_them_needs_it(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.setattr(Drills, "hostile", lambda self: pytest.fail("begins"))
+    monkeypatch.setattr(Drills, "second", lambda self: iter([Row("second", tries=1)]))
+    said = refused(command(torture, "--drills", "second,hostile"))
+    assert "the drill hostile needs hypothesis" in said and "pip install -r tests/requirements.txt" in said
+    assert command(torture, "--drills", "second")[0] == 0
 
 
 NO_CASES = ["garbage", "", "5", "[]", "[1, 2, 3]", '["keys", 5]', '["keys", [[[], "x"]]]', '["odd", "x"]', "[" * 10**5]
