@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.files import json_file, read_json, write_json
+from salaad.common.files import json_file, read_object, write_json
 from salaad.common.provenance import provenance
 from salaad.common.validation import split_list
 from scripts.devices import require_device
@@ -55,17 +55,23 @@ class Kept:
         path: the JSON file, if one is to be written. The checks in it are kept if it has the values in `about`.
         about: the provenance, the device and whether shapes are tiny.
         kinds: the kinds of checks that are wanted.
+
+    Attributes:
+        left: the kinds that are not finished: those that are wanted, and those that the file has left from before.
+
+    Raises:
+        UserError: the file is none of this script, or cannot be read.
     """
 
     def __init__(self, path: Path | None, about: Mapping[str, Any], kinds: Sequence[str]) -> None:
-        self._path, self._about, self._kinds = path, dict(about), kinds
-        old = read_json(path) if path and path.exists() else {}
-        same = all(old.get(key) == value for key, value in about.items())
-        self._begun: list[str] = old.get("begun", []) if same else []
-        left = old.get("left", kinds) if same else kinds
-        self.left = sorted((kind for kind in kinds if kind in left or kind not in self._begun), key=self._was_begun)
-        rows = old.get("checks", []) if same else []
-        self._rows: list[dict[str, Any]] = [row for row in rows if row["kind"] not in self.left]
+        self._path, self._about = path, dict(about)
+        old = kept_checks(path) if path and path.exists() else {}
+        if any(old.get(key) != value for key, value in about.items()):
+            old = {}
+        self._begun: list[str] = old.get("begun", [])
+        never = [kind for kind in kinds if kind not in self._begun]
+        self.left = sorted(dict.fromkeys([*never, *old.get("left", [])]), key=self._was_begun)
+        self._rows: list[dict[str, Any]] = [row for row in old.get("checks", []) if row["kind"] not in self.left]
 
     def _was_begun(self, kind: str) -> bool:
         """Return whether a kind was begun before; if unfinished, it may never end, so the others come first."""
@@ -97,6 +103,19 @@ class Kept:
             write_json(content, self._path)
 
 
+def kept_checks(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of this script.
+
+    Raises:
+        UserError: the file is none of this script, or cannot be read.
+    """
+    found = read_object(path, cure="give another --output")
+    rows = found.get("checks")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "kind" in row for row in rows):
+        raise UserError(f"{path} has no results of gpu_checks.py; give another --output")
+    return found
+
+
 def checks_of(kind: str, device: torch.device, tiny: bool) -> Iterator[Check]:
     """Yield every check of a kind; an exception becomes a failed check."""
     try:
@@ -123,7 +142,7 @@ def main() -> None:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds has {unknown[0]!r}, which is none; give some of {', '.join(KINDS)}")
     kept = Kept(options.output, {**provenance(), "device": options.device, "tiny": options.tiny}, kinds)
-    for kind in list(kept.left):
+    for kind in [kind for kind in kept.left if kind in kinds]:
         kept.begin(kind)
         for check in checks_of(kind, torch.device(options.device), options.tiny):
             kept.add(kind, check)

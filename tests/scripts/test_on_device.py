@@ -285,6 +285,33 @@ def test_finished_kinds_are_kept_and_what_never_ended_comes_last(tmp_path, monke
     assert made == ["a"]
 
 
+def test_a_kind_that_is_not_asked_for_again_stays_unfinished_and_loses_its_part(tmp_path, monkeypatch):
+    path = tmp_path / "checks.json"
+
+    def stops(*_):
+        yield Check("half", 0.0, 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_checks, "KINDS", {"a": stops, "b": lambda *_: iter([Check("whole", 0.0, 1.0)])})
+    monkeypatch.setattr("sys.argv", ["x", "--device=cpu", f"--output={path}"])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_checks.main()
+    monkeypatch.setattr("sys.argv", ["x", "--device=cpu", f"--output={path}", "--kinds=b"])
+    gpu_checks.main()
+    found = json.loads(path.read_text())
+    assert found["left"] == ["a"] and [row["name"] for row in found["checks"]] == ["whole"]
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"a": 1}', '{"checks": 5}', '{"checks": [1]}'])
+def test_a_file_of_another_script_is_not_taken_for_checks(tmp_path, monkeypatch, content):
+    path = tmp_path / "checks.json"
+    path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["x", "--device=cpu", f"--output={path}"])
+    with pytest.raises(UserError, match=r"checks\.json .*; give another --output"):
+        gpu_checks.main()
+    assert path.read_text() == content
+
+
 def test_a_compiled_step_that_computes_something_else_does_not_pass(monkeypatch):
     frames = trainings.counters["frames"]
     for difference, compiled, expected in ((0.0, 1, PASSES), (0.1, 1, FAILED), (0.0, 0, FAILED)):
