@@ -129,38 +129,43 @@ class Fuzz:
         self._end(case, lambda: open_folder(copy, kind == "run"))
 
     def _end(self, case: list, action: Callable[[], None]) -> None:
+        """Do a case and count it once: as refused, as opened, or as the first failure that it shows."""
         begun, before = time.monotonic(), peak_memory()
-        said = io.StringIO()
+        sentence = wrong = None
         try:
-            with time_limit(self.seconds), contextlib.redirect_stdout(said):
+            with time_limit(self.seconds), contextlib.redirect_stdout(io.StringIO()):
                 action()
-            self.opened += 1
         except UserError as error:
             sentence = str(error)
-            self.refused += 1
             if "\n" in sentence or not sentence.strip():
-                self._fail(case, "not one line", sentence)
-            if "allocate" in sentence or "emory" in sentence:
-                self._fail(case, "memory was asked for", sentence)
+                wrong = "not one line", sentence
+            elif "allocate" in sentence or "emory" in sentence:
+                wrong = "memory was asked for", sentence
         except TooSlow:
-            self._fail(case, f"over {self.seconds} s", traceback.format_exc())
+            wrong = f"over {self.seconds} s", traceback.format_exc()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._fail(case, type(error).__name__, traceback.format_exc())
+            wrong = type(error).__name__, traceback.format_exc()
         grown = peak_memory() - before
-        if grown > GROWTH:
-            self._fail(case, "too much memory", f"{grown / 2**20:.0f} MiB more than any case before")
+        if wrong is None and grown > GROWTH:
+            wrong = "too much memory", f"{grown / 2**20:.0f} MiB more than any case before"
         self.slowest = max(self.slowest, time.monotonic() - begun)
+        if wrong is not None:
+            self._fail(case, *wrong)
+        elif sentence is None:
+            self.opened += 1
+        else:
+            self.refused += 1
 
     def _fail(self, case: list, what: str, text: str) -> None:
         self.failures.append((what, case))
         print(f"FAILED ({what}): --replay {json.dumps(case)!r}\n{text}", flush=True)
 
-    def report(self, cases: int) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return what --output writes: counts, times and memory."""
         return {
-            "cases": cases,
+            "cases": self.refused + self.opened + len(self.failures),
             "refused": self.refused,
             "opened": self.opened,
             "failures": len(self.failures),
@@ -301,11 +306,10 @@ def main() -> None:
     with TemporaryDirectory() as root:
         if replayed is None:
             made = fuzz(Path(root), options.cases, options.seed, options.seconds)
-            cases = made.refused + made.opened + sum(what != "not one line" for what, _ in made.failures)
         else:
-            made, cases = Fuzz(Path(root), options.seconds), 1
+            made = Fuzz(Path(root), options.seconds)
             (made.folder if len(replayed) == 3 else made.config)(replayed)
-    report = made.report(cases)
+    report = made.report()
     if options.output:
         write_json(report | {"seed": options.seed}, options.output)
     print(

@@ -527,6 +527,24 @@ def test_three_hundred_drawn_cases_end_opened_or_in_a_sentence(tmp_path, monkeyp
     assert made.refused + made.opened == 300 and made.refused and made.opened
 
 
+@pytest.mark.parametrize("sentence", ["it does not fit in memory; give less", "", "one\ntwo", "no such file; give one"])
+def test_a_refusal_is_counted_once(tmp_path, monkeypatch, sentence):
+    monkeypatch.setenv("SALAAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(fuzz, "make_folders", lambda root: {})
+    error = UserError("")
+    error.args = (sentence,)  # which the class itself would make one line of
+
+    def refuse(path):
+        raise error
+
+    monkeypatch.setattr(fuzz, "open_config", refuse)
+    made = fuzz.Fuzz(tmp_path)
+    made.config(["text", ""])
+    report = made.report()
+    assert report["cases"] == 1 == report["refused"] + report["failures"]
+    assert report["refused"] == sentence.startswith("no such")
+
+
 def test_the_command_line_of_the_fuzz_is_read(tmp_path):
     path = tmp_path / "plain.yaml"
     path.write_text("seed: 3\n")
