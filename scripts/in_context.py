@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import logging
 
 from salaad.common.errors import UserError, run_command
-from salaad.common.files import json_file, read_json, write_json
+from salaad.common.files import json_file, read_object, write_json
 from salaad.common.formats import markdown_table
 from salaad.common.provenance import provenance
 from salaad.common.validation import at_least, check
@@ -31,6 +31,8 @@ from salaad.config.run import DataConfig
 from salaad.data.text import open_text, validation_batches
 from salaad.model.loss import IGNORED
 from salaad.runs.model_on_disk import ModelOnDisk
+
+OF_A_ROW = {"model", "step", "all", "copied", "other"}
 
 
 def repeated_bigrams(input_ids: Tensor) -> Tensor:
@@ -70,6 +72,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(("model", "step", "all tokens", "copied", "not copied"), lines)
 
 
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file of this script.
+
+    Raises:
+        UserError: the file is none of this script, or cannot be read.
+    """
+    rows = read_object(path, cure="give another --output").get("rows")
+    ours = isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= OF_A_ROW for row in rows)
+    check(ours, f"{path} has no results of in_context.py; give another --output")
+    return rows
+
+
 def main() -> None:
     """Measure every checkpoint, add the rows to the file and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -80,7 +94,7 @@ def main() -> None:
     at_least(options, 1, "tokens")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    kept = read_json(options.output)["rows"] if options.output.exists() else []
+    kept = kept_rows(options.output) if options.output.exists() else []
     rows = {(row["model"], row["step"]): row for row in kept}
     for path in options.checkpoints:
         source = ModelOnDisk.open(path)

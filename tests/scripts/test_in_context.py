@@ -1,6 +1,7 @@
 """Loss on tokens that repeat a bigram of their row and on others, against plain Python and known losses."""
 
 import itertools
+import re
 from math import log
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from scripts import in_context
 from scripts.in_context import losses, repeated_bigrams, table
 from scripts.results_tables.elastic import in_context_table
 
@@ -40,6 +42,15 @@ def test_losses_are_means_over_the_tokens_of_each_kind_without_padding():
     assert found["copied"] == (pytest.approx((2 * likely + unlikely) / 3), 3)
     assert found["other"] == (pytest.approx((likely + 4 * unlikely) / 5), 5)
     assert found["all"] == (pytest.approx((3 * likely + 5 * unlikely) / 8), 8)
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', "[1]", '{"rows": 5}', '{"rows": [{"model": "m"}]}'])
+def test_a_file_of_another_script_is_not_taken(command, tmp_path, content):
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    code, out, err = command(in_context, "--checkpoints", tmp_path, "--output", path)
+    assert (code, out) == (2, []) and re.match(rf"error: {path} .*; give another --output$", err[0])
+    assert path.read_text() == content
 
 
 def test_the_table_has_a_line_per_checkpoint_and_the_number_of_tokens():
