@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from salaad.common.files import read_json
 from salaad.common.gpus import GPUS as DATA_SHEETS
 from scripts.reproduction.grid import Run, Scale
 
@@ -18,7 +17,7 @@ MACHINES = ("2 cores", *GPUS)
 def hours(run: Run, scale: Scale, machine: str) -> float:
     """Return the hours of a training: for "2 cores" those on record, if any; else an estimate from its operations."""
     if machine == "2 cores" and run.recorded(scale):
-        return measured_hours(read_json(run.record(scale))["summary"])
+        return measured_hours(run.kept(scale)["summary"])
     if machine == "2 cores":
         return run.flops(scale) / CORES / 3600
     train = scale.config.train

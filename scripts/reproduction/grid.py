@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from salaad.common.errors import UserError
-from salaad.common.files import read_json
+from salaad.common.files import REMAKE, read_json, read_object
 from salaad.config.command_line import read_command_line
 from salaad.config.run import RunConfig
 from salaad.model.build import training_flops
@@ -212,7 +212,24 @@ class Run:
 
     def recorded(self, scale: Scale) -> bool:
         """Return whether there is a record with these settings; the run folder may be deleted or on another machine."""
-        return self.record(scale).exists() and self._has_settings(read_json(self.record(scale))["config"], scale)
+        return self.record(scale).exists() and self._has_settings(self.kept(scale)["config"], scale)
+
+    def kept(self, scale: Scale) -> dict[str, Any]:
+        """Return the training's record.
+
+        Raises:
+            UserError: the file is damaged or lacks a part of what is read of a record.
+        """
+        match read_object(self.record(scale), cure=REMAKE):
+            case {
+                "command": _,
+                "commit": _,
+                "machine": _,
+                "config": {"data": {"source": _}},
+                "summary": {"tokens": _, "seconds": {}},
+            } as record:
+                return record
+        raise UserError(f"{self.record(scale)} is no record of a training; {REMAKE}")
 
     def other_settings(self, scale: Scale) -> bool:
         """Return whether the run folder holds a finished run with other settings, as after a change of a YAML file."""
@@ -230,9 +247,7 @@ class Run:
     def done(self, scale: Scale) -> bool:
         """Return whether the run folder is here and finished, and the record is of this very run."""
         summary = self.folder(scale) / "summary.json"
-        return (
-            self.recorded(scale) and summary.exists() and read_json(self.record(scale))["summary"] == read_json(summary)
-        )
+        return self.recorded(scale) and summary.exists() and self.kept(scale)["summary"] == read_json(summary)
 
     def command(self, scale: Scale) -> list[str]:
         """Return the train.py command, as typed after a launcher."""

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salaad.common.files import read_json, write_json
+from salaad.common.errors import UserError
+from salaad.common.files import REMAKE, read_object, write_json
 from salaad.common.provenance import provenance
 from scripts.reproduction.cost import measured_hours
 from scripts.reproduction.grid import Run, Scale, distinct
@@ -26,6 +27,9 @@ class Measured:
     tables: dict[str, str] = field(default_factory=dict)
     pictures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,22 @@ class Item:
         """Return the path of the stored result, a JSON file."""
         return scale.results / f"{self.name}.json"
 
+    def kept(self, path: Path) -> dict[str, Any]:
+        """Return a stored result of this item.
+
+        Raises:
+            UserError: the file is damaged or lacks a part of what an item writes.
+        """
+        result = read_object(path, cure=REMAKE)
+        if lacking := [part for part in PARTS if part not in result]:
+            raise UserError(f"{path} has no {' and no '.join(lacking)}; restore it, or measure {self.name} --again")
+        return result
+
     def done(self, scale: Scale) -> bool:
         """Return whether the result is stored and was made from exactly the trainings that the item needs now."""
         if not self.result(scale).exists():
             return False
-        kept = [training["name"] for training in read_json(self.result(scale)).get("trainings", ())]
+        kept = [training["name"] for training in self.kept(self.result(scale))["trainings"]]
         needed = {run.name(scale): run for run in self.runs(scale)}
         others = (run.record(scale).exists() and not run.recorded(scale) for run in needed.values())
         return set(kept) == needed.keys() and not any(others)
@@ -78,7 +93,7 @@ class Item:
 
     def outdated(self, scale: Scale) -> bool:
         """Return whether a training behind the stored result has been recorded anew since."""
-        kept = read_json(self.result(scale))["trainings"]
+        kept = self.kept(self.result(scale))["trainings"]
         return any(run.recorded(scale) and trained_by(run, scale) not in kept for run in self.runs(scale))
 
     def write(self, scale: Scale) -> dict[str, Any]:
@@ -95,7 +110,7 @@ class Item:
 
 def trained_by(run: Run, scale: Scale) -> dict[str, Any]:
     """Return the origin of a training's numbers: command, commit, machine, tokens and wall time in hours."""
-    record = read_json(run.record(scale))
+    record = run.kept(scale)
     summary = record["summary"]
     return {
         "name": run.name(scale),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from salaad.common.budgets import parse_budget, parse_count
-from salaad.common.files import read_json
 from salaad.compression.from_checkpoint import CheckpointDeployment
 from salaad.compression.split import PostHoc
 from salaad.compression.variants import Variant, parse_kappas
@@ -71,7 +70,7 @@ def on_other_text(run: Run, scale: Scale, row: dict[str, Any]) -> dict[str, Any]
 
 def post_hoc(run: Run, scale: Scale) -> PostHoc:
     """Return how to split a vanilla run by robust PCA: the same blocks that SALAAD has at this scale."""
-    settings = read_json(run.record(scale))["config"]["salaad"]
+    settings = run.kept(scale)["config"]["salaad"]
     return PostHoc(SalaadConfig(**settings), "rpca")
 
 
@@ -86,7 +85,7 @@ def elastic(run: Run, scale: Scale, split: PostHoc | None = None) -> list[dict[s
 
 def summary(run: Run, scale: Scale) -> dict[str, Any]:
     """Return the summary.json of a training, as recorded."""
-    return read_json(run.record(scale))["summary"]
+    return run.kept(scale)["summary"]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
-from salaad.common.errors import UserError
-from salaad.common.files import REMAKE, read_object
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import conclusions, recorded
 from scripts.reproduction.freshness import mark_of, with_legend
 from scripts.reproduction.grid import Scale
-from scripts.reproduction.items import Item, Measured
+from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
 from scripts.results_tables.all_methods import bench_of, fair_table
@@ -66,7 +64,6 @@ PAGES = {
 }
 
 README, CLAIMS_PAGE = "README.md", "claims.md"
-PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 # Scales at which the claims are judged; others join once there are results of them.
 JUDGED = ("nano", "nano-20", "micro", "micro-20")
 
@@ -109,12 +106,8 @@ def read_results(folder: Path, items: Sequence[Item]) -> dict[str, Result]:
     Raises:
         UserError: a file is damaged or lacks a part of what an item writes.
     """
-    paths = {item.name: folder / f"{item.name}.json" for item in items}
-    found = {name: read_object(path, cure=REMAKE) for name, path in paths.items() if path.exists()}
-    for name, result in found.items():
-        if lacking := [part for part in PARTS if part not in result]:
-            raise UserError(f"{paths[name]} has no {' and no '.join(lacking)}; restore it, or measure {name} --again")
-    return found
+    paths = {item: folder / f"{item.name}.json" for item in items}
+    return {item.name: item.kept(path) for item, path in paths.items() if path.exists()}
 
 
 def glance(results: Path, scales: Sequence[Scale]) -> str:

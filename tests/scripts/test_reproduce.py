@@ -135,7 +135,8 @@ def test_a_training_on_shards_of_c4_is_one_on_c4_from_the_hub(place):
     for options, known in ((shards, True), ([*shards, "--optimizer.lr=9e-3"], False)):
         config = read_command_line([*run.command(scale)[1:], *options])[0].to_dict()
         run.record(scale).parent.mkdir(parents=True, exist_ok=True)
-        run.record(scale).write_text(json.dumps({"config": config}))
+        about = {"command": "", "commit": "abc", "machine": "m", "summary": {"tokens": 5, "seconds": {}}}
+        run.record(scale).write_text(json.dumps({"config": config, **about}))
         assert run.recorded(scale) == known
 
 
@@ -220,6 +221,25 @@ def test_a_launcher_that_cannot_be_started_is_one_sentence_before_anything_is_tr
     with pytest.raises(UserError, match=re.escape(said)):
         call("opening", "--launcher", launcher)
     assert (place / "trained").read_text() == ""
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "5", '{"trainings": []}'])
+def test_a_result_that_is_none_is_one_sentence(call, place, content):
+    call("opening")
+    result = place / "results/nano/reproduce/opening.json"
+    result.write_text(content)
+    with pytest.raises(UserError, match=r"opening\.json (has no .* --again$|holds no JSON object; restore it)"):
+        call("--list")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"summary": {}}', '{"config": {}, "summary": {"tokens": 1, "seconds": {}}}']
+)
+def test_a_record_that_is_none_is_one_sentence(call, place, content):
+    call("opening")
+    (place / "results/nano/reproduce/runs/full_rank.json").write_text(content)
+    with pytest.raises(UserError, match=r"full_rank\.json (is no record|holds no JSON object).*; restore it"):
+        call("--list")
 
 
 def test_an_item_that_cannot_be_measured_does_not_stop_those_behind_it(call, place, monkeypatch):
