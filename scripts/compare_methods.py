@@ -8,8 +8,9 @@ half and double of it; and as long as the best one lies at the edge, one more on
 repeated for every further value of --projections, the learning rate of the projections as a share of the main one,
 around the best rate found with the share before; methods with a rate of their own for projections skip this. With --own
 two alternatives to each method's own settings (`own_settings`) are tried at the best rates. Results in the JSON file
-are kept, except for a full run that does not have the best rates or diverged; an interrupted run goes on, and the file
-is rewritten after every run. With --jobs, runs of one method go side by side too.
+are kept, except for a full run that does not have the best rates or diverged; a file with results of other settings or
+another text is refused. An interrupted run goes on, and the file is rewritten after every run. With --jobs, runs of one
+method go side by side too.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from salaad.config.command_line import read_command_line
 from salaad.config.methods import SETTINGS
 from salaad.methods.registry import method_of
 from scripts.own_settings import SHOWN_ONLY, alternatives
+from scripts.same_settings import require_same
 from scripts.side_by_side import Submit, side_by_side
 from scripts.trainings import ROOT, trained
 
@@ -101,13 +103,17 @@ class Contest:
         takes_others = self.projections and not method_of(config).own_projection_rate
         return self.projections if takes_others else (config.optimizer.projection_lr,)
 
-    def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
-        """Return the result of a run, trained unless it is there: for `steps` steps, or in full if `steps` is None."""
-        folder = self.runs / (f"{method}-{rates.name}" + ("" if steps is None else f"-{steps}-steps"))
+    def words_of(self, method: str, rates: Rates, steps: int | None) -> list[str]:
+        """Options of train.py for one run: for `steps` steps, or in full if `steps` is None."""
         words = [*self.words(method), *rates.words]
         if steps is not None:
             words += [f"--train.steps={steps}", "--train.eval_every=0", f"--train.eval_tokens={SEARCH_TOKENS}"]
-        about, summary = trained(words, folder)
+        return words
+
+    def result(self, method: str, rates: Rates, steps: int | None) -> dict[str, Any]:
+        """Return the result of a run, trained unless it is there: for `steps` steps, or in full if `steps` is None."""
+        folder = self.runs / (f"{method}-{rates.name}" + ("" if steps is None else f"-{steps}-steps"))
+        about, summary = trained(self.words_of(method, rates, steps), folder)
         found = {
             "lr": rates.lr,
             "projection_lr": rates.projections,
@@ -203,14 +209,17 @@ def kept_results(path: Path, contest: Contest) -> dict[str, Any]:
     """Return method → its results in a JSON file of this script.
 
     Raises:
-        UserError: the file is none of this script, or has results of another configuration or length.
+        UserError: the file is none of this script, or has results of another configuration, length, text or setting.
     """
     kept = results_in(path, "--output")
     check(kept["config"] == contest.config, f"{path} has results of --config {kept['config']}; give another --output")
     for method, entry in kept["methods"].items():
         steps = read_command_line(contest.words(method))[0].train.steps // EIGHTH
-        other = next((row["steps"] for row in entry.get("search", ()) if row["steps"] != steps), None)
+        other = next((row["steps"] for row in entry["search"] if row["steps"] != steps), None)
         check(other is None, f"{path} has searches of {other} steps, but here they take {steps}; give another --output")
+        for row, length in [*((row, steps) for row in entry["search"]), (entry.get("full") or {}, None)]:
+            if "command" in row:  # which some older files lack
+                require_same(path, method, row["command"], contest.words_of(method, Rates.of(row), length))
     return kept["methods"]
 
 
@@ -235,8 +244,11 @@ def main() -> None:
         raise UserError(f"--projections is {options.projections}, but the shares are above 0; give some such as 1,0.25")
     runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"methods-{options.config}"
     contest = Contest(options.config, runs, shares, tuple(extra), options.own)
-    contest.runs.mkdir(parents=True, exist_ok=True)
+    methods = split_list(options.methods)
+    for method in methods:
+        read_command_line(contest.words(method))  # so that nothing is made where an option is refused
     found = kept_results(options.output, contest) if options.output.exists() else {}
+    contest.runs.mkdir(parents=True, exist_ok=True)
     lock = Lock()
 
     def save() -> None:
@@ -250,7 +262,7 @@ def main() -> None:
         def measure(method: str) -> None:
             contest.complete(method, found.setdefault(method, {}), options.search_only, save, submit)
 
-        for ended in as_completed([search(measure, method) for method in split_list(options.methods)]):
+        for ended in as_completed([search(measure, method) for method in methods]):
             ended.result()
 
 

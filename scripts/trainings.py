@@ -1,6 +1,7 @@
 """Trainings that scripts start: run once, continued if interrupted, and read back from their folders."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,14 @@ class Trained(NamedTuple):
 
     about: dict[str, Any]
     summary: dict[str, Any] | None
+
+
+class Difference(NamedTuple):
+    """A setting that differs: its name, its value in a run, and the one that is asked for."""
+
+    name: str
+    old: Any
+    asked: Any
 
 
 class DivergedError(UserError):
@@ -94,14 +103,15 @@ def trained(words: Sequence[str], folder: Path, one_core: bool = False) -> Train
         try:
             train_to_the_end(["train.py", *words, "--output", str(folder)], folder, threads=1 if one_core else None)
         except DivergedError:
-            return Trained({"command": " ".join(words), **origin_of(folder)}, None)
+            return Trained({"command": shlex.join(words), **origin_of(folder)}, None)
     config, asked = config_of(folder), read_command_line(words)[0].to_dict()
     if not is_of(config, asked):
         raise UserError(f"{folder} was trained with other settings; give another --runs, or delete it")
     compiled = config["train"].get("compile", False)
     otherwise = [f"--train.compile={str(compiled).lower()}"] if compiled != asked["train"]["compile"] else []
     summary = read_json(folder / "summary.json")
-    return Trained({"command": " ".join([*words, *otherwise]), "steps": summary["step"], **origin_of(folder)}, summary)
+    command = shlex.join([*words, *otherwise])
+    return Trained({"command": command, "steps": summary["step"], **origin_of(folder)}, summary)
 
 
 @cache
@@ -121,7 +131,12 @@ def is_same(old: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
 
 
 def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Return whether a run with the settings `old` began with the settings `asked`.
+    """Return whether a run with the settings `old` began with the settings `asked`, but for what does not count."""
+    return difference(old, asked) is None
+
+
+def difference(old: dict[str, Any], asked: dict[str, Any]) -> Difference | None:
+    """Return the first setting in which a run with the settings `old` differs from `asked`; None if there is none.
 
     Settings that its version did not know have their defaults; those of other methods do not count, and neither do
     those in `WATCHING`, which change what is computed by no more than rounding.
@@ -130,4 +145,14 @@ def is_of(old: dict[str, Any], asked: dict[str, Any]) -> bool:
     counted = [key for key in asked if key not in SETTINGS or key == asked["method"]]
     known = {key: {**defaults[key], **old.get(key, {})} for key in counted if isinstance(defaults[key], dict)}
     known["train"] |= {name: asked["train"][name] for name in WATCHING}
-    return all(known.get(key, old.get(key)) == asked[key] for key in counted)
+    was, now = (_by_full_name({key: config.get(key) for key in counted}) for config in (old | known, asked))
+    for name in was | now:
+        if (name in was, was.get(name)) != (name in now, now.get(name)):
+            return Difference(name, was.get(name), now.get(name))
+    return None
+
+
+def _by_full_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name → value of all settings, such as train.steps."""
+    sections = {key: value if isinstance(value, dict) else {"": value} for key, value in config.items()}
+    return {f"{key}.{name}".rstrip("."): value for key, of in sections.items() for name, value in of.items()}

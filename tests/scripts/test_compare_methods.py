@@ -18,7 +18,7 @@ from scripts.compare_methods import Contest, Rates, best_rates
 from scripts.own_settings import alternatives
 from scripts.results_tables.methods import comparison_table, search_table, widths_table
 from scripts.side_by_side import side_by_side
-from scripts.trainings import Trained
+from scripts.trainings import ROOT, Trained
 
 
 def stored(config) -> int:
@@ -97,6 +97,70 @@ def test_results_of_another_configuration_or_length_are_not_taken(search, words,
     with pytest.raises(UserError, match=said):
         search(0.003, *words)
     assert search.output.read_text() == kept
+
+
+TEXT = ("--data.source=files", "--data.files=one/train-*", "--data.validation_files=one/valid*")
+TEXT += ("--data.tokenizer=one/small.model",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seed=7"], "a run of cola with seed 0, but here it is 7"),
+        (["--optimizer.clip=0.25"], "with optimizer.clip 0.5, but here it is 0.25"),
+        (["--data.files=one/other-*"], "with data.files train-*, but here it is other-*"),
+        (["--data.tokenizer=one/large.model"], "with data.tokenizer small.model, but here it is large.model"),
+    ],
+)
+def test_results_of_other_settings_or_another_text_are_not_taken(search, words, said):
+    """Whether they are those of the search or of the run in full."""
+    search(0.003, *TEXT)
+    kept = json.loads(search.output.read_text())
+    without = [
+        {key: value for key, value in row.items() if key != "command"} for row in kept["methods"]["cola"]["search"]
+    ]
+    for part in ({"full": None}, {"search": without}):
+        content = json.dumps({**kept, "methods": {"cola": kept["methods"]["cola"] | part}})
+        search.output.write_text(content)
+        with pytest.raises(UserError, match=rf"{re.escape(said)}; give another --output$"):
+            search(0.003, *TEXT, *words, "--projections=1,0.25")
+        assert search.output.read_text() == content
+
+
+def test_the_same_text_may_lie_elsewhere_or_be_listed_file_by_file(search, tmp_path):
+    search(0.003, *TEXT)
+    files = [tmp_path / f"train-{number}" for number in (1, 2)]
+    for file in files:
+        file.touch()
+    every = ["--data.files", *map(str, files)]
+    for words in (["--data.files=two/train-*", f"--data.tokenizer={tmp_path}/small.model"], every):
+        assert search(0.003, *TEXT, *words) == []
+    with pytest.raises(UserError, match=r"data\.files train-1,train-2, but here it is train-1; give"):
+        search(0.003, *TEXT, *every[:-1])
+
+
+WIKIPEDIA = ("--data.source=files", "--data.files=runs/wikipedia/train-*", "--data.validation_files")
+WIKIPEDIA += ("runs/wikipedia/valid*", "--data.tokenizer=runs/wikipedia-4096.model", "--train.compile=true")
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("nano", ()),
+        ("nano-20-dense-0.5", ("--model.like", "nano-20", "--model.parameters", "1182848", *WIKIPEDIA)),
+    ],
+)
+def test_the_recorded_results_are_taken_by_the_commands_beside_them(name, extra, tmp_path):
+    path = ROOT / "results" / "methods" / f"{name}.json"
+    contest = Contest(json.loads(path.read_text())["config"], tmp_path, (), extra)
+    assert compare_methods.kept_results(path, contest)
+
+
+@pytest.mark.parametrize("words", [["--config=nosuch"], ["--methods=cola,nosuch"]])
+def test_what_is_unknown_is_refused_before_a_folder_is_made(search, tmp_path, words):
+    with pytest.raises(UserError, match="nosuch"):
+        search(0.003, *words)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [["methods"], {"config": "nano", "methods": {"lora": {"over_full_rank": 1}}}])

@@ -1,6 +1,7 @@
 """A script's trainings: a finished run is taken only if it was trained with the requested settings."""
 
 import os
+import shlex
 import subprocess
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_run_that_was_compiled_is_the_same_run_and_says_so(finished):
     assert trained(WORDS, finished(train__compile=True)).about["command"].endswith(" --train.compile=true")
     other = trained([*WORDS, "--train.compile=true"], finished())
     assert other.about["command"].endswith("--train.compile=true --train.compile=false")
+
+
+def test_a_recorded_command_can_be_read_though_a_path_has_a_space(finished):
+    words = [*WORDS, "--data.tokenizer=a folder/one.model"]
+    command = trained(words, finished(data__tokenizer="a folder/one.model")).about["command"]
+    assert shlex.split(command) == words
 
 
 def test_settings_of_other_methods_do_not_count(finished):
