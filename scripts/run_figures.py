@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from salaad.common.files import read_json_lines
 from salaad.evaluation.figures import dress, loss_curve, save
+from scripts.reproduction.pictures import LOOKS
 
 
 def training_figure(runs: Mapping[str, Path], path: Path) -> None:
@@ -17,12 +18,12 @@ def training_figure(runs: Mapping[str, Path], path: Path) -> None:
     The last three show the mean over the blocks and the band from the lowest to the highest block.
 
     Args:
-        runs: label → run folder.
+        runs: label → run folder; at most as many as there are `LOOKS`.
         path: the PNG to write.
     """
     figure, panels = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
-    for label, folder in runs.items():
-        panels[0, 0].plot(*loss_curve(folder), label=label, linewidth=1.2)
+    for (label, folder), look in zip(runs.items(), LOOKS, strict=False):
+        panels[0, 0].plot(*loss_curve(folder), label=label, **look)
         blocks = read_json_lines(folder / "blocks.jsonl")
         if blocks:
             _band(panels[0, 1], blocks, "rank_ratio", label)
