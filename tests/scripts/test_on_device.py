@@ -306,6 +306,7 @@ def test_a_kind_that_is_not_asked_for_again_stays_unfinished_and_loses_its_part(
 def test_a_file_of_another_script_is_not_taken_for_checks(tmp_path, monkeypatch, content):
     path = tmp_path / "checks.json"
     path.write_text(content)
+    monkeypatch.setattr(gpu_checks, "KINDS", {})
     monkeypatch.setattr("sys.argv", ["x", "--device=cpu", f"--output={path}"])
     with pytest.raises(UserError, match=r"checks\.json .*; give another --output"):
         gpu_checks.main()
