@@ -54,7 +54,7 @@ class Matformer(Method):
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
-        """Raise a UserError for a model without SwiGLU layers, or whose width cannot be halved so often."""
+        """Raise a UserError for a model without plain SwiGLU layers, or whose width cannot be halved so often."""
         super().check(model, config)
         widths, times = cls.widths_of(model, config.settings), 2**config.settings.halvings
         if not widths.layers:

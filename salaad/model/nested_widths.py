@@ -1,8 +1,10 @@
 """Narrower models nested in one model, whose feed-forward layers use only the first of their inner features."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -11,6 +13,7 @@ from salaad.common.errors import UserError
 from salaad.model.parameters import count_parameters
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
+_ROUNDING = 1e-4  # of outputs in float32, relative; a multiplier or a limit changes them by more
 
 
 class NestedMlp(nn.Module):
@@ -36,6 +39,42 @@ class NestedMlp(nn.Module):
         return F.linear(self.act_fn(gate) * up, down.weight[:, :k], down.bias)
 
 
+def require_plain(name: str, mlp: nn.Module) -> None:
+    """Raise a UserError unless the layer called `name` computes what a `NestedMlp` of it does.
+
+    Its weights need have no values (on the meta device): a copy with a few features and random weights is compared.
+    """
+    parts = (mlp.named_children(), mlp.named_parameters(recurse=False), mlp.named_buffers(recurse=False))
+    beyond = {own for part in parts for own, _ in part} - {*_LAYERS, "act_fn"}
+    if beyond or not _is_nested_by(mlp):
+        what = f"has {min(beyond)} besides" if beyond else "computes something else, such as with a multiplier or limit"
+        raise UserError(
+            f"method matformer narrows layers that compute down_proj(act_fn(gate_proj)·up_proj) alone, but {name} "
+            f"{what}; give a LLaMA-like model, or another method"
+        )
+
+
+@torch.no_grad()
+def _is_nested_by(mlp: nn.Module) -> bool:
+    """Whether a copy of `mlp` with 8 inputs and 16 inner features gives the output of its `NestedMlp`."""
+    generator = torch.Generator().manual_seed(0)
+    small = {}  # what the copy has in place of the projections
+    for name in _LAYERS:
+        old, sizes = getattr(mlp, name), (16, 8) if name == "down_proj" else (8, 16)
+        small[id(old)] = nn.utils.skip_init(nn.Linear, *sizes, bias=old.bias is not None)
+    probe = copy.deepcopy(mlp, small).to_empty(device="cpu").train()  # as dropout is part of what it computes
+    for values in (*probe.parameters(), *probe.buffers()):
+        values.normal_(generator=generator)
+    # The larger inputs are beyond any limit.
+    x = torch.randn(1, 8, 8, generator=generator) * torch.logspace(-1, 4, 8)[:, None]
+    try:
+        found, wanted = NestedMlp(probe)(x), probe(x)
+    except Exception:  # of a layer without act_fn, or one that needs further inputs: any class of error
+        return False
+    error, norm = (torch.linalg.vector_norm(y, dim=-1) for y in (found - wanted, wanted))
+    return bool((error <= _ROUNDING * norm).all())
+
+
 class Widths:
     """The feed-forward widths of a model with `NestedMlp` layers, and how many parameters each choice has.
 
@@ -45,6 +84,9 @@ class Widths:
 
     Attributes:
         uniform: the uniform widths m, m/2, m/4, …
+
+    Raises:
+        UserError: a SwiGLU layer computes more than a `NestedMlp` does.
     """
 
     def __init__(self, model: PreTrainedModel, halvings: int) -> None:
@@ -52,6 +94,7 @@ class Widths:
             if not isinstance(module, NestedMlp) and all(
                 isinstance(getattr(module, x, None), nn.Linear) for x in _LAYERS
             ):
+                require_plain(name, module)
                 model.set_submodule(name, NestedMlp(module))
         self.layers = [module for module in model.modules() if isinstance(module, NestedMlp)]
         self._model, self._whole = model, count_parameters(model)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from salaad.common.errors import UserError
 from salaad.methods.matformer import Matformer
@@ -128,6 +129,45 @@ def test_widths_that_do_not_divide_are_refused_with_the_next_that_does():
 def test_a_model_whose_only_swiglu_layers_are_beside_experts_is_refused():
     with pytest.raises(UserError, match=r"nests \d SwiGLU layers of width \d+ here, but .* as with experts; give a"):
         Matformer.check(model_of("qwen2_moe"), config_of("matformer", "--matformer.halvings", "1"))
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "words"),
+    [
+        ("bitnet", {}, "mlp has ffn_sub_norm besides"),
+        ("falcon_h1", {"mlp_multipliers": [0.5, 0.25]}, "feed_forward computes something else"),
+        ("seed_oss", {"head_dim": 8, "residual_dropout": 0.1}, "mlp computes something else"),
+        ("llama4_text", {}, "has activation_fn besides"),
+    ],
+)
+def test_a_layer_that_computes_more_than_a_narrowed_one_is_refused_on_the_meta_device_too(family, other, words):
+    model, config = model_of(family, **other), config_of("matformer", "--matformer.halvings", "1")
+    with pytest.raises(UserError, match=rf"method matformer narrows layers .* alone, but .*{words}.*; give a LLaMA-li"):
+        Matformer.check(copy.deepcopy(model).to("meta"), config)
+    with pytest.raises(UserError, match=words):
+        Matformer.rebuild(model, config)
+
+
+@pytest.mark.parametrize("limit", [7.0, 1000.0])
+def test_a_layer_with_a_limit_is_refused(limit):
+    class Limited(LlamaMLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-limit, limit))
+
+    model = llama()
+    model.model.layers[1].mlp = Limited(model.config)
+    with pytest.raises(UserError, match=r"layers.1.mlp computes something else, such as with a multiplier or limit"):
+        Matformer.check(model, config_of("matformer"))
+
+
+@pytest.mark.parametrize("family", ["gemma", "qwen2", "falcon_h1", "olmo2"])
+def test_the_full_width_of_a_plain_layer_is_the_model_itself(family):
+    model, config = model_of(family), config_of("matformer", "--matformer.halvings", "1")
+    plain, state = model(input_ids=IDS).logits, torch.get_rng_state()
+    Matformer.check(copy.deepcopy(model).to("meta"), config)
+    Matformer.rebuild(model, config)
+    torch.testing.assert_close(model(input_ids=IDS).logits, plain)
+    assert torch.equal(torch.get_rng_state(), state)  # the comparison draws no numbers of the run's
 
 
 def test_widths_are_found_once():
