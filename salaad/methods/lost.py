@@ -6,7 +6,8 @@
 
 No code was released. This is our reading of the paper and of its public reviews: W_S holds columns of W₀ itself, not of
 the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and the place
-of φ are not published: γ and the place of φ are our choice, the learning rate is SLTrain's.
+of φ are not published: γ and the place of φ are our choice, the learning rate is SLTrain's. Where W₀ has fewer terms
+than r, as after pruning, the rest begin as LoRA's adapters do, with a random row of A and a column of B that is zero.
 """
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from salaad.config.methods import LostConfig
 from salaad.factored.slr import Slr
 from salaad.methods.float32 import at_least_float32
+from salaad.methods.lora import draw
 from salaad.methods.low_rank_layers import LowRankMethod, SlrFactored, added, factored_layers
 from salaad.spectral import leading_left_vectors
 
@@ -38,6 +40,9 @@ class LostLinear(SlrFactored):
             B, A = leading_terms(W, r)
             left = torch.linalg.vector_norm(W - B @ A, dim=0)
             chosen = left.topk(count).indices.sort().values
+            fresh = torch.empty_like(A)
+            draw(fresh)
+            A = torch.where(A.any(1, keepdim=True), A, fresh)  # a term that is zero in both factors never learns
         # Contiguous, as they are after a resume, so that products round alike.
         parts = (part.clone(memory_format=torch.contiguous_format) for part in (B, A, W[:, chosen]))
         self.B, self.A, self.W_S = map(nn.Parameter, parts)
@@ -61,14 +66,18 @@ class LostLinear(SlrFactored):
 
 
 def leading_terms(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B (out×rank) and A (rank×in) whose product is the `rank` leading singular terms of W, with √σ in each."""
+    """B (out×rank) and A (rank×in) whose product is the `rank` leading singular terms of W, with √σ in each.
+
+    Both factors are zero in a term that W does not have, or has only by rounding.
+    """
     if W.shape[0] > W.shape[1]:
         A, B = leading_terms(W.mT, rank)
         return B.mT, A.mT
     U = leading_left_vectors(W, rank)
     projected = U.mT @ W
-    root = torch.linalg.vector_norm(projected, dim=1).sqrt()
-    return U * root, projected / root[:, None]
+    sigma = torch.linalg.vector_norm(projected, dim=1)
+    root, has = sigma.sqrt(), sigma > torch.finfo(W.dtype).eps * sigma.max()
+    return U * root.where(has, 0), (projected / root[:, None]).where(has[:, None], 0)
 
 
 class Lost(LowRankMethod):

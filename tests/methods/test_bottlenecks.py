@@ -88,6 +88,31 @@ def test_lost_begins_with_the_leading_terms_and_the_columns_they_leave_most_of(s
     np.testing.assert_allclose(layer(torch.tensor(x).float()).detach().numpy(), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("activation", ["silu", "linear"])
+@pytest.mark.parametrize("rank_of_weight", [0, 2])
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30)])
+def test_a_term_that_the_weight_lacks_begins_as_an_adapter_of_lora(shape, pruned, rank_of_weight, activation):
+    linear, generator = nn.Linear(shape[1], shape[0], bias=False), torch.Generator().manual_seed(0)
+    factors = (torch.randn(*sides, generator=generator) for sides in ((shape[0], 2), (2, shape[1])))
+    W = torch.linalg.multi_dot(list(factors)) * (rank_of_weight > 0)
+    W[: shape[0] // 2 if pruned else 0] = 0  # as whole heads or features that are pruned
+    linear.weight.data.copy_(W)
+    settings = LostConfig(rank=6, density=0.2, gamma=0.7, activation=activation)
+    torch.manual_seed(3)
+    layer = LostLinear(linear, settings)
+    torch.testing.assert_close(layer.B @ layer.A, W, rtol=0, atol=1e-5 * max(1, float(W.norm())))
+    free = ~layer.B.any(0)
+    assert int(free.sum()) == 6 - rank_of_weight
+    drawn = layer.A[free]
+    assert drawn.abs().max() <= shape[1] ** -0.5
+    assert drawn.std().item() == pytest.approx((3 * shape[1]) ** -0.5, rel=0.2)  # uniform in ±1/√in
+    layer(torch.randn(4, shape[1], generator=generator)).sum().backward()
+    assert layer.B.grad[:, free].all()  # so that the term is trained
+    torch.manual_seed(3)
+    assert torch.equal(LostLinear(linear, settings).A, layer.A)
+
+
 def test_lost_without_an_activation_is_its_dense_weight():
     torch.manual_seed(0)
     layer = LostLinear(nn.Linear(9, 7, bias=False), LostConfig(rank=3, density=0.4, activation="linear"))
