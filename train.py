@@ -41,7 +41,7 @@ from salaad.training.compiled import compile_transformer
 from salaad.training.divergence import NonFinite
 from salaad.training.gradients import Gradients
 from salaad.training.launch import distribute, leave_together, require_same_text, start_accelerator
-from salaad.training.plan import check_run, plan_table, sizes_in_words, text_table
+from salaad.training.plan import check_run, plan_table, rebuilt_outline, sizes_in_words, text_table
 from salaad.training.prediction import prediction_table, short_patience
 from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts, model_to_train, source_of
@@ -75,7 +75,8 @@ def main(config: RunConfig, options: TrainOptions) -> None:
     checkpoint = distributed.first_decides(lambda: run.begin(*begun))
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
-    for remark in filter(None, (gone, short_patience(config, source.config, distributed.world_size()))):
+    lost = "" if checkpoint else method_of(config).remark(rebuilt_outline(config, source.config), config)
+    for remark in filter(None, (gone, lost, short_patience(config, source.config, distributed.world_size()))):
         accelerator.print(remark)
     with StopRequest() as request:
         trainer = Trainer(config, accelerator, source, text, folder, checkpoint, request)

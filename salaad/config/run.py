@@ -25,7 +25,7 @@ class ModelConfig:
         num_attention_heads: heads per layer; must divide the hidden size.
         vocab_size: rows of the embedding and of the LM head.
         path: a Hugging Face causal-LM folder to go on from, or the name of a model on the hub; the sizes above are
-            then ignored.
+            then ignored; sltrain, loro and cola keep its embedding, head and norms alone.
         like: a file in configs/ whose model lends its depth, its heads and its proportions to one of `parameters`
             parameters, with the vocabulary above; the sizes found take the place of those above.
         parameters: of the model that is `like` another, as a number (194M) or as a fraction of that model's (0.5).

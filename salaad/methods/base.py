@@ -135,6 +135,11 @@ class Method:
         return []
 
     @classmethod
+    def remark(cls, model: PreTrainedModel, config: RunConfig) -> str:
+        """Return what is printed where a run begins, or ""; `model` is the rebuilt model on "meta"."""
+        return ""
+
+    @classmethod
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
         """Return the work of a step on devices of these rates, for predictions; `model` is the rebuilt one on "meta".
 

@@ -56,6 +56,7 @@ class Cola(LowRankMethod):
 
     Settings = ColaConfig
     Layer = ColaLinear
+    keeps_weights = False
 
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:

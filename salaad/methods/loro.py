@@ -95,6 +95,7 @@ class Loro(LowRankMethod):
 
     Settings = LoroConfig
     Layer = LoroLinear
+    keeps_weights = False
     own_projection_rate = True
     reads_moments = True  # an exact step follows Adam's directions
 

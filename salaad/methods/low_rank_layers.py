@@ -116,10 +116,12 @@ class LowRankMethod(Method):
 
     Attributes of the class:
         Layer: makes the layer that replaces a projection, from this projection and the method's settings.
+        keeps_weights: whether this layer begins with the weight of the projection, and is not drawn anew.
     """
 
     replaces_modules = True
     Layer: ClassVar[Callable[[nn.Linear, MethodConfig], Factored]]
+    keeps_weights: ClassVar[bool] = True
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
@@ -147,7 +149,18 @@ class LowRankMethod(Method):
             ("parameters trained", millions(trained_parameters(model))),
             ("parameters stored after training", f"{millions(stored['parameters'])}, {megabytes(stored['bytes'])}"),
             *([("the same as its paper counts", millions(printed))] if printed else []),
+            *([("weights of model.path", remark)] if (remark := cls.remark(model, config)) else []),
         ]
+
+    @classmethod
+    def remark(cls, model: PreTrainedModel, config: RunConfig) -> str:
+        """Return what is lost of the model that a run goes on from, which nothing else in the run would show."""
+        if cls.keeps_weights or config.model.path is None:
+            return ""
+        return (
+            f"{config.method} draws the {len(factored_layers(model))} projections anew; of {config.model.path} only "
+            "embedding, head and norms are kept"
+        )
 
     @classmethod
     def slr_parts(cls, model: nn.Module) -> dict[str, Slr]:  # noqa: D102

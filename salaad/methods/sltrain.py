@@ -68,6 +68,7 @@ class Sltrain(LowRankMethod):
 
     Settings = SltrainConfig
     Layer = SltrainLinear
+    keeps_weights = False
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:
         """Build the optimizer, in which the entries of S, a vector, learn at the projections' rate as A and B do."""

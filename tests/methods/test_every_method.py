@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ import evaluate
 from salaad.common.errors import UserError
 from salaad.config.methods import SETTINGS
 from salaad.factored.fixed_size import slr_modules
+from salaad.methods.low_rank_layers import factored_layers, projections
 from salaad.methods.optimizer import step_unless
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, outline
@@ -108,6 +110,41 @@ def test_the_plan_counts_memory_by_kind(toy, tmp_path, capsys, method):
     for kind in ("weights", "gradients", "optimizer state", "activations"):
         assert f"memory per rank: {kind}" in said
     assert not (tmp_path / "run").exists()
+
+
+# ---- what is kept of model.path
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith(("galore", "matformer"))])
+def test_a_method_says_whether_the_weights_of_the_projections_are_lost(variant):
+    words = [f"--{key.replace('__', '.')}={value}" for key, value in words_of(variant).items()]
+    config, model = config_of(variant.partition(",")[0], "--model.path=trained", *words), llama()
+    kind, before = method_of(config), {name: linear.weight for name, linear in projections(model).items()}
+    kind.rebuild(model, config)
+    # Weights drawn anew have a cosine of about zero with those before, and rank 4 of 16 keeps most of random ones.
+    alike = [
+        torch.cosine_similarity(layer.dense_weight().flatten(), before[name].flatten(), dim=0).item()
+        for name, layer in factored_layers(model).items()
+    ]
+    mean = sum(alike) / len(alike)
+    assert mean > 0.4 or abs(mean) < 0.1
+    said = "" if mean > 0.4 else f"{config.method} draws the 14 projections anew; of trained only embedding, head and"
+    assert kind.remark(model, config).startswith(said) and bool(kind.remark(model, config)) == bool(said)
+    assert not kind.remark(model, replace(config, model=replace(config.model, path=None)))
+
+
+def test_the_loss_of_trained_projections_is_printed_before_training_and_not_at_a_resume(
+    toy, tmp_path, capsys, finished
+):
+    trained = last_checkpoint(finished("matformer")) / "model"
+    options = toy(**words_of("sltrain"), model__path=trained, train__steps=2, train__save_every=1)
+    said = f"sltrain draws the 14 projections anew; of {trained} only embedding, head and norms are kept"
+    run_training([*options, "--dry-run"], tmp_path / "run")
+    assert f"| weights of model.path | {said} |" in " ".join(capsys.readouterr().out.split())
+    run_training(options, tmp_path / "run")
+    assert said in capsys.readouterr().out
+    run_training([*options, f"--resume={tmp_path / 'run' / 'checkpoints' / 'step-0000001'}"], tmp_path / "rest")
+    assert said not in capsys.readouterr().out
 
 
 # ---- in the trainer
