@@ -134,7 +134,8 @@ class OptimizerConfig:
     Args:
         name: a class of torch.optim, such as AdamW, Adam, SGD or Adafactor.
         lr: peak learning rate.
-        projection_lr: that of the projections, as a share of `lr`; embedding, LM head and vectors keep `lr`.
+        projection_lr: that of the projections, as a share of `lr`; embeddings, also of positions, LM head and vectors
+            keep `lr`.
         betas: Adam's two decay rates; ignored by optimizers without them.
         eps: Adam's epsilon; ignored by optimizers without it.
         weight_decay: decoupled in AdamW and Adafactor; other optimizers of torch add it to the gradient.

@@ -29,9 +29,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the matrices of a model that belong neither to its embedding nor to its LM head."""
-    outer = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
-    kept = {id(p) for layer in outer for p in layer.parameters()}
+    """Return the matrices of a model that belong to no embedding, be it of tokens or of positions, nor its LM head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [layer for layer in model.modules() if layer in ends or isinstance(layer, nn.Embedding)]
+    kept = {id(p) for layer in tables for p in layer.parameters()}
     return [p for p in model.parameters() if p.ndim > 1 and id(p) not in kept]
 
 

@@ -63,7 +63,7 @@ def load_optimizer(optimizer: Optimizer, folder: Path, sharded: bool) -> None:
     """Load the state that any number of ranks wrote with `save_optimizer`; if `sharded`, only what this rank owns.
 
     Raises:
-        UserError: a file is missing, broken, or of another run.
+        UserError: a file is missing, broken, of another run, or of a version that grouped the parameters otherwise.
     """
     parameters = parameters_of(optimizer)
     owners = owners_of(parameters, distributed.world_size()) if sharded else [distributed.rank()] * len(parameters)
@@ -77,6 +77,13 @@ def load_optimizer(optimizer: Optimizer, folder: Path, sharded: bool) -> None:
                     state[i] = {key: _own(value, parameters[i]) for key, value in entry.items()}
     with in_a_sentence(path):
         groups = part["param_groups"]
+        saved, wanted = ([len(group["params"]) for group in parts] for parts in (groups, optimizer.param_groups))
+        if saved != wanted and sum(saved) == sum(wanted):
+            before, now = (" and ".join(map(str, counts)) for counts in (saved, wanted))
+            raise UserError(
+                f"{path} has groups of {before} parameters, but this run has groups of {now}, as versions differ in "
+                "what learns at the rate of projections; go on with the version that began the run, or begin a new one"
+            )
         load_optimizer_state(optimizer, {"state": dict(sorted(state.items())), "param_groups": groups})
 
 

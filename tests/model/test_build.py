@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,9 @@ from salaad.model.build import describe_model, model_source
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
 from salaad.model.loss import IGNORED, SummedLoss, summed_cross_entropy
 from salaad.model.parameters import count_parameters
+from salaad.training.optimizer_files import load_optimizer, save_optimizer
 from salaad.training.plan import check_run
+from tests.helpers.families import IDS, model_of
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -390,15 +393,22 @@ def test_a_compressed_folder_is_refused_by_a_method_that_replaces_dense_layers(f
 
 SIZES_OF_RATES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
 SIZES_OF_RATES |= {"num_attention_heads": 2}
+# The matrices of the blocks; all others are embeddings of tokens or positions.
+MATRICES_OF_BLOCKS = {
+    "llama": r"_proj\.weight",
+    "gpt2": r"\.h\..*c_\w+\.weight",
+    "opt": r"\.layers\..*(_proj|fc[12])\.weight",
+}
 
 
-def test_the_projections_learn_at_a_rate_of_their_own():
-    """Embedding, head and vectors keep `lr`, as the first group, whose rate the records show."""
-    model = LlamaForCausalLM(LlamaConfig(**SIZES_OF_RATES))
+@pytest.mark.parametrize("family", list(MATRICES_OF_BLOCKS))
+def test_the_projections_learn_at_a_rate_of_their_own(family):
+    """Embeddings, head and vectors keep `lr`, as the first group, whose rate the records show."""
+    model = model_of(family)
     config = OptimizerConfig(lr=0.01, projection_lr=0.25, warmup=0)
     slower = projection_weights(model)
     names = {name for name, p in model.named_parameters() if any(p is other for other in slower)}
-    assert names == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert names == {name for name, _ in model.named_parameters() if re.search(MATRICES_OF_BLOCKS[family], name)}
     optimizer, schedule = build_optimizer(model.parameters(), config, 10, slower)
     assert schedule.get_last_lr() == [0.01, 0.0025]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -409,6 +419,24 @@ def test_the_projections_learn_at_a_rate_of_their_own():
         moved = (before[name] - p).abs()
         torch.testing.assert_close(moved, torch.full_like(moved, 0.0025 if name in names else 0.01), rtol=1e-3, atol=0)
     assert len(build_optimizer(model.parameters(), OptimizerConfig(), 10, slower)[0].param_groups) == 1
+
+
+def test_a_state_whose_projections_were_others_is_refused(tmp_path):
+    """As of a version that counted GPT-2's table of positions among them."""
+    model, config = model_of("gpt2"), OptimizerConfig(projection_lr=0.25)
+    slower = projection_weights(model)
+    for counted, name in ((slower, "same"), ([*slower, model.transformer.wpe.weight], "other")):
+        optimizer, _ = build_optimizer(model.parameters(), config, 10, counted)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        (tmp_path / name).mkdir()
+        save_optimizer(optimizer, tmp_path / name, sharded=False, beside=0)
+    optimizer, _ = build_optimizer(model.parameters(), config, 10, slower)
+    load_optimizer(optimizer, tmp_path / "same", sharded=False)
+    vectors = sum(p.ndim == 1 for p in model.parameters())
+    said = f"groups of {vectors + 1} and 9 parameters, but this run has groups of {vectors + 2} and 8, .*; go on with"
+    with pytest.raises(UserError, match=said):
+        load_optimizer(optimizer, tmp_path / "other", sharded=False)
 
 
 @pytest.mark.parametrize("method", ["galore", "loro"])
