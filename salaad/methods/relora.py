@@ -8,27 +8,37 @@ the warm start at full rank, as in GaLore's table.
 
 Different from the released code: there both A and B begin as zero, so that both gradients vanish and no projection is
 trained in the first cycle; and the merge comes a step after the learning rate has restarted. Here A is drawn at the
-start, and the merge comes before the first step of the restarted rate. Both moments of an entry are set to zero or
-neither is, and the restarted rate begins at 1/`rewarmup` of the cosine.
+start, and the merge comes before the first step of the restarted rate. All that the optimizer keeps for an entry
+begins anew or nothing does, and the restarted rate begins at 1/`rewarmup` of the cosine.
 """
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
+from salaad.common.errors import UserError
 from salaad.config.methods import ReloraConfig
+from salaad.config.run import RunConfig
 from salaad.methods.lora import Lora, draw
 from salaad.methods.low_rank_layers import factored_layers
 from salaad.methods.optimizer import restarted
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 class Relora(Lora):
     """Pretraining of adapters that are merged into the weights every q steps (ReLoRA)."""
 
     Settings = ReloraConfig
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, config: RunConfig) -> None:  # noqa: D102
+        super().check(model, config)
+        if config.optimizer.name == "Adafactor" and config.settings.prune:
+            raise UserError(
+                f"relora.prune is {config.settings.prune:g}, but Adafactor's moments are of whole rows and columns, of "
+                "which no entry can be pruned alone; give another optimizer.name, or --relora.prune 0"
+            )
 
     def build_optimizer(self) -> tuple[Optimizer, LambdaLR]:  # noqa: D102
         optimizer, schedule = super().build_optimizer()
@@ -44,6 +54,7 @@ class Relora(Lora):
         """Merge and reset every adapter, with random numbers that seed and step fix, the same on every rank."""
         # A generator takes 63 bits, and `seed` alone may have 53.
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % 2**63)
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
         for layer in factored_layers(self.model).values():
             layer.weight.copy_(layer.dense_weight())
             fresh = torch.empty(layer.A.shape)
@@ -53,6 +64,9 @@ class Relora(Lora):
             for parameter in (layer.A, layer.B):
                 state = optimizer.state.get(parameter, {})
                 kept = torch.rand(parameter.shape, generator=generator) >= self.config.settings.prune
-                for key in _MOMENTS:
-                    if torch.is_tensor(state.get(key)):
-                        state[key].mul_(kept.to(state[key].device))
+                for key, value in state.items():
+                    if torch.is_tensor(value) and value.shape == parameter.shape:
+                        on_device = kept.to(value.device)
+                        value.mul_(on_device)
+                        if key == "step_size":  # Rprop's own, which begins at the rate and would not leave zero
+                            value.add_(~on_device, alpha=rates[parameter])

@@ -152,14 +152,18 @@ def relora(model: LlamaForCausalLM, *words: str) -> Relora:
     return Relora(model, config)
 
 
+def steps_of(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(number):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_merge_leaves_the_function_and_prunes_the_moments_of_the_adapters_alone():
     model = llama()
     method = relora(model, "--relora.prune", "0.75", "--train.steps", "60")
     optimizer, _ = method.build_optimizer()
-    for _ in range(3):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    steps_of(model, optimizer, 3)
     model.eval()
     before = model(input_ids=IDS).logits
     moments = {id(p): state["exp_avg"].clone() for p, state in optimizer.state.items()}
@@ -184,6 +188,54 @@ def test_a_merge_leaves_the_function_and_prunes_the_moments_of_the_adapters_alon
     kept_B = {name: layer.B.detach().clone() for name, layer in factored_layers(model).items()}
     method.after_step(optimizer, 60, torch.zeros(()))  # no merge at the last step, after which nothing trains
     assert all(torch.equal(layer.B, kept_B[name]) for name, layer in factored_layers(model).items())
+
+
+ENTRYWISE = ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "SGD")
+
+
+@pytest.mark.parametrize("name", ENTRYWISE)
+def test_all_that_an_optimizer_keeps_for_an_entry_begins_anew_or_nothing_does(name):
+    model = llama()
+    method = relora(model, "--relora.prune", "0.75", "--train.steps", "60", "--optimizer.name", name)
+    method.check(llama(), method.config)
+    optimizer, _ = method.build_optimizer()
+    steps_of(model, optimizer, 2)
+    rate = optimizer.param_groups[0]["lr"]
+    begun = total = 0
+    adapters = [p for layer in factored_layers(model).values() for p in (layer.A, layer.B)]
+    states = [[value.fill_(7) for value in optimizer.state[p].values() if value.shape == p.shape] for p in adapters]
+    method.after_step(optimizer, 20, torch.zeros(()))
+    for p, state in zip(adapters, states, strict=True):
+        fresh = [(value != 7) for value in state]
+        assert all(torch.equal(one, fresh[0]) for one in fresh)
+        for value, where in zip(state, fresh, strict=True):
+            own_beginning = value is optimizer.state[p].get("step_size")
+            assert (value[where] == (rate if own_beginning else 0)).all()
+            begun, total = begun + int(where.sum()), total + where.numel()
+    assert begun == 0 if name == "SGD" else begun / total == pytest.approx(0.75, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Adadelta", "Rprop"])  # which count no steps
+def test_an_optimizer_pruned_whole_steps_as_a_new_one(name):
+    model = llama()
+    words = ("--relora.prune", "1", "--relora.dropout", "0", "--train.steps", "60", "--optimizer.name", name)
+    method = relora(model, *words)
+    optimizer, _ = method.build_optimizer()
+    steps_of(model, optimizer, 3)
+    method.after_step(optimizer, 20, torch.zeros(()))
+    other = copy.deepcopy(model)
+    fresh, _ = Relora(other, method.config).build_optimizer()
+    for moved, stepping in ((model, optimizer), (other, fresh)):
+        steps_of(moved, stepping, 1)
+    for mine, theirs in zip(factored_layers(model).values(), factored_layers(other).values(), strict=True):
+        assert mine.B.any() and torch.equal(mine.A, theirs.A) and torch.equal(mine.B, theirs.B)
+
+
+def test_an_optimizer_without_a_state_of_single_entries_is_refused_where_they_would_be_pruned():
+    words = ("--relora.rank", "4", "--optimizer.name", "Adafactor", "--relora.prune")
+    with pytest.raises(UserError, match=r"relora.prune is 0.9, but Adafactor's moments are .*, or --relora.prune 0"):
+        Relora.check(llama(), config_of("relora", *words, "0.9"))
+    Relora.check(llama(), config_of("relora", *words, "0"))
 
 
 def test_the_largest_seed_draws_at_every_merge_anew():
