@@ -7,7 +7,7 @@ from pathlib import Path
 from salaad.common.files import read_json
 from scripts.reproduction import comparison_judges, criteria, deployment_judges, judges
 from scripts.reproduction.comparison_judges import NOTHING, Compared, Found
-from scripts.reproduction.evidence import NOT_SHOWN, Number, percent
+from scripts.reproduction.evidence import NOT_SHOWN, Lacking, Number, percent
 from scripts.reproduction.experiments import NUMBERS
 from scripts.reproduction.freshness import commits_of, mark_of, with_legend
 from scripts.reproduction.grid import Scale
@@ -81,8 +81,8 @@ class Claim:
         results = {name: read_json(folder / f"{name}.json") for name in self.items}
         try:
             numbers = self.judge(results)
-        except (KeyError, StopIteration, TypeError, ValueError) as error:
-            lacking = str(error) if isinstance(error, KeyError | ValueError) else "a row or figure"
+        except (LookupError, TypeError, ValueError) as error:
+            lacking = str(error) if isinstance(error, Lacking | KeyError) else "a row or figure"
             files = ", ".join(f"{name}.json" for name in self.items)
             again = f"{scale.command(*self.items)} --again ({lacking} is not in {files})"
             return self._from_comparisons(folder, scale, again)

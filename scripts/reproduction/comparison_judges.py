@@ -71,23 +71,25 @@ def small_dense(compared: Compared) -> Found:
         Number("entries are weighted by the optimizer's second moments, as in elastic/README.md", "yes"),
         *(
             Number(
-                f"PPL of the cut with the head split too over the dense model's at {millions(size)}", percent(a / b - 1)
+                f"PPL of the cut with the head split too over the dense model's at {millions(size)}",
+                percent(cut / rival - 1),
             )
-            for size, a, b in split
+            for size, cut, rival in split
+            if cut is not None
         ),
     ]
     return Found([*beside_dense(judged), *more], [*(row["commit"] for row in dense), *_commits(paper, "cut")])
 
 
-def _of_one_size(paper: Row, way: str, dense: Sequence[Row]) -> list[tuple[int, float, float]]:
-    """Return parameters, perplexity of the cut and of the dense model, for dense models below L + S that have a cut."""
-    cuts = paper["ways"].get(way, ())
-    return [
-        (X["parameters"], cut["perplexity"], X["perplexity"])
-        for X in dense
-        for cut in cuts
-        if X["parameters"] < paper["L+S"]["parameters"] and is_same_size(cut["parameters"], X["parameters"])
-    ]
+def _of_one_size(paper: Row, way: str, dense: Sequence[Row]) -> list[tuple[int, float | None, float]]:
+    """Return parameters, perplexity of the cut, if there is one, and of the dense model, for those below L + S."""
+    found = []
+    for X in dense:
+        size = X["parameters"]
+        cuts = (cut["perplexity"] for cut in paper["ways"].get(way, ()) if is_same_size(cut["parameters"], size))
+        if size < paper["L+S"]["parameters"]:
+            found.append((size, next(cuts, None), X["perplexity"]))
+    return found
 
 
 def kappa(compared: Compared) -> Found:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 from statistics import fmean
 
 from salaad.common.formats import millions
@@ -11,6 +12,7 @@ from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     EVERY_SEED,
     NOT_SHOWN,
+    Lacking,
     Number,
     Row,
     difference,
@@ -105,23 +107,23 @@ def against_small_dense(results: Results) -> list[Number]:
     return beside_dense(
         [
             (cut["budget"], cut["perplexity"], rival["perplexity"])
-            for cut, rival in pairs
             if is_same_size(rival["parameters"], cut["budget"])
+            else (cut["budget"], None, None)
+            for cut, rival in pairs
         ]
     )
 
 
-def beside_dense(pairs: Sequence[tuple[int, float, float]]) -> list[Number]:
-    """Return a number per pair of models of one size, given as parameters, perplexity of the cut and of the dense."""
-    numbers = [
-        Number(
-            f"PPL of the cut over the dense model's at {millions(parameters)}",
-            percent(cut / dense - 1),
-            "below 0 %",
-            is_below(cut, dense),
-        )
-        for parameters, cut, dense in pairs
-    ]
+def beside_dense(sizes: Sequence[tuple[int, float | None, float | None]]) -> list[Number]:
+    """Return a number per size, given as parameters and the perplexities of the cut and of the dense model, or None."""
+    numbers = []
+    for parameters, cut, dense in sizes:
+        number = partial(Number, f"PPL of the cut over the dense model's at {millions(parameters)}", limit="below 0 %")
+        if None in (cut, dense):
+            numbers.append(number("a model of this size was not measured", holds=NOT_SHOWN))
+        else:
+            holds = is_below(cut, dense) if isfinite(dense) else NOT_SHOWN
+            numbers.append(number(percent(cut / dense - 1), holds=holds))
     return numbers or [Number("budgets below L + S", "0", "at least 1", NOT_SHOWN)]
 
 
@@ -174,7 +176,7 @@ def kappa(results: Results) -> list[Number]:
     winners, costs = [], {}
     coarse = max(b - a for a, b in pairwise(sorted({row["kappa"] for row in results["kappa"]["rows"]} - {None})))
     if coarse > KAPPA_STEP + _OF_A_STEP:
-        raise ValueError(f"a grid of κ with steps of {KAPPA_STEP}")
+        raise Lacking(f"a grid of κ with steps of {KAPPA_STEP}")
     for rows in each_seed(results["kappa"]["rows"]):
         whole = the_row(rows, variant="L+S")["parameters"]
         for winner in best(rows):

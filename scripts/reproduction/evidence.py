@@ -14,6 +14,10 @@ EVERY_SEED = "in every seed"
 NOT_SHOWN = "not shown"  # of a limit that is kept by chance, because what it is about is missing
 
 
+class Lacking(LookupError):
+    """What a result lacks for a claim to be judged, in words."""
+
+
 @dataclass(frozen=True)
 class Number:
     """One line of the evidence for a claim.
@@ -32,8 +36,11 @@ class Number:
 
 
 def the_row(rows: Sequence[Row], **values: Any) -> Row:
-    """Return the row that has these values; raise StopIteration if there is none."""
-    return next(row for row in rows if all(row[key] == value for key, value in values.items()))
+    """Return the row that has these values; raise Lacking if there is none."""
+    found = [row for row in rows if all(row[key] == value for key, value in values.items())]
+    if not found:
+        raise Lacking(f"the row of {', '.join(f'{key} {value}' for key, value in values.items())}")
+    return found[0]
 
 
 def distinct(rows: Sequence[Row], key: str) -> list[Any]:

@@ -15,6 +15,7 @@ from scripts.reproduction import criteria
 from scripts.reproduction.evidence import (
     EVERY_SEED,
     NOT_SHOWN,
+    Lacking,
     Number,
     Row,
     changes,
@@ -123,13 +124,15 @@ def embedding(results: Results) -> list[Number]:
 def lm_head(results: Results) -> list[Number]:
     """Judge rank ratio, density and cost of the LM head as a block at two ρ, against the embedding, in every seed."""
     rows = sorted(results["lm_head"]["rows"], key=lambda row: row["rho"])
+    if len(distinct(rows, "rho")) < 2:
+        raise Lacking("a row of each of two ρ")
     heads, others = (each_seed([row for row in rows if row["block"] == block]) for block in ("LM head", "embedding"))
     numbers = []
     for i, rho in enumerate(distinct(rows, "rho")):
         pairs = [(head[i], other[i]) for head, other in zip(heads, others, strict=True)]
         worse = [[head[name] / other[name] - 1 for name in ("X", "L+S")] for head, other in pairs]
         benign = [
-            is_structured(head) and max(cost) <= criteria.HEAD_COST
+            is_structured(head) and max(map(finite, cost)) <= criteria.HEAD_COST
             for (head, _), cost in zip(pairs, worse, strict=True)
         ]
         meaningful = all(is_structured(other) for _, other in pairs)
@@ -212,6 +215,8 @@ def frequency(results: Results) -> list[Number]:
     """What more frequent ADMM updates do to structure, error and loss, in every seed."""
     rows = sorted(results["frequency"]["rows"], key=lambda row: row["K"])
     seeds, Ks = each_seed(rows), distinct(rows, "K")
+    if len(Ks) < 2 or any(distinct(mine, "K") != Ks for mine in seeds):
+        raise Lacking("a row of every K and seed")
     means = [mean_row(row for row in rows if row["K"] == K) for K in Ks]
     limits = {
         "rank_ratio": ("rank ratio", "rises with K", "{:.2f}".format, is_rising),
@@ -222,7 +227,7 @@ def frequency(results: Results) -> list[Number]:
             "final loss",
             f"within {criteria.LOSSES_OVER_K:.2f} nats",
             "{:.3f}".format,
-            lambda losses: max(losses) - min(losses) <= criteria.LOSSES_OVER_K,
+            lambda losses: max(map(finite, losses)) - min(losses) <= criteria.LOSSES_OVER_K,
         ),
     }
     numbers = [Number("K/J", ", ".join(map(str, Ks)))]

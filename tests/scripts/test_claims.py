@@ -384,11 +384,40 @@ def test_small_dense_models_of_the_comparison_decide_where_the_item_is_missing(t
 
 
 def test_a_cut_stands_beside_a_small_dense_model_of_its_size_alone(rows, judged, tmp_path):
+    """A size at which one of the two is missing shows nothing, instead of being passed over."""
     for row in rows["one_training"]:
-        row["parameters"] += 5000 if (row["label"], row["budget"]) == ("dense", "0.5") else 0  # of 900,000
-    assert list(ours(judged(rows)["against_small_dense"])) == ["PPL of the cut over the dense model's at 1.40 M"]
-    beside = [name for name in ours(compared(tmp_path, half=1.21e6, cut=[99, 50, 55, 61])) if name.startswith("PPL")]
-    assert [name.split()[-2] for name in beside] == ["1.00", "0.80"]
+        row["parameters"] += 7000 if (row["label"], row["budget"]) == ("dense", "0.5") else 0  # of 900,000
+    one = judged(rows)["against_small_dense"]
+    assert one.agrees is None and [number.holds for number in one.numbers] == [True, NOT_SHOWN]
+    without_half = compared(tmp_path, half=1.22e6, cut=[99, 50, 55, 59])
+    assert without_half.agrees is None
+    assert [number.holds for number in without_half.numbers if number.limit] == [NOT_SHOWN, True, True]
+    assert compared(tmp_path, half=1.22e6, cut=[99, 50, 55, 61]).agrees is False
+
+
+def test_what_overflowed_beats_nothing_and_shows_nothing(rows, judged, tmp_path):
+    assert compared(tmp_path, cut=[99, 50, 55, math.nan]).agrees is False
+    beaten = [{**row, "perplexity": math.nan} if row["label"] == "dense" else row for row in rows["one_training"]]
+    assert judged(rows | {"one_training": beaten})["against_small_dense"].agrees is None
+    change("lm_head", "rank_ratio", 0.1, rho=0.1, block="LM head", seed=0)(rows)
+    change("lm_head", "density", 0.1, rho=0.1, block="LM head", seed=0)(rows)
+    change("lm_head", "L+S", math.nan, rho=0.1, block="LM head", seed=0)(rows)
+    assert not any("0.1·ρ: rank ratio and density of the head" in name for name in failed(judged(rows)["lm_head"]))
+    change("frequency", "loss", math.nan, K=10, seed=0)(rows)
+    assert [name.split(",")[0] for name in failed(judged(rows)["frequency"])] == ["final loss"]
+
+
+@pytest.mark.parametrize("item", ["table1", "flexible", "embedding", "lm_head", "frequency", "bf16"])
+def test_a_claim_whose_result_lacks_rows_says_which_and_what_to_run(item, rows, judged):
+    """Any row may be missing, as after an interruption by hand: no claim agrees then, and the others are judged."""
+    for lacking in range(len(rows[item])):
+        kept = rows | {item: [row for i, row in enumerate(rows[item]) if i != lacking]}
+        found = judged(kept)
+        assert found["central" if item != "table1" else "kappa"].agrees is True
+        unjudged = [one for one in found.values() if not one.numbers and f"{item}.json" in one.missing]
+        assert all(" --again (" in one.missing for one in unjudged)
+    for empty in ("lm_head", "frequency"):
+        assert judged(rows | {empty: []})[empty].agrees is None
 
 
 def beside_methods(tmp_path, scale=NANO, **rows: dict) -> Verdict:
