@@ -1,20 +1,21 @@
 """The claims of the paper, and two of ours: what each says, by what it is judged, the paper's numbers, and ours."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from salaad.common.files import read_json
 from scripts.reproduction import comparison_judges, criteria, deployment_judges, judges
+from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.comparison_judges import NOTHING, Compared, Found
 from scripts.reproduction.evidence import NOT_SHOWN, Lacking, Number, percent
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import commits_of, mark_of, with_legend
+from scripts.reproduction.freshness import OTHERS, commits_of, mark_of, with_legend
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.records import KAPPA_STEP
 
 NOT_MEASURED = "not measured"
-COMPARISON = "python scripts/compare_elastic.py --config {0} --search results/methods/{0}.json"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Claim:
         """Return the verdict from the results in `folder`, or from comparisons beside its scale."""
         missing = [name for name in self.items if not (folder / f"{name}.json").exists()]
         if missing or not self.items:
-            command = scale.command(*missing) if missing else COMPARISON.format(scale.name)
+            command = scale.command(*missing) if missing else comparison(scale)
             return self._from_comparisons(folder, scale, command)
         there = [name for name in self.beside if (folder / f"{name}.json").exists()]
         results = {name: read_json(folder / f"{name}.json") for name in self.items}
@@ -88,12 +89,20 @@ class Claim:
             return self._from_comparisons(folder, scale, again)
         why = [number for name in there for number in NUMBERS[name](read_json(folder / f"{name}.json")["rows"])]
         mark = mark_of(commit for result in results.values() for commit in commits_of(result))
-        return Verdict([*numbers, *why], mark=mark)
+        others = any(item.is_of_others(scale, results[item.name]) for item in ITEMS if item.name in results)
+        return Verdict([*numbers, *why], mark=mark + (OTHERS if others else ""))
 
     def _from_comparisons(self, folder: Path, scale: Scale, missing: str) -> Verdict:
         """Return the verdict from comparisons at a scale; `missing` is what measures the items instead."""
         found = self.compared(Compared.at(folder.parents[1], scale.name)) if self.compared else NOTHING
         return Verdict(found.numbers, missing=missing, mark=mark_of(found.commits))
+
+
+def comparison(scale: Scale) -> str:
+    """Return the command that trains all methods at a scale."""
+    text = scale.command_options[2:] if scale.text else ()
+    output = f"results/methods/{scale.name}.json"
+    return shlex.join(["python", "scripts/compare_methods.py", "--config", scale.name, "--output", output, *text])
 
 
 CLAIMS = (

@@ -25,10 +25,11 @@ BEHIND = (
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 UNKNOWN = "not known, as git does not have this commit"
-CHANGED, UNCOMMITTED = "†", "‡"
+CHANGED, UNCOMMITTED, OTHERS = "†", "‡", "§"
 LEGENDS = {
     CHANGED: "measured before some of the code behind it changed",
     UNCOMMITTED: "measured or trained with changes that were not committed",
+    OTHERS: "measured on trainings with other settings than the item has now",
 }
 ALL_CHANGED = "Some of the code behind every {} has changed since it was measured."
 

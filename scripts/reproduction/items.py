@@ -1,6 +1,6 @@
 """A table or figure of the paper (an item): the trainings it needs, its measurement, and its stored result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,14 @@ class Item:
 
     def done(self, scale: Scale) -> bool:
         """Return whether the result is stored and was made from exactly the trainings that the item needs now."""
-        if not self.result(scale).exists():
+        if not self.result(scale).exists() or self.is_of_others(scale, self.kept(self.result(scale))):
             return False
-        kept = [training["name"] for training in self.kept(self.result(scale))["trainings"]]
-        needed = {run.name(scale): run for run in self.runs(scale)}
-        others = (run.record(scale).exists() and not run.recorded(scale) for run in needed.values())
-        return set(kept) == needed.keys() and not any(others)
+        return not any(run.record(scale).exists() and not run.recorded(scale) for run in self.runs(scale))
+
+    def is_of_others(self, scale: Scale, result: Mapping[str, Any]) -> bool:
+        """Return whether a result was made from other trainings than the item needs now, by their names."""
+        kept = {training["name"] for training in result["trainings"]}
+        return kept != {run.name(scale) for run in self.runs(scale)}
 
     def missing(self, scale: Scale, again: bool = False) -> list[Run]:
         """Return the trainings to run before measuring; with `again`, a record counts only with its run folder."""

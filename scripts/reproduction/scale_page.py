@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.reproduction.claims import claims_table, text_table
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import CHANGED, UNCOMMITTED, changes_text, commits_of, mark_of
+from scripts.reproduction.freshness import CHANGED, OTHERS, UNCOMMITTED, changes_text, commits_of, mark_of
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
@@ -29,7 +29,7 @@ def scale_page(
         f"# The paper, table by table: {scale.name}",
         "[All results](../../README.md) tells how to read this page.",
     ]
-    parts += [outdated_note(measured), "## The claims", "[What each says and needs](../../claims.md)."]
+    parts += [outdated_note(scale, measured, items), "## The claims", "[What each says and needs](../../claims.md)."]
     parts.append(claims_table(scale, scale.results_in(results)))
     for result in measured.values():
         parts += markdown_item(result)
@@ -75,8 +75,8 @@ def facts(result: Result) -> list[str]:
     return told
 
 
-def outdated_note(measured: Mapping[str, Result]) -> str:
-    """Return sentences that name the items with numbers from code that has changed since or was not committed."""
+def outdated_note(scale: Scale, measured: Mapping[str, Result], items: Sequence[Item]) -> str:
+    """Return sentences that name the items with numbers from code, or of trainings, that are not those of today."""
     marks = {name: mark_of(commits_of(result)) for name, result in measured.items()}
     old, uncommitted = ([name for name in marks if mark in marks[name]] for mark in (CHANGED, UNCOMMITTED))
     told = [
@@ -88,6 +88,9 @@ def outdated_note(measured: Mapping[str, Result]) -> str:
         told.append(
             f"Measured or trained with changes that were not committed ({UNCOMMITTED}): {', '.join(uncommitted)}."
         )
+    others = [item.name for item in items if item.name in measured and item.is_of_others(scale, measured[item.name])]
+    if others:
+        told.append(f"Measured on trainings with other settings than the item has now ({OTHERS}): {', '.join(others)}.")
     return " ".join(told) or "All items were measured with the code as it is."
 
 

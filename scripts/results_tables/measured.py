@@ -48,8 +48,9 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def results() -> dict[str, Path]:
-    """Return scale → JSON file of the measurements at it."""
-    return {path.stem: path for path in sorted(ELASTIC.glob("*.json"))}
+    """Return scale → JSON file of the measurements at it; a file without full-rank training is of single rows."""
+    paths = sorted(ELASTIC.glob("*.json"))
+    return {path.stem: path for path in paths if any(row["label"] == REFERENCE for row in rows_of(path))}
 
 
 def rates_of_small(rows: Sequence[Row]) -> str:

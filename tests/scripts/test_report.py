@@ -13,6 +13,7 @@ from scripts.reproduction.claims import CLAIMS, claims_table
 from scripts.reproduction.diagrams import overview
 from scripts.reproduction.experiments import NUMBERS, by_size
 from scripts.reproduction.grid import SCALES
+from scripts.reproduction.items import Item
 from scripts.reproduction.report import write_report
 from tests.helpers.reproduced import NANO, robust
 
@@ -59,8 +60,12 @@ def link(claim: int) -> str:
 
 @pytest.fixture
 def results(tmp_path, rows, monkeypatch):
-    """A folder of results at nano in which one item is missing, all of commits since which nothing has changed."""
+    """A folder of results at nano in which one item is missing, all of commits since which nothing has changed.
+
+    The made-up names of trainings count as those that the items need.
+    """
     monkeypatch.setattr(freshness, "changed_since", lambda commit: [])
+    monkeypatch.setattr(Item, "is_of_others", lambda *_: False)
     folder = tmp_path / "results" / "nano" / "reproduce"
     folder.mkdir(parents=True)
     rows |= {
@@ -122,6 +127,27 @@ def test_the_report_says_what_changed_since_an_item_was_measured(results, monkey
     changed.clear()
     text = pages(results)["nano/reproduce/README.md"]
     assert "changed since" not in text and "All items were measured with the code as it is." in text
+
+
+def test_a_result_of_other_trainings_than_the_item_needs_is_marked(results, monkeypatch):
+    """The settings of an item's trainings can change after it was measured, and their names with them."""
+    monkeypatch.undo()
+    monkeypatch.setattr(freshness, "changed_since", lambda commit: [])
+    folder = results / "nano" / "reproduce"
+    for item in ITEMS:
+        path = folder / f"{item.name}.json"
+        names = [run.name(NANO) for run in item.runs(NANO)]
+        if item.name == "bf16":
+            names = [name.replace("rho=", "rho=1") for name in names]
+        if path.exists():
+            kept = json.loads(path.read_text())
+            kept["trainings"] = [kept["trainings"][0] | {"name": name} for name in names] if names else []
+            path.write_text(json.dumps(kept))
+    written = pages(results)
+    sentence = "Measured on trainings with other settings than the item has now (§): bf16."
+    assert sentence in written["nano/reproduce/README.md"]
+    marked = [line for line in written["README.md"].splitlines() if line.startswith("| [") and "§" in line]
+    assert len(marked) == 1 and "bfloat16" in marked[0]
 
 
 def test_the_code_that_computes_a_number_is_looked_at():
