@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from math import log2
-from threading import Barrier
+from threading import Barrier, Event
 from time import sleep
 
 import pytest
@@ -314,11 +314,14 @@ def test_as_many_runs_of_one_method_go_side_by_side_as_there_are_jobs(tmp_path, 
 
 
 def test_runs_of_several_methods_share_the_jobs(tmp_path, monkeypatch):
-    going, most = [], []
+    going, most, two_begun = [], [], Event()
 
     def trained(words, folder):
         going.append(folder)
         most.append(len(going))
+        if len(most) == 2:
+            two_begun.set()
+        two_begun.wait(60)  # however long the machine takes to begin the second
         sleep(0.05)  # in which a third run would begin if nothing held it back
         going.remove(folder)
         return Trained({}, {"variants": {"X": {"perplexity": read_command_line(words)[0].optimizer.lr}}})
