@@ -250,7 +250,8 @@ def begin(
     own = checkpoint is not None and _is_own(folder, checkpoint)
     if own:  # first, as config.yaml says that everything newer was saved after this start
         checkpoints.point_to(checkpoint)
-    start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: str(checkpoint or "random weights")}
+    weights = str(checkpoint or config.model.path or "random weights")
+    start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: weights}
     if resume not in ("auto", "none") and _is_own(folder, at_home(resume)):
         start[GONE_BACK] = _own_name(at_home(resume))
     path = folder / "config.yaml"

@@ -65,6 +65,8 @@ def test_a_run_goes_on_without_its_source_as_it_would_have_with_it(toy, source, 
     shutil.rmtree(source)
     run_training(words, tmp_path / "parts")
     assert f"model.path {source} is gone" in capsys.readouterr().out
+    begun = (tmp_path / "parts" / "config.yaml").read_text()
+    assert f"# begun from: {source}\n" in begun and "# begun from: random weights\n" not in begun
     assert_same_records(tmp_path / "whole", tmp_path / "parts")
     model = last_checkpoint(tmp_path / "parts") / "model"
     assert (model / "LICENSE").read_text() == "Theirs." and (model / "README.source.md").read_text() == "A card."
