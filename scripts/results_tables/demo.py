@@ -72,7 +72,7 @@ def summary_table() -> str:
     columns = zip(names, columns_at(SHARES[-1]), strict=True)
     header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
     parts = [part for part, *_ in lines[2:]]
-    return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)} {told}"
+    return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)}\n\n{told}"
 
 
 def columns_at(share: float | None) -> list[Model]:
@@ -86,28 +86,21 @@ def columns_at(share: float | None) -> list[Model]:
 NOTHING = Model("")  # has no measurements
 
 
-def _seeds(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> str:
-    """Return in parentheses how many seeds a comparison is a mean of; of a small dense model its own seeds."""
-    count = len(trainings.seeds(model, other) if is_paired(model.label) else trainings.seeds(model))
-    if not count:
-        return ""
-    seeds = f"{count} seeds" if count > 1 else "one seed"
-    against = len(trainings.seeds(other))
-    return f" ({seeds})" if is_paired(other.label) else f" ({seeds} against {against if against > 1 else 'one'})"
+def _seeds(trainings: Trainings, model: Model) -> str:
+    """Return in parentheses how many seeds a column is a mean of; of a small dense model its own seeds."""
+    count = len(trainings.seeds(model, FULL_RANK) if is_paired(model.label) else trainings.seeds(model))
+    return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
 
 
 def _besides(trainings: Trainings, model: Model, other: Model) -> str:
-    """Return after a comma what a model is relative to another over the tokens not copied; empty if not measured.
+    """Return in parentheses what a model is relative to another over the tokens not copied; empty if not measured.
 
-    It is empty too where the two are level, over these tokens and over all. Seeds are counted where they are fewer than
-    those with figures over all tokens.
+    It is empty too where the two are level, over these tokens and over all.
     """
-    others = Trainings(trainings.rows, not_copied)
-    over, fewer = others.over(model, other), others.seeds(model, other) != trainings.seeds(model, other)
-    seeds = _seeds(others, model, other) if fewer else ""
+    over = Trainings(trainings.rows, not_copied).over(model, other)
     if over is None or max(abs(over), abs(trainings.over(model, other))) < LEVEL:
         return ""
-    return f", {compared(over).removesuffix(' than').removesuffix(' with')} over the tokens not copied{seeds}"
+    return f" ({compared(over).removesuffix(' than').removesuffix(' with')} over the tokens not copied)"
 
 
 def _deviation(trainings: Trainings) -> float:
@@ -142,16 +135,15 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
         found = {name: trainings.over(ours, rival) for name, rival in rivals.items()}
         said.append(
             " and ".join(
-                f"{compared(value)} {name}{_seeds(trainings, ours, rivals[name])}"
-                f"{_besides(trainings, ours, rivals[name])}"
+                f"{compared(value)} {name}{_besides(trainings, ours, rivals[name])}"
                 for name, value in found.items()
                 if value is not None
             )
         )
     half, fifth = said
     return (
-        f"**At half of the compressible parameters ({parts[0]} of all) SALAAD's model is {half}; at a fifth "
-        f"({parts[1]} of all) it is {fifth}; uncut it is {compared(trainings.over(Model('SALAAD')))} full-rank "
+        f"**Cut to half of the compressible parameters ({parts[0]} of all), SALAAD's model is {half}; cut to a fifth "
+        f"({parts[1]} of all), it is {fifth}; uncut, it is {compared(trainings.over(Model('SALAAD')))} full-rank "
         "training.**"
     )
 
