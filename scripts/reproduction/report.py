@@ -6,6 +6,7 @@ from itertools import compress
 from pathlib import Path
 
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
+from scripts.reproduction.conclusions import ABOUT as CONCLUDED
 from scripts.reproduction.conclusions import conclusions, recorded
 from scripts.reproduction.freshness import mark_of, with_legend
 from scripts.reproduction.grid import Scale
@@ -13,7 +14,7 @@ from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, scale_page
 from scripts.reproduction.trainings import embedding_is_in_table_1
 from scripts.results_tables.all_methods import bench_of, fair_table
-from scripts.results_tables.compared import LEVEL, WAYS, against_dense
+from scripts.results_tables.compared import WAYS, against_dense
 from scripts.results_tables.measured import REPORTED, rows_of, with_seeds
 
 TITLE = "Results"
@@ -171,8 +172,7 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
     """
     parts = [f"# {TITLE}", *fair(results), "## The claims at a glance", glance(results, judged)]
     if said := conclusions(results):
-        level = f"Models whose perplexities differ by less than {LEVEL:.0%} count as equally good."
-        parts += ["## What to conclude", level, "\n".join(f"- {sentence}" for sentence in said)]
+        parts += ["## What to conclude", CONCLUDED, "\n".join(f"- {sentence}" for sentence in said)]
     parts += ["## How to read it", "\n".join(f"- {line}" for line in about(judged)), "## Other pages"]
     pages = {CLAIMS_PAGE: "what each claim says, by what it is judged, and the paper's numbers"}
     pages |= {page_of(scale): f"{scale.name}: the paper's tables and figures, and our numbers" for scale in measured}
