@@ -73,12 +73,17 @@ def full_size(results: Path) -> str | None:
 
 
 def others(results: Path) -> str | None:
-    """Return the sentence on the other methods, the best first, as far as they were trained in full."""
+    """Return the sentence on the other methods trained in full, the best first, and on dense models of their sizes."""
     trainings = reported(results)
     costs = {method: over for method in SETTINGS if (over := trainings.over(Model(method))) is not None}
     if not costs:
         return None
-    named = (f"{method} {_with_others(trainings, Model(method))}" for method in sorted(costs, key=costs.get))
+    named = [f"{method} {_with_others(trainings, Model(method))}" for method in sorted(costs, key=costs.get)]
+    named += [
+        f"a dense model of {method}'s size {_with_others(trainings, dense)}"
+        for method in costs
+        if trainings.seeds(dense := Model(f"dense, as {method}"))
+    ]
     return f"**Other methods** after as many tokens: {', '.join(named)} ({FIRST})."
 
 

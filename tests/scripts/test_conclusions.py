@@ -84,6 +84,8 @@ def test_other_methods_stand_by_their_whole_trainings_the_best_first(tmp_path):
     assert said(tmp_path, *rows) == [
         f"**Other methods** after as many tokens: matformer +2.0%, galore +20.0% ({FIRST})."
     ]
+    [found] = said(tmp_path, *rows, row("dense, as galore", 0, 55.0))
+    assert "galore +20.0%, a dense model of galore's size +10.0% (" in found
     rows += [row("full-rank", 1, 40.0), row("galore", 1, 56.0)]
     rows[1]["X"]["in_context"], rows[3]["X"]["in_context"] = {"other": [4.0 + log(1.1), 9]}, {"other": [4.0, 9]}
     # Relative to 45, the mean of both seeds; galore's tokens not copied with seed 0, full-rank training's with seed 1.
