@@ -77,7 +77,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
         Training("SALAAD", (*settings.dense, *settings.recommended(run.train.steps)), (*CUTS, *TUNED)),
-        Training("SALAAD, as in the paper", settings.dense, ("hpa", "energy", *CUTS)),
+        Training("SALAAD, as in the paper", settings.dense, ("hpa", "hpa, head", "energy", *CUTS)),
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
         Training("full-rank, one rate", (*whole, *ONE_RATE), ()),

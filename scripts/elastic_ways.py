@@ -162,10 +162,11 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
         yield share, model.row(evaluation, variant, share) | {"bytes": cut_bytes(deployment, variant)}
 
 
-def by_hpa(model: Measured) -> Sizes:
+def by_hpa(model: Measured, head: bool = False) -> Sizes:
     """Yield every size, cut by HPA with the κ that is best on validation text that no figure is measured on."""
-    evaluation = model.evaluation(model.source)
-    half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source).on_half("first")
+    split = split_for(None, head) if head else None
+    evaluation = model.evaluation(model.source, split)
+    half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source, split).on_half("first")
     for share, budget in budgets_of(model):
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in KAPPAS]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
@@ -290,7 +291,8 @@ def _ways() -> dict[str, Callable[[Measured], Sizes]]:
         found[", ".join([split or "cut", *beside])] = partial(by_energy, how=split, head=head)
         found[", ".join([*words, "tuned"])] = partial(tuned, split=split, head=head)
         found[", ".join([*words, "tuned", "each"])] = partial(tuned_each, split=split, head=head)
-    return {**found, "energy": partial(by_energy, weighed=False), "hpa": by_hpa, "nested": nested}
+    by_rule = {"energy": partial(by_energy, weighed=False), "hpa": by_hpa, "hpa, head": partial(by_hpa, head=True)}
+    return {**found, **by_rule, "nested": nested}
 
 
 WAYS = _ways()

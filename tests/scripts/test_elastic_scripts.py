@@ -80,6 +80,13 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     small, large = rows["SALAAD"]["samples"]["head, tuned"]
     assert small["text"].startswith(elastic_ways.BEGINNING) and large["text"].startswith(elastic_ways.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
+    model = elastic_ways.Measured(tmp_path / "runs" / "SALAAD-0", 2000, 0)
+    monkeypatch.setattr(elastic_ways, "KAPPAS", (0.3, 0.7))
+    for (share, whole), (_, split) in zip(*map(elastic_ways.by_hpa, (model, model), (False, True)), strict=True):
+        budget = dict(elastic_ways.budgets_of(model))[share]  # counts the head whole in both
+        assert 0.98 * budget < min(whole["parameters"], split["parameters"])
+        assert max(whole["parameters"], split["parameters"]) <= budget
+        assert split["variant"] == f"{budget}@{split['kappa']:g}" and split["perplexity"] != whole["perplexity"]
     run = subprocess.run  # also git's, for the provenance
     monkeypatch.setattr(
         subprocess, "run", lambda words, **how: pytest.fail("trained") if "train.py" in words else run(words, **how)
