@@ -66,14 +66,14 @@ def test_one_folder_of_all_sizes_stands_beside_that_of_the_full_rank_model_and_s
 
 
 def test_both_ways_to_cut_are_compared_on_one_model_of_the_first_scale_that_has_both(tmp_path):
-    ways = {"hpa": {0.5: 60.0, 0.2: 100.0}, "energy": {0.5: 52.0, 0.2: 105.0}, "cut_head": {0.5: 55.0, 0.2: 110.0}}
+    ways = {"hpa": {0.5: 60.0, 0.2: 100.0}, "hpa_head": {0.5: 52.0, 0.2: 105.0}, "cut_head": {0.5: 55.0, 0.2: 110.0}}
     paper = row("SALAAD, as in the paper", 1, 55.0, **ways)
     hpa_alone = row("SALAAD, as in the paper", 0, 55.0, hpa={0.5: 60.0, 0.2: 100.0})
     rows = [row("full-rank", 0, 9.0), row("full-rank", 1, 50.0)]
     assert said(tmp_path, *rows, hpa_alone) == []
     (tmp_path / "elastic" / "micro.json").write_text(json.dumps({"rows": [*rows, paper]}))
     [cut] = said(tmp_path, *rows, hpa_alone)
-    assert "is +10.0% and +120.0% so, +20.0% and +100.0% by HPA at κ*, and +4.0% and +110.0% by energy with" in cut
+    assert "is +10.0% and +120.0% so, +20.0% and +100.0% by HPA at κ*, and +4.0% and +110.0% by HPA with" in cut
     assert cut.endswith("([elastic](elastic/README.md#micro)).")
     [cut] = said(tmp_path, *rows, {**paper, "ways": paper["ways"] | {"hpa": hpa_alone["ways"]["hpa"]}})
     assert cut.endswith("([elastic](elastic/README.md#nano-20)).")
