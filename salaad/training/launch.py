@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -36,9 +36,10 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     accelerator = Accelerator(
         # Set explicitly, because several processes on a machine without a GPU would otherwise each run alone.
         cpu=not torch.cuda.is_available(),
-        # These two explicitly as well, or the launcher's settings would overrule the run's.
+        # These three explicitly as well, or the launcher's settings would overrule the run's.
         mixed_precision="bf16" if config.train.precision == "bf16-mixed" else "no",
         dynamo_backend="no",  # `train.compile` compiles the Transformer alone
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loss is divided by its targets
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(timeout=patience(config.data)),

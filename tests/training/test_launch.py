@@ -150,7 +150,12 @@ def test_a_plan_and_a_finished_run_end_on_all_ranks_at_once_too(toy, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER"), ("ACCELERATE_MIXED_PRECISION", "bf16")]
+    ("setting", "value"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+    ],
 )
 def test_settings_of_the_launcher_do_not_overrule_those_of_the_run(toy, tmp_path, monkeypatch, setting, value):
     """Accelerate's own default configuration, which a user may have made for other programs, holds such settings."""
