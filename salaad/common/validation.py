@@ -38,10 +38,9 @@ def one_or_more(section: object, *names: str) -> None:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the items of a list with commas; everything from a first `re:`, a regular expression, is one item."""
-    before, pattern, after = text.partition("re:")
-    items = [item.strip() for item in before.split(",") if item.strip()]
-    return (*items, pattern + after) if pattern else tuple(items)
+    """Return the items of a list with commas; one that begins with `re:`, a regular expression, is the last."""
+    plain, *pattern = re.split(r"(?:^|,)\s*(?=re:)", text, maxsplit=1)
+    return (*filter(None, map(str.strip, plain.split(","))), *pattern)
 
 
 def section(kind: type[T], values: Any, place: Path) -> T:

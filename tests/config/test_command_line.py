@@ -74,6 +74,13 @@ def test_a_list_of_numbers_is_taken_in_every_form(words):
 def test_a_pattern_keeps_its_commas():
     config, _ = read_command_line(["--salaad.roles", "q", "re:^h[.][0-3]{1,2}[.]mlp$"])
     assert config.salaad.roles == ("q", "re:^h[.][0-3]{1,2}[.]mlp$")
+    assert read_command_line(["--salaad.roles=q, re:a{1,2}"])[0].salaad.roles == ("q", "re:a{1,2}")
+
+
+@pytest.mark.parametrize("words", [["/store:1/a.jsonl", "/core:2/b.jsonl"], ["/store:1/a.jsonl,/core:2/b.jsonl"]])
+def test_only_the_beginning_of_an_item_makes_it_a_pattern(words):
+    given = ["--data.source=files", "--data.validation_files", "v.jsonl", "--data.files", *words]
+    assert read_command_line(given)[0].data.files == ("/store:1/a.jsonl", "/core:2/b.jsonl")
 
 
 @pytest.mark.parametrize("words", [["piqa,boolq"], ["piqa", "boolq"], ["piqa,", "boolq"], ['["piqa", "boolq"]']])
