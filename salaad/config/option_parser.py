@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from threading import Lock
 from types import UnionType
@@ -111,10 +112,8 @@ def _one_word(values: list[str], kind: Any) -> str:
     text = " ".join(values)
     items = [item for value in values for item in split_list(value)]
     if text.startswith("["):
-        try:
+        with suppress(yaml.YAMLError):  # a glob may begin with a bracket, too
             items = [str(item) for item in yaml.safe_load(text)]
-        except (yaml.YAMLError, TypeError):
-            return text
     if not is_list(kind):
         return ",".join(items)
     return json.dumps(items) if str in _leaves(kind) else f"[{','.join(items)}]"

@@ -71,6 +71,13 @@ def test_a_list_of_numbers_is_taken_in_every_form(words):
     assert read_command_line(["--optimizer.betas", *words])[0].optimizer.betas == (0.8, 0.9)
 
 
+@pytest.mark.parametrize("globs", [["[st]0.jsonl"], ["[s]/x.jsonl", "[t]/y.jsonl"], ["[st]*", "u*", "[v]*"]])
+def test_globs_that_begin_with_a_bracket_are_a_list(globs):
+    given = ["--data.source=files", "--data.validation_files", "v.jsonl", "--data.files"]
+    for words in (globs, [",".join(globs)]):
+        assert read_command_line([*given, *words])[0].data.files == tuple(globs)
+
+
 def test_a_pattern_keeps_its_commas():
     config, _ = read_command_line(["--salaad.roles", "q", "re:^h[.][0-3]{1,2}[.]mlp$"])
     assert config.salaad.roles == ("q", "re:^h[.][0-3]{1,2}[.]mlp$")
