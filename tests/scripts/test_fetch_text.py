@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,32 @@ def test_a_tokenizer_is_trained_on_it_and_loses_nothing(fetched, tmp_path, comma
             train_tokenizer, f"{fetched}/train-*", "--output", options[0], "--vocab-size", options[1]
         )
         assert (code, len(err)) == (2, 1) and said in err[0]
+
+
+def trained(monkeypatch, path: Path, *options: object) -> bytes:
+    """Train a tokenizer on a file in this process and return its model."""
+    output = path.with_suffix(".model")
+    words = [path, "--vocab-size", 380, "--output", output, *options]
+    monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, words)])
+    train_tokenizer.main()
+    return output.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "table.parquet"])
+def test_the_column_of_the_text_is_named_as_the_error_says(name, tmp_path, command, monkeypatch):
+    """The tokenizer is that of the same text in the usual column."""
+    path, usual = tmp_path / name, tmp_path / "usual.jsonl"
+    rows = [{"content": article(0, number, 100)} for number in range(200)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    usual.write_text("".join(json.dumps({"text": row["content"]}) + "\n" for row in rows))
+    code, _, err = command(train_tokenizer, path, "--vocab-size", 380, "--output", tmp_path / "none.model")
+    assert (code, len(err)) == (2, 1)
+    named = re.findall(r"data\.\w+", err[0])
+    assert "data.text_field" in named
+    given = {"data.text_field": "content", "data.max_bad_documents": 200}
+    options = [word for name in named for word in (f"--{name}", given[name])]
+    assert trained(monkeypatch, path, *options) == trained(monkeypatch, usual)
 
 
 @pytest.mark.parametrize(
