@@ -113,6 +113,26 @@ def test_the_column_of_the_text_is_named_as_the_error_says(name, tmp_path, comma
     assert trained(monkeypatch, path, *options) == trained(monkeypatch, usual)
 
 
+@pytest.mark.parametrize("word", ["zygomatic", "頬骨"])
+def test_a_word_of_long_lines_alone_is_learnt(word, tmp_path, monkeypatch):
+    """Sentencepiece reads no line of more than 4,192 bytes."""
+    space = " " if word.isascii() else ""
+    rows = [{"text": article(0, number, 100)} for number in range(200)] + [{"text": space.join([word] * 900)}] * 20
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained(monkeypatch, tmp_path / "text.jsonl")
+    assert len(load_tokenizer(str(tmp_path / "text.model"))(f"{word}{space}{word}")["input_ids"]) <= 5
+
+
+def test_lines_that_are_short_enough_are_not_cut(tmp_path):
+    lines = ["λ" * 2096, "", "two  spaces ", " ".join(["word"] * 838)]
+    long = "  a tab\tand-hyphens " + "x" * 1500 + " ".join(map(str, range(2000)))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "\n".join([*lines, long])}))
+    found = list(train_tokenizer.sentences([str(tmp_path / "text.jsonl")], 10**6))
+    short, parts = found[: len(lines)], found[len(lines) :]
+    assert short == lines and max(map(len, parts)) <= 1000
+    assert "".join("".join(parts).split()) == "".join(long.split())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
