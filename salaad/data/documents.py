@@ -56,8 +56,10 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
         path = at_home(pattern)
         if path.is_dir():
             raise UserError(f"{pattern} is a folder, but files are read one by one; give a glob such as {path}/*.jsonl")
-        # Path.glob takes no absolute pattern.
-        matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207
+        folder = next(parent for parent in path.parents if parent.is_dir())  # whose own name may hold brackets
+        inside = Path(glob.escape(str(folder)), path.relative_to(folder))
+        # Path.glob also gives hidden files.
+        matches = [str(path)] if path.exists() else glob.glob(str(inside), recursive=True)  # noqa: PTH207
         files = [match for match in matches if not Path(match).is_dir()]
         if not files:
             raise UserError(f"{pattern} matches no file here ({Path.cwd()}); give an existing path or a glob")

@@ -128,6 +128,16 @@ def test_globs_are_sorted_and_each_file_is_taken_once(tmp_path):
     assert expand([f"{tmp_path}/[bc].*", f"{tmp_path}/*.*", names[0]]) == tuple(sorted(names))
 
 
+@pytest.mark.parametrize("home", ["c4 [full]", "[a]/[b]", "a*b?"])
+def test_a_folder_above_a_glob_may_have_any_name(tmp_path, monkeypatch, home):
+    folder = tmp_path / home / "en"
+    folder.mkdir(parents=True)
+    names = [write(folder, name, b"x") for name in ("c4-0.jsonl", "c4-1.jsonl")]
+    assert expand([f"{folder}/c4-?.jsonl"]) == expand([f"{tmp_path / home}/*/c4-[0-9].jsonl"]) == tuple(names)
+    monkeypatch.chdir(tmp_path)
+    assert [str(tmp_path / file) for file in expand([f"{home}/**/*.jsonl"])] == names
+
+
 def test_a_file_that_is_named_by_two_paths_is_read_once(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
