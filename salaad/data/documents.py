@@ -67,7 +67,7 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
     once: dict[Path, str] = {}
     for file in sorted(found):
         kind_of(file)
-        once.setdefault(Path(file).parent.resolve() / Path(file).name, file)
+        once.setdefault(Path(file).resolve(), file)
     return tuple(once.values())
 
 

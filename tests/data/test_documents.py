@@ -143,6 +143,7 @@ def test_a_file_that_is_named_by_two_paths_is_read_once(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / "text", name, b"x")
     (tmp_path / "link").symlink_to(tmp_path / "text")
+    (tmp_path / "text" / "link.jsonl").symlink_to("a.jsonl")
     monkeypatch.chdir(tmp_path)
     found = expand(["text/a.jsonl", f"{tmp_path}/text/*.jsonl", "link/a.jsonl", "text/../text/b.jsonl"])
     assert sorted(tmp_path.joinpath(file).name for file in found) == ["a.jsonl", "b.jsonl"]
