@@ -36,29 +36,37 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._file, self._hash, self._pool = path.open("wb"), hashlib.sha256(), ThreadPoolExecutor(1)
+        self._failed: OSError | None = None
 
     def __enter__(self) -> Self:
         """Return this object."""
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the file; flush its content to the disk unless the context ended with an error."""
+        """Close the file; flush its content to the disk unless the context ended with an error.
+
+        Raises:
+            OSError: that of the first write that failed, which `torch.save` hides behind an error about positions.
+        """
         self._pool.shutdown()
         with self._file:
+            if self._failed:
+                raise self._failed
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes and return their number."""
-        if len(data) < _APART:
-            self._hash.update(data)
-            return self._file.write(data)
-        hashing = self._pool.submit(self._hash.update, data)
+        hashing = self._pool.submit(self._hash.update, data) if len(data) >= _APART else self._hash.update(data)
         try:
             return self._file.write(data)
+        except OSError as error:
+            self._failed = self._failed or error
+            raise
         finally:
-            hashing.result()
+            if hashing:
+                hashing.result()
 
     def flush(self) -> None:
         """Do nothing: the content is flushed at the end of the context."""

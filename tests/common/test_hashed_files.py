@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,16 @@ def test_a_file_that_could_not_be_written_is_an_error_of_the_disk(tmp_path):
         file._file.close()
         file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
         file.write(b"x" * 2**19)
+
+
+@pytest.mark.parametrize("limit", [100_000, 600_000])
+def test_a_state_of_torch_that_could_not_be_written_is_an_error_of_the_disk(tmp_path, limit):
+    """The limit is the system's own for the size of a file."""
+    state, before = {i: torch.randn(300, 400) for i in range(3)}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), HashedFile(tmp_path / "file") as file:
+            torch.save(state, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "file").stat().st_size <= limit
