@@ -120,7 +120,8 @@ def _goes_on(folder: Path, asked: Path) -> bool:
         return False
     lines = [line for line in told.read_text(errors="replace").splitlines() if line.startswith("#")]
     if not _is_own(folder, asked):
-        return f"# {BEGUN_FROM}: {asked}" in lines
+        said = f"# {BEGUN_FROM}: "
+        return asked.resolve() in [Path(line.removeprefix(said)).resolve() for line in lines if line.startswith(said)]
     if lines[-1:] != [f"# {GONE_BACK}: {_own_name(asked)}"]:
         return False
     newest = Checkpoints(folder / "checkpoints").latest_step()  # of which `newest_whole` finds a whole one
@@ -250,7 +251,7 @@ def begin(
     own = checkpoint is not None and _is_own(folder, checkpoint)
     if own:  # first, as config.yaml says that everything newer was saved after this start
         checkpoints.point_to(checkpoint)
-    weights = str(checkpoint or config.model.path or "random weights")
+    weights = str(checkpoint.absolute() if checkpoint else config.model.path or "random weights")
     start = provenance() | {"corpus": corpus_hash or "not hashed", BEGUN_FROM: weights}
     if resume not in ("auto", "none") and _is_own(folder, at_home(resume)):
         start[GONE_BACK] = _own_name(at_home(resume))

@@ -316,6 +316,26 @@ def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy
         run_training([*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new")
 
 
+def test_a_requeued_command_may_name_its_checkpoint_in_another_way(trained, toy, tmp_path, monkeypatch):
+    """From another folder, and for a config.yaml with a relative path, as earlier versions wrote it."""
+    begun, new = trained / "checkpoints" / "step-0000002", tmp_path / "new"
+    monkeypatch.chdir(trained)
+    run_training([*toy(**SAVED), "--resume=checkpoints/step-0000002"], new)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(trained)
+    for resume in (begun, f"{begun}/", tmp_path / "link" / "checkpoints" / begun.name):
+        (new / "summary.json").unlink()
+        run_training([*toy(**SAVED), f"--resume={resume}"], new)
+    told = new / "config.yaml"
+    told.write_text(
+        told.read_text().replace(f"# begun from: {begun}\n", f"# begun from: link/checkpoints/{begun.name}\n")
+    )
+    assert f"# begun from: {begun}\n" not in told.read_text()
+    (new / "summary.json").unlink()
+    run_training([*toy(**SAVED), f"--resume={begun}"], new)
+    assert lines(new) == lines(trained)[1:]
+
+
 def test_a_requeued_command_goes_on_though_what_it_began_from_is_deleted(trained, toy, tmp_path):
     other, new = tmp_path / "other", tmp_path / "new"
     shutil.copytree(trained, other)
