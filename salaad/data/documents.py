@@ -179,9 +179,19 @@ def require_document(file: str, field: str, max_bad: int, retries: int = 0) -> N
             return
         seen[document] += 1
     raise UserError(
-        f"{file} holds no document ({seen[Skipped.BAD]} bad, {seen[Skipped.EMPTY]} empty ones); "
-        f"check the file and data.text_field, which is {field}"
+        f"{file} holds no document ({seen[Skipped.BAD]} bad, {seen[Skipped.EMPTY]} empty ones"
+        f"{_first_problem(file, field)}); check the file and data.text_field, which is {field}"
     )
+
+
+def _first_problem(file: str, field: str) -> str:
+    """Return where the first bad record of a file is and why it is bad, as the end of a list; empty if none is."""
+    for _, place, record in _records(file, field, None, 0, 1):
+        try:
+            _text_of(record, field)
+        except _BadRecord as problem:
+            return f"; {place}: {problem}"
+    return ""
 
 
 def _text_of(record: object, field: str) -> str:
@@ -195,7 +205,9 @@ def _text_of(record: object, field: str) -> str:
     try:
         if isinstance(record, _JsonLine):
             value = json.loads(record)
-            if not isinstance(value, dict) or field not in value:
+            if not isinstance(value, dict):
+                raise _BadRecord("no JSON object, as every line has to be")
+            if field not in value:
                 raise _BadRecord(f"no field {field!r}")
             record = value[field]
         elif isinstance(record, bytes):
@@ -208,7 +220,7 @@ def _text_of(record: object, field: str) -> str:
     except UnicodeError:
         raise _BadRecord("not UTF-8") from None
     except (ValueError, RecursionError):
-        raise _BadRecord("broken JSON") from None
+        raise _BadRecord("broken JSON, of which every line has to be an object") from None
     return record
 
 

@@ -173,7 +173,19 @@ def test_what_cannot_be_a_text_file_is_refused(tmp_path, monkeypatch, pattern, s
     [
         ("empty.jsonl", b"", r"is empty \(0 bytes\)"),
         ("blank.jsonl", b"\n\n", r"holds no document \(0 bad, 0 empty"),
-        ("bad.jsonl", b'{"title": "x"}\n' * 3, r"holds no document \(3 bad, 0 empty.*data.text_field"),
+        (
+            "bad.jsonl",
+            b'{"title": "x"}\n' * 3,
+            r"no document \(3 bad, 0 empty ones; line 1: no field 'text'\).*data.text_field",
+        ),
+        ("type.jsonl", b'\n{"text": ""}\n{"text": 7}', r"\(1 bad, 1 empty ones; line 3: the text is of type int\)"),
+        ("array.json", b'[{"text": "x"}]', r"\(1 bad, .* line 1: no JSON object, as every line has to be\)"),
+        (
+            "indented.json",
+            json.dumps({"text": "x"}, indent=1).encode(),
+            "line 1: broken JSON, of which every line has to",
+        ),
+        ("latin.txt", "zwölf".encode("latin-1"), r"\(1 bad, .* line 1: not UTF-8\)"),
         ("cut.jsonl.gz", gzip.compress(json_lines(TEXTS) * 999, mtime=0)[:9], "damaged or cut off"),
         ("cut.jsonl.xz", lzma.compress(json_lines(TEXTS))[:20], "damaged or cut off"),
         ("not.jsonl.gz", b"plain", "is damaged or cut off"),
