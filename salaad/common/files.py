@@ -172,19 +172,30 @@ def require_new(folder: Path, option: str = "--output ") -> None:
         raise UserError(f"{option}{folder} exists, and nothing is overwritten; give a folder that is new")
 
 
+def writable_folder(folder: Path) -> None:
+    """Make a folder, before the work whose files it is to get.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".partial-", dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--output {folder} cannot be made or written to ({error}); give a folder you can write to"
+        ) from None
+
+
 def require_place(folder: Path) -> None:
     """Make what is above `folder`, before the work for it begins.
 
     Raises:
-        UserError: `folder` exists, or cannot be made.
+        UserError: `folder` exists, or nothing can be made in what is above it.
     """
-    try:
-        require_new(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".partial-", dir=folder.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"--output {folder} cannot be made ({error}); give a folder in a place you can write") from None
+    writable_folder(folder.parent)
+    require_new(folder)
 
 
 def json_file(name: str) -> Path:
@@ -196,14 +207,7 @@ def json_file(name: str) -> Path:
     path = Path(name)
     if path.suffix != ".json":
         raise UserError(f"--output is {name}, but JSON is written; give a name that ends in .json")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".partial-", dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--output {path.parent} cannot be made or written to ({error}); give a folder you can write to"
-        ) from None
+    writable_folder(path.parent)
     return path
 
 

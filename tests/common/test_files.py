@@ -308,7 +308,7 @@ def test_where_no_folder_can_be_made_is_said_before_the_work(tmp_path):
     assert listing(tmp_path) == ["new"]
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "model", tmp_path / ("a" * 300) / "model"):
-        with pytest.raises(UserError, match=r"--output .* cannot be made \(.*\); give a folder"):
+        with pytest.raises(UserError, match=r"--output .* cannot be made or written to \(.*\); give a folder"):
             require_place(place)
 
 
