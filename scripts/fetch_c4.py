@@ -15,7 +15,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.utils import logging
 from tqdm import tqdm
 
-from salaad.common.errors import UserError, run_command
+from salaad.common.errors import DISK, UserError, run_command
+from salaad.common.files import writable_folder
 from salaad.data.documents import C4_SHARDS, c4_files
 from salaad.data.text import DEFAULT_TOKENIZER
 
@@ -26,6 +27,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model")
 def main() -> None:
     """Fetch what the command line asks for and print the options that use it."""
     options = read_options()
+    writable_folder(options.output)
     logging.set_verbosity_error()  # it would tell every retry; one sentence at the end is enough
     jobs = [(DEFAULT_TOKENIZER, "model", name, options.output / "t5-base") for name in TOKENIZER_FILES]
     for split, count in (("train", options.train), ("validation", options.validation)):
@@ -59,10 +61,13 @@ def fetch(repository: str, kind: str, name: str, folder: Path) -> None:
 
     Raises:
         UserError: the hub cannot be reached or has no such file.
+        OSError: the disk does not take the file.
     """
     try:
         hf_hub_download(repository, name, repo_type=kind, local_dir=folder)
     except Exception as error:  # which class depends on the HTTP library below the hub's client
+        if getattr(error, "errno", None) in DISK:
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise UserError(
             f"{repository}/{name} cannot be fetched ({reason}); connect to the hub and run the same command again"

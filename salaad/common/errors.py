@@ -15,8 +15,8 @@ from salaad.common.launcher import say_last
 _LONGEST = 1000  # characters of a sentence
 
 # Errors of a disk or of its permissions, which are no faults of this program.
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
-_DISK |= {errno.ENAMETOOLONG}
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+DISK |= {errno.ENAMETOOLONG}
 # Classes by name, since torch may not be imported yet; what else torch's compiler raises is a fault of the program.
 _COMPILER = {"BackendCompilerFailed", "TritonMissing", "GPUTooOldForTriton"}
 
@@ -125,7 +125,7 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else flushing raises it again
         leave(0)
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in DISK:
             _leave_after(error)
         place = error.filename or "a file"
         print(

@@ -1,7 +1,9 @@
 """The commands that fetch a text and train a tokenizer on it, on local files in place of the hub's."""
 
+import errno
 import json
 import lzma
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from salaad.data.tokenizer import load_tokenizer
-from scripts import reproduce, train_tokenizer
+from scripts import fetch_c4, reproduce, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["river", "Zürich", "window", "station", "garden", "letter", "carpet", "mountain", "kettle", "λόγος"]
@@ -111,6 +113,18 @@ def test_the_column_of_the_text_is_named_as_the_error_says(name, tmp_path, comma
     given = {"data.text_field": "content", "data.max_bad_documents": 200}
     options = [word for name in named for word in (f"--{name}", given[name])]
     assert trained(monkeypatch, path, *options) == trained(monkeypatch, usual)
+
+
+def test_what_the_disk_refuses_is_not_laid_on_the_hub(tmp_path, command, monkeypatch):
+    def download(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fetch_c4, "hf_hub_download", download)
+    code, _, err = command(fetch_c4, "--output", tmp_path / "c4")
+    assert (code, len(err)) == (2, 1) and "No space left" in err[0] and "hub" not in err[0]
+    (tmp_path / "file").touch()
+    code, _, err = command(fetch_c4, "--output", tmp_path / "file" / "c4")
+    assert (code, len(err)) == (2, 1) and f"--output {tmp_path / 'file' / 'c4'} cannot be made or written to" in err[0]
 
 
 @pytest.mark.parametrize("word", ["zygomatic", "頬骨"])
