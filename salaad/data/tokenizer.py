@@ -216,9 +216,9 @@ def _splits_at_spaces(proto: spm.ModelProto) -> bool:
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return 1 + the largest id of text, end and padding; other special tokens, such as T5's sentinels, not counted."""
+    """Return 1 + the largest id that reading text gives: sentinels as T5's, and a BOS put before none, do not count."""
     sentinels = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    sentinels -= {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, beginning_id(tokenizer)}
     return 1 + max(index for index in tokenizer.get_vocab().values() if index not in sentinels)
 
 

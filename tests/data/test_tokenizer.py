@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from salaad.common.errors import UserError
@@ -201,6 +201,22 @@ def test_padding_is_defined_where_the_tokenizer_has_none(tmp_path, tiny_tokenize
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_beginning_counts_where_it_is_put_before_texts(added):
+    backend = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.add_special_tokens(["<s>"])
+    if added:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    assert text_pieces(tokenizer) == 1 + max([2, *tokenizer("a")["input_ids"]])
+
+
+def test_unknown_words_count():
+    backend = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 500}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]")
+    assert text_pieces(tokenizer) == 1 + Encoder(tokenizer)(["b"])[0].max() == 501
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, tiny_tokenizer_dir):
