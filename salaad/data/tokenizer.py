@@ -32,12 +32,14 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerFast:
     some types, such as qwen2 and qwen3_5, so it may give other ids there.
 
     Args:
-        spec: a hub name, a folder with a tokenizer, or a sentencepiece `.model` file.
+        spec: a hub name, a folder with a tokenizer, its tokenizer.json, or a sentencepiece `.model` file.
 
     Raises:
         UserError: there is none, it needs code of its own, or it has no fast version or no end-of-sequence token.
     """
     path = at_home(spec)
+    if path.name == "tokenizer.json":
+        path = path.parent  # whose other files say which tokens end and pad
     if spec.endswith(".model"):
         if not path.is_file():
             raise UserError(f"tokenizer {spec} does not exist; give an existing .model file, a folder or a hub name")

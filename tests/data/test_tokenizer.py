@@ -219,6 +219,12 @@ def test_unknown_words_count():
     assert text_pieces(tokenizer) == 1 + Encoder(tokenizer)(["b"])[0].max() == 501
 
 
+def test_a_tokenizer_json_is_opened_with_what_lies_beside_it(tiny_tokenizer_dir):
+    tokenizers = [load_tokenizer(spec) for spec in (tiny_tokenizer_dir, f"{tiny_tokenizer_dir}/tokenizer.json")]
+    assert len({tokenizer_digest(tokenizer) for tokenizer in tokenizers}) == 1
+    assert len({(tokenizer.eos_token_id, tokenizer.pad_token_id) for tokenizer in tokenizers}) == 1
+
+
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, tiny_tokenizer_dir):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.eos_token = None
