@@ -44,7 +44,21 @@ def rank() -> int:
 
 def machines() -> int:
     """Number of machines that the ranks run on; 1 when nothing was launched."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return told("GROUP_WORLD_SIZE", 1)
+
+
+def told(name: str, default: T, read: Callable[[str], T] | None = None) -> T:
+    """Return what a launcher, or a user in its place, has set in the environment; `read` is by default its type.
+
+    Raises:
+        UserError: the value cannot be read.
+    """
+    value = os.environ.get(name)
+    try:
+        return default if value is None else (read or type(default))(value)
+    except ValueError:
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise UserError(f"{name} is {value!r} in the environment, but has to be {kind}; correct or unset it") from None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, str_to_bool
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -73,11 +73,13 @@ def require_devices() -> None:
 
     Raises:
         UserError: accelerate was not told to use the CPU, and CUDA_VISIBLE_DEVICES was not set to -1. An empty list of
-            devices does not count as such, as schedulers leave it by mistake.
+            devices does not count as such, as schedulers leave it by mistake. Also if a launcher's number is none.
     """
-    ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # The last two are only looked at, as accelerate reads them.
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    ranks, local, *_ = (distributed.told(name, 1) for name in names)
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as cpu2.yaml has it for its processes
-    on_cpu = asked or os.environ.get("ACCELERATE_USE_CPU") == "True"
+    on_cpu = distributed.told("ACCELERATE_USE_CPU", False, str_to_bool) or asked
     if ranks > 1 and not on_cpu and not torch.cuda.is_available():
         raise UserError(
             f"{ranks} processes were launched, {local} of them on this machine, where torch {torch.__version__} finds "

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from salaad.common import distributed
 from salaad.common.formats import markdown_table
 from salaad.common.gpus import GPUS, Gpu, gpu_called
 from salaad.config.run import RunConfig
@@ -103,10 +104,14 @@ def predict(config: RunConfig, description: PretrainedConfig, device: Gpu, ranks
 
 
 def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int) -> str | None:
-    """Return a warning if the launcher is likely to kill the run before it has stopped on request; else None."""
+    """Return a warning if the launcher is likely to kill the run before it has stopped on request; else None.
+
+    Raises:
+        UserError: the launcher's patience, as set in the environment, is no number.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher of another kind, or none, waits
         return None
-    patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", PATIENCE))
+    patience = distributed.told("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", float(PATIENCE))
     step = 0.0  # unknown on a CPU
     if torch.cuda.is_available():
         step = sum(predict(config, description, gpu_called(torch.cuda.get_device_name()), ranks).values())

@@ -95,6 +95,8 @@ def test_the_example_of_several_machines_says_how_long_they_wait_for_one_that_is
         ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}, "8 processes"),
         ({"WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "-1,-1"}, None),
         ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "True"}, None),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "true"}, None),
+        ({"WORLD_SIZE": "8", "ACCELERATE_USE_CPU": "1"}, None),
         ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, None),
         ({}, None),
     ],
@@ -112,6 +114,24 @@ def test_processes_for_gpus_are_refused_where_there_are_none(monkeypatch, enviro
         require_devices()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     require_devices()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("WORLD_SIZE", "", "a number"),
+        ("LOCAL_WORLD_SIZE", "two", "a number"),
+        ("LOCAL_RANK", "", "a number"),
+        ("ACCELERATE_USE_CPU", "maybe", "true or false"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5m", "a number"),
+    ],
+)
+def test_an_environment_variable_that_cannot_be_read_is_a_sentence(monkeypatch, toy, tmp_path, name, value, kind):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    monkeypatch.setenv(name, value)
+    said = f"{name} is '{value}' in the environment, but has to be {kind}; correct or unset it"
+    with pytest.raises(UserError, match=re.escape(said)):
+        run_training(toy(train__steps=1), tmp_path / "run")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
