@@ -1,4 +1,4 @@
-"""Requests to stop, by SIGTERM, SIGUSR1 or Ctrl-C."""
+"""Requests to stop, by SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
 
 import os
 import signal
@@ -13,9 +13,10 @@ from salaad.common.errors import Stopped
 
 
 class StopRequest:
-    """A request to stop after the current step: SIGTERM, SIGUSR1 or Ctrl-C.
+    """A request to stop after the current step: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
 
-    Schedulers send SIGUSR1 ahead of the time limit. A second signal more than two seconds later ends the process at
+    Schedulers send SIGUSR1 ahead of the time limit, and the end of a terminal sends SIGHUP, unless nohup has it
+    ignored. A second signal more than two seconds later ends the process at
     once. One within two seconds does not: a scheduler may signal the whole group and the launcher pass its signal on.
     As a context manager it listens until the end of the context, and signals then do again what they did before.
     """
@@ -27,7 +28,8 @@ class StopRequest:
         self._waiting = False
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # no other thread may set signal handlers
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
                 self._before[number] = signal.signal(number, self._handle)
 
     def __enter__(self) -> Self:

@@ -153,7 +153,7 @@ def cached_parts(path: Path, shapes: Shapes, make: Make, done: str = "split") ->
 
     What is done is also saved every few minutes, for a process that is killed.
 
-    On SIGTERM, SIGUSR1 or Ctrl-C the block in work is given up, as it may take longer than a scheduler waits.
+    On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the block in work is given up, as it may take longer than a scheduler waits.
 
     Args:
         path: a safetensors file; it is ignored if it is broken, as are parts of another shape in it.

@@ -123,10 +123,10 @@ def _quiet_fork() -> Iterator[None]:
 def _ignore_interrupts(worker: int) -> None:
     """Keep a worker alive after a signal to the whole process group, until the trainer has saved.
 
-    Ctrl-C and SIGUSR1 are ignored. SIGTERM is obeyed after `GRACE` seconds, since torch also uses it to end a worker
+    Other signals are ignored. SIGTERM is obeyed after `GRACE` seconds, since torch also uses it to end a worker
     that is stuck.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))

@@ -214,7 +214,7 @@ def test_every_precision_trains_near_fp32_and_resumes_bit_for_bit(toy, tmp_path,
     assert_same_tensors(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1), (signal.SIGHUP, 1)])
 def test_a_signal_saves_says_how_to_go_on_and_exits_0(toy, tmp_path, number, workers):
     process = start_alone(toy(train__steps=100000, data__workers=workers), tmp_path / "run")
     wait_for_steps(process, tmp_path / "run")
@@ -307,7 +307,7 @@ def test_a_signal_during_the_last_evaluation_leaves_a_run_that_can_be_finished(t
 
 
 def test_signals_do_after_a_run_what_they_did_before_it(toy, tmp_path):
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     run_training(toy(train__steps=1), tmp_path / "run")
     assert [signal.getsignal(number) for number in numbers] == before
