@@ -1,6 +1,7 @@
 """The text of a run: its files and tokenizer, its validation rows, and rows sampled from the training text."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -223,10 +224,16 @@ def to_batch(rows: list[np.ndarray], length: int, pad_id: int, vocab_size: int) 
 def fingerprint(files: Iterable[str], sizes: Mapping[str, int] | None = None) -> str:
     """Return a hex digest of the names and sizes of files, which stays the same if they are moved to another folder.
 
-    Sizes in `sizes` are used even if the files have changed since.
+    Files of the same name and size, as in folders of parts, are told apart by their content. Sizes in `sizes` are used
+    even if the files have changed since.
     """
     known = [(file, (sizes or {}).get(file) or size_of(file)) for file in files]
     names = [file if size is None else f"{Path(file).name} {size}" for file, size in known]
+    often = Counter(names)
+    names = [
+        name if often[name] == 1 else f"{name} {digest_of([Path(file)])}"
+        for name, (file, _) in zip(names, known, strict=True)
+    ]
     return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()  # a name is bytes
 
 

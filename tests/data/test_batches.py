@@ -314,6 +314,23 @@ def test_files_may_move_to_another_folder(tmp_path, text):
     assert fingerprint([str(copy)]) == fingerprint(text.train_files[:1])
 
 
+def test_files_of_one_name_and_size_are_told_apart_wherever_they_lie(tmp_path):
+    """Their order decides in which order they are read, and it can change when their folders get other names."""
+    for folder, content in (
+        ("a/1", "one"),
+        ("a/2", "two"),
+        ("b/1", "two"),
+        ("b/2", "one"),
+        ("c/x", "one"),
+        ("c/y", "two"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "part.jsonl").write_text(content)
+    digests = [fingerprint([f"{tmp_path}/{one}/part.jsonl" for one in two]) for two in (("a/1", "a/2"), ("b/1", "b/2"))]
+    assert digests[0] != digests[1]
+    assert digests[0] == fingerprint([f"{tmp_path}/c/{one}/part.jsonl" for one in "xy"])
+
+
 def test_states_of_different_steps_are_not_merged(text, config):
     one, two = (TrainingStream(text, config, batch=8, rank=r, world_size=2) for r in range(2))
     next(one)
