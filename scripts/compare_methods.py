@@ -121,7 +121,7 @@ class Contest:
             "steps": steps,
             **about,
         }
-        if summary is None:
+        if summary is None or any(row["perplexity"] is None for row in summary["variants"].values()):
             print(f"{folder.name}: diverged", flush=True)
             return found | {"variants": {}}
         shown = ", ".join(f"{name} {row['perplexity']:.2f}" for name, row in summary["variants"].items())

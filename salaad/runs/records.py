@@ -120,7 +120,10 @@ class Recorder:
     def evaluation(
         self, step: int, variant: str, result: Perplexity, precision: str, figures: Mapping[str, float]
     ) -> None:
-        """Write a line of evaluations.jsonl: a variant's perplexity at a step, its parameters and other figures."""
+        """Write a line of evaluations.jsonl: a variant's perplexity at a step, its parameters and other figures.
+
+        A number that is not finite becomes null, as JSON has no NaN.
+        """
         if not self.active:
             return
         row = {
@@ -133,7 +136,10 @@ class Recorder:
             "precision": precision,
             **figures,
         }
-        self._files["evaluations.jsonl"].add(row)
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._files["evaluations.jsonl"].add(finite)
         self._write_out("evaluations.jsonl")
         if self._wandb:
             values = {"loss": result.loss, "perplexity": result.perplexity, **figures}

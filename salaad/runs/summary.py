@@ -63,7 +63,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     rows = [
         (
             name,
-            f"{row['perplexity']:.2f}",
+            "–" if row["perplexity"] is None else f"{row['perplexity']:.2f}",
             millions(row["parameters"]),
             *(f"{row[key]:.3f}" if key in row else "–" for key in shares),
             f"{row['tokens']:,}",

@@ -83,9 +83,11 @@ class NonFinite:
         diagnosis = {"step": step, "block": where, "discarded_steps": self.discarded, "last_good_checkpoint": last}
         with suppress(OSError):  # a full disk must not hide the error returned below
             write_json(diagnosis, self._folder / "diagnosis.json")
-        skip = "--resume auto and --train.on_nonfinite skip or a higher --train.max_skipped, or with "
+        stops = self._config.on_nonfinite == "stop"
+        more = "--train.on_nonfinite skip" if stops else f"--train.max_skipped above {self._config.max_skipped}"
+        skip = f"--resume auto and {more}, or with " if may_skip else ""
         return UserError(
             f"a number is not finite at step {step}, first in {where} (steps discarded so far: {self.discarded}); go "
-            f"on with {skip if may_skip else ''}--resume {last} --output NEW and {self._remedy}; see "
+            f"on with {skip}--resume {last} --output NEW and {self._remedy}; see "
             f"{self._folder / 'diagnosis.json'}"
         )

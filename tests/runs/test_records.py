@@ -1,5 +1,7 @@
 """The records of a run that is killed at an unlucky moment: none is written twice, and none keeps it from going on."""
 
+import json
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ import pytest
 
 import train
 from salaad.methods.salaad.method import SalaadMethod
+from salaad.model.perplexity import Perplexity
 from salaad.runs import records
 from tests.helpers.training import assert_same_records, lines, run_training
 
@@ -63,3 +66,17 @@ def test_the_time_that_is_left_is_told_from_the_steps_alone(toy, tmp_path, monke
     run_training(toy(train__steps=4), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" left")]
     assert [line.rpartition(", ")[2] for line in said] == ["00:30 left", "00:20 left", "00:10 left", "00:00 left"]
+
+
+def test_a_perplexity_that_is_no_number_is_null(toy, tmp_path, monkeypatch, capsys):
+    """JSON has no NaN, and a strict reader refuses a file with one."""
+    monkeypatch.setattr(train, "evaluate", lambda *_: Perplexity(math.nan, 7, math.inf))
+    run_training(toy(train__steps=1), tmp_path / "run")
+    assert "| X " in capsys.readouterr().out
+    for name in ("evaluations.jsonl", "summary.json"):
+        text = (tmp_path / "run" / name).read_text()
+        for line in [text] if name == "summary.json" else text.splitlines():
+            json.loads(line, parse_constant=lambda word: pytest.fail(word))
+    assert {
+        (row["loss"], row["perplexity"], row["tokens"]) for row in lines(tmp_path / "run", "evaluations.jsonl")
+    } == {(None, None, 7)}

@@ -126,12 +126,18 @@ def test_a_skipped_batch_survives_a_resume(toy, tmp_path, monkeypatch):
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(tmp_path / "whole").items())
 
 
-@pytest.mark.parametrize(("options", "step"), [({}, 5), ({"train__on_nonfinite": "skip", "train__max_skipped": 1}, 6)])
-def test_a_run_stops_at_the_first_or_after_so_many_and_names_the_place(toy, tmp_path, monkeypatch, options, step):
+@pytest.mark.parametrize(
+    ("options", "step", "cure"),
+    [
+        ({}, 5, "--train.on_nonfinite skip"),
+        ({"train__on_nonfinite": "skip", "train__max_skipped": 1}, 6, "--train.max_skipped above 1"),
+    ],
+)
+def test_a_run_stops_at_the_first_or_after_so_many_and_names_the_place(toy, tmp_path, monkeypatch, options, step, cure):
     spoil(monkeypatch, {5: "gradient", 6: "gradient"})
     with pytest.raises(UserError, match=rf"not finite at step {step}, first in the gradient of {BLOCK}.weight") as told:
         run_training(toy(train__save_every=2, **options), tmp_path / "run")
-    assert "--train.on_nonfinite skip" in str(told.value) and "\n" not in str(told.value)
+    assert f"--resume auto and {cure}, or with --resume" in str(told.value) and "\n" not in str(told.value)
     diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert diagnosis["last_good_checkpoint"].endswith(last_checkpoint(tmp_path / "run").name)
     assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "run").values())
