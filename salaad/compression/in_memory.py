@@ -63,6 +63,7 @@ def compress(
     """
     from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
 
+    salaad.require_same_ranks()
     _check(salaad.model, budget, kappa, refine, lm_head)
     dense = count_parameters(salaad.model)
     variant = Variant("L+S")

@@ -6,6 +6,7 @@ import io
 import time
 import warnings
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -402,6 +403,74 @@ def test_a_hook_that_compresses_gradients_is_refused(tmp_path, hook, name, first
 def test_beside_a_decoupled_pull_gradients_may_be_compressed(tmp_path):
     for found in run_ranks(steps_with, 2, tmp_path, fp16_compress_hook, 0, "decoupled"):
         assert found == ""
+
+
+# ---- processes that come and go, or of which a part trains
+
+
+def test_a_process_that_came_after_the_salaad_was_made_is_noticed_before_the_optimizer_steps(monkeypatch):
+    """The penalty, which is averaged over the processes, would be too weak or, with an owner in each, too strong."""
+    model = toy()
+    salaad = Salaad(model, CONFIG)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"made at a world size of 1, which is 2 now; make it after init_process_group"):
+        loss_of(model(rows(0))).backward()
+    with pytest.raises(UserError, match="made at a world size of 1, which is 2 now"):
+        salaad.step()
+
+
+def without_the_other(folder: Path) -> list[str]:
+    """Return what each use of this rank's blocks says once the group of all ranks is gone."""
+    salaad = Salaad(toy(), CONFIG)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    uses = [
+        salaad.step,
+        salaad.summary,
+        salaad.counts,
+        salaad.index,
+        salaad.state_dict,
+        salaad.penalty,
+        salaad.drain_records,
+        salaad.compress,
+        salaad.join_gradients,
+        lambda: salaad.save(folder),
+        lambda: salaad.deployed().__enter__(),
+    ]
+    said = []
+    for parameter in salaad.weights.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for use in uses:
+        with pytest.raises(UserError) as error:
+            use()
+        said.append(str(error.value))
+    return said
+
+
+def test_the_blocks_of_one_rank_are_not_taken_for_those_of_all(tmp_path):
+    for said in run_ranks(without_the_other, 2, tmp_path, tmp_path / "saved"):
+        assert all("made at a world size of 2, which is 1 now" in sentence for sentence in said)
+    assert not (tmp_path / "saved").exists()
+
+
+def step_over_a_part(pull: str) -> str:
+    """Return what rank 0 says when it trains alone in a group of two."""
+    alone = dist.new_group([0])
+    if distributed.rank() == 1:
+        return ""
+    model = toy()
+    wrapped = DistributedDataParallel(model, process_group=alone)
+    with Salaad(model, dataclasses.replace(CONFIG, pull=pull)), pytest.raises(UserError) as error:
+        loss_of(wrapped(rows(0))).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_gradients_that_are_averaged_over_a_part_of_the_processes_are_refused(tmp_path, pull):
+    said, _ = run_ranks(step_over_a_part, 2, tmp_path, pull)
+    assert "averages the gradients over 1 of 2 processes, over all of which the blocks are spread" in said
 
 
 class Experts(nn.Module):

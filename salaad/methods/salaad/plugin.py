@@ -101,7 +101,8 @@ class Salaad:
         this = weakref.ref(self)
         self._watch = Watch(self.weights, lambda: this()._has_joined_nothing())
         self._costs = ownership.costs_of(self.weights)
-        self.owners = ownership.assign_owners(self._costs, distributed.world_size(), self.config.owners)
+        self._ranks = distributed.world_size()
+        self.owners = ownership.assign_owners(self._costs, self._ranks, self.config.owners)
         self._surrogates: dict[str, Surrogate] = {}
         mine = (name for name in ownership.dearest_first(self._costs) if self.owners[name] == distributed.rank())
         try:
@@ -117,7 +118,9 @@ class Salaad:
             rho = {name: self._rho(name) for name in self.blocks}
             self._pull = DecoupledPull(self.weights, self._surrogates, self.owners, rho, self.config.pull_rate)
         else:
-            self._pull = CoupledPull(self.weights, self._surrogates, lambda: this().surrogates, lambda: this().scaler)
+            self._pull = CoupledPull(
+                self.weights, self._surrogates, lambda: this().surrogates, lambda: this()._scale_of_gradients()
+            )
         self.skip()
         self.closed = False
         self._moments_found: Moments = {}
@@ -167,12 +170,29 @@ class Salaad:
             return self.config.rho
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
+    def require_same_ranks(self) -> None:
+        """Raise a UserError if there are more processes now than this was made with, or fewer.
+
+        Which of them owns which block, and by how much the mean over them weakens the penalty, is known from the start.
+        """
+        now = distributed.world_size()
+        if now != self._ranks:
+            raise UserError(
+                f"this Salaad was made at a world size of {self._ranks}, which is {now} now; make it after "
+                "init_process_group, and save before destroy_process_group"
+            )
+
+    def _scale_of_gradients(self) -> float:
+        """The scale of the loss, times the number of ranks over which the gradients are averaged."""
+        self.require_same_ranks()
+        return self._ranks * (1.0 if self.scaler is None else self.scaler.get_scale())
+
     def _has_joined_nothing(self) -> bool:
         """Whether the penalty joined no gradient of this rank's blocks; warn of single blocks that it did not join."""
         pending = self._pull.pending
         if 0 < len(self._surrogates) == len(pending):
             return True
-        if distributed.world_size() > 1:
+        if self._ranks > 1:
             left_out = sorted(name for name in pending if self.weights.places[name].gradient is not None)
             if left_out:
                 warnings.warn(
@@ -200,11 +220,13 @@ class Salaad:
                 counts it all the same; then no error is raised if no optimizer took the gradient.
 
         Raises:
-            UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds.
+            UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds, or there are more
+                or fewer processes than there were.
             NotFiniteError: a weight of this rank's updates holds NaN or infinity.
         """
         if self.closed:
             raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
+        self.require_same_ranks()
         joined = self._pull.has_joined and not may_be_left_out
         self._watch.check(self.scaler, joined, through_gradients=self.config.pull == "coupled")
         self._updates.end()  # the round of the step before, if no gradient has ended it
@@ -276,6 +298,7 @@ class Salaad:
         Raises:
             NotFiniteError: on every rank, if a weight of these updates or any surrogate holds NaN or infinity.
         """
+        self.require_same_ranks()
         return self._updates.drain(self.blocks, self.steps)
 
     def penalty(self) -> Tensor:
@@ -284,10 +307,11 @@ class Salaad:
         Collective: call it on every rank, also where only one of them uses what it returns. With several ranks the
         host waits for the device.
         """
+        self.require_same_ranks()
         device = next(iter(self.weights.values())).device
         mine = [surrogate.penalty(self.weights[name]) for name, surrogate in self.surrogates.items()]
         total = torch.stack(mine).sum() if mine else torch.zeros((), device=device)
-        if distributed.world_size() == 1:  # without waiting for the device
+        if self._ranks == 1:  # without waiting for the device
             return total
         return torch.tensor(sum(distributed.gather(float(total))), dtype=total.dtype, device=device)
 
@@ -296,6 +320,7 @@ class Salaad:
 
         Collective: call it on every rank, also where only one of them uses what it returns.
         """
+        self.require_same_ranks()
         mine = [(s.rank_ratio, s.density, s.parameters) for s in self.surrogates.values()]
         ratios, densities, parameters = zip(*chain.from_iterable(distributed.gather(mine)), strict=True)
         dense = sum(X.numel() for X in self.weights.values())
@@ -309,6 +334,7 @@ class Salaad:
 
     def counts(self) -> dict[str, Any]:
         """Return the steps counted, and the step of each block's last update; the same on every rank, collective."""
+        self.require_same_ranks()
         self._updates.end()
         updated = {name: step for part in distributed.gather(self._updates.last) for name, step in part.items()}
         return {"steps": self.steps, "updated_at": updated}
@@ -370,8 +396,9 @@ class Salaad:
                 it is; `AutoTokenizer` replaces parts of it beside a model of some types, such as qwen2.
 
         Raises:
-            UserError: the folder exists, or cannot be written.
+            UserError: the folder exists, or cannot be written, or there are more or fewer processes than there were.
         """
+        self.require_same_ranks()
         storage.save_folder(Path(folder), (self.model, tokenizer), self.writer)
 
     def index(self) -> dict[str, Any]:
@@ -450,6 +477,7 @@ class Salaad:
     @torch.no_grad()
     def deployed(self) -> Iterator[None]:
         """Context manager under which the model computes with L + S, truncated as deployed, not X; collective."""
+        self.require_same_ranks()
         with restored(self.weights):
             # First all blocks that this rank owns, so that the ranks compute at once, before any waits for a broadcast.
             for name, surrogate in self.surrogates.items():

@@ -36,7 +36,7 @@ class CoupledPull:
         weights: the weights of the blocks of all ranks.
         owned: names of the blocks that this rank owns.
         surrogates: returns block → surrogate for these, once no round is in progress.
-        scaler: returns the `GradScaler` that scales the loss, or None.
+        scale: returns the factor of the penalty's gradient; asked once a step.
 
     Attributes:
         pending: blocks whose gradient is still to be joined.
@@ -50,9 +50,9 @@ class CoupledPull:
         weights: Weights,
         owned: Iterable[str],
         surrogates: Callable[[], Mapping[str, Surrogate]],
-        scaler: Callable[[], Any],
+        scale: Callable[[], float],
     ) -> None:
-        self._weights, self._owned, self._surrogates, self._scaler = weights, tuple(owned), surrogates, scaler
+        self._weights, self._owned, self._surrogates, self._scale_now = weights, tuple(owned), surrogates, scale
         self._number = {name: i for i, name in enumerate(weights)}
         self.begin_step(0, active=True)
         join, look = weakly(self.join), weakly(self._warn_of_a_gradient_thrown_away)
@@ -111,8 +111,7 @@ class CoupledPull:
                 'or take pull="decoupled"'
             )
         if self._scale is None:
-            scaler = self._scaler()
-            self._scale = distributed.world_size() * (1.0 if scaler is None else scaler.get_scale())
+            self._scale = self._scale_now()
         self.pending.discard(name)
         seed = self._steps * len(self._number) + self._number[name]
         surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)

@@ -80,7 +80,8 @@ class Watch:
         """Note, after every step of any optimizer, whether its gradients lacked the penalty, and who scaled them.
 
         Raises:
-            UserError: the optimizer has moved the weights before, since `moved` was cleared.
+            UserError: the optimizer has moved the weights before, since `moved` was cleared, or the gradients are
+                averaged over a part of the processes.
         """
         watched = {id(X) for X in self._weights.values()}
         trained = (X for group in optimizer.param_groups for X in group["params"] if X.grad is not None)
@@ -96,8 +97,8 @@ class Watch:
         others = [other for other in self.optimizers[::-1] if other is not optimizer]
         self._optimizers = [weakref.ref(one) for one in (*others, optimizer)]
         if self._scalers is None:
-            self._scalers = _scalers_of(optimizer)
             self._wrappers = [weakref.ref(wrapper) for wrapper in _wrappers_of(self._weights.values())]
+            self._scalers = _scalers_of(optimizer)
 
     def check(self, scaler: Any, joined: bool = False, through_gradients: bool = True) -> None:
         """Raise an error if the penalty no longer reaches the weights; called after every step of the optimizer.
@@ -209,12 +210,22 @@ def _check(name: str, X: nn.Parameter) -> None:
 
 
 def _wrappers_of(weights: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
-    """Find the data-parallel wrappers of these weights among all objects of the process; done only once."""
+    """Find the data-parallel wrappers of these weights among all objects of the process; done only once.
+
+    Raises:
+        UserError: one of them averages over a part of the processes.
+    """
     if distributed.world_size() == 1:
         return []
     mine = {id(X) for X in weights}
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return [wrapper for wrapper in wrappers if any(id(p) in mine for p in wrapper.parameters())]
+    wrappers = [wrapper for wrapper in wrappers if any(id(p) in mine for p in wrapper.parameters())]
+    for part in {wrapper.process_group.size() for wrapper in wrappers} - {distributed.world_size()}:
+        raise UserError(
+            f"DistributedDataParallel averages the gradients over {part} of {distributed.world_size()} processes, over "
+            "all of which the blocks are spread; give it no process_group, or train each model in a job of its own"
+        )
+    return wrappers
 
 
 def _compressors_of(wrapper: DistributedDataParallel) -> list[str]:
