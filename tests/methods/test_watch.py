@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -328,12 +329,53 @@ def test_an_optimizer_that_a_loop_deletes_after_its_step_has_moved_the_weights()
     assert salaad.steps == 3
 
 
+def test_steps_of_a_warm_up_at_a_learning_rate_of_0_count():
+    model = toy()
+    salaad, optimizer = Salaad(model, CONFIG), torch.optim.SGD(model.parameters(), lr=0.1)
+    for rate in (0.1, 0.0, torch.tensor(0.0), 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        salaad.step()
+    assert salaad.steps == 4
+
+
 @pytest.mark.parametrize("calls", ["bbos" * 3, "bos" + "bt" + "bos", "bos" + "s" + "bos", "bos" + "os" * 2 + "bos"])
 def test_micro_batches_gradients_thrown_away_and_steps_without_a_gradient_are_no_mistakes(calls):
     model = toy()
     salaad = Salaad(model, CONFIG)
     steps_of(model, salaad, calls)
     assert salaad.steps == calls.count("s")
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_state_of_an_optimizer_may_be_read_at_any_time_by_torch_distributed_checkpoint(kind, pull):
+    """It lets an optimizer without a state step, on gradients of 0 and at a learning rate of 0."""
+    trained = []
+    for later in (True, False):
+        model = toy()
+        optimizer = kind(model.parameters(), lr=0.1)
+
+        def read(model=model, optimizer=optimizer) -> None:
+            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+
+        if not later:
+            read()  # before anything is watched
+        salaad = Salaad(model, SalaadConfig(roles=("re:.",), rho=0.5, every=2, pull=pull))
+        for seed in range(4):
+            if later:
+                read()
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if later:
+                read()
+            salaad.step()
+        trained.append(model[0].weight.detach())
+        salaad.close()
+    assert torch.equal(*trained)
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,7 +34,9 @@ class Watch:
         joined_nothing: tells whether the penalty has joined no gradient of this rank's blocks since the last step.
 
     Attributes:
-        moved: the optimizers that moved the weights since this was cleared, which is done from outside.
+        moved: optimizer → whether it moved the weights, for those that took their gradients since this was cleared,
+            which is done from outside. One whose learning rate is 0 does not, such as that of a warm-up's first step;
+            torch.distributed.checkpoint takes such a step, on gradients of 0, to make an optimizer's state.
 
     Raises:
         UserError: a weight is frozen, sharded over processes, without values, not in float32, float64 or bfloat16, or
@@ -55,7 +57,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._shapes = {name: X.shape for name, X in self._weights.items()}
         self._joined_nothing, self._missed = joined_nothing, False
-        self.moved: set[Optimizer] = set()  # also of those that a loop has deleted since
+        self.moved: dict[Optimizer, bool] = {}  # also of those that a loop has deleted since
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their newest steps
@@ -87,13 +89,14 @@ class Watch:
         trained = (X for group in optimizer.param_groups for X in group["params"] if X.grad is not None)
         if not any(id(X) in watched for X in trained):
             return
-        if optimizer in self.moved:
+        moves = not _rests(optimizer)
+        if moves and self.moved.get(optimizer):
             raise UserError(
                 "the optimizer moved the weights twice without salaad.step(), which updates L and S and lets the "
                 "penalty join the next gradient; call it after each step of the optimizer, or close() to train on alone"
             )
-        self.moved.add(optimizer)
-        self._missed |= self._joined_nothing()
+        self.moved[optimizer] = moves or self.moved.get(optimizer, False)
+        self._missed |= moves and self._joined_nothing()
         others = [other for other in self.optimizers[::-1] if other is not optimizer]
         self._optimizers = [weakref.ref(one) for one in (*others, optimizer)]
         if self._scalers is None:
@@ -207,6 +210,12 @@ def _check(name: str, X: nn.Parameter) -> None:
             f"block {name} is watched by another Salaad already, and the penalty would count twice; call close() on "
             "that one, or use it as a context: with Salaad(model, config) as salaad"
         )
+
+
+def _rests(optimizer: Optimizer) -> bool:
+    """Whether every learning rate is 0; one on a GPU, for which the host would wait, counts as if it were not."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(not (isinstance(rate, Tensor) and rate.is_cuda) and rate == 0 for rate in rates)
 
 
 def _wrappers_of(weights: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
