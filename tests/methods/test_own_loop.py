@@ -205,6 +205,30 @@ def test_second_moments_are_found_again_of_a_wrapped_model(wrap, tmp_path):
     again.close()
 
 
+def test_a_layer_that_was_compiled_in_place_is_saved_under_its_own_name(tmp_path):
+    model = llama()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    loop = Loop(model, Salaad(model, CONFIG))
+    loop.run(0, 3)
+    loop.salaad.save(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", local_files_only=True)
+    second = Loop(again, Salaad.load(again, tmp_path / "saved"))
+    assert_equal(numbers(second), numbers(loop))
+
+
+def test_a_layer_in_what_torch_compile_returned_is_refused_before_the_training_and_before_saving(tmp_path):
+    model = llama()
+    salaad, layers = Salaad(model, CONFIG), model.model.layers
+    layers[1] = torch.compile(layers[1], backend="eager")
+    cure = r"model\.layers\.1 is what torch\.compile returned, .* compile it in place instead, by module\.compile\(\)"
+    with salaad, pytest.raises(UserError, match=cure):
+        salaad.save(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=cure):
+        Salaad(model, CONFIG)
+
+
 def test_a_setting_of_a_newer_version_is_named(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "newer")
     index = tmp_path / "newer" / "surrogate" / "index.json"

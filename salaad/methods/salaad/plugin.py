@@ -28,7 +28,7 @@ from salaad.methods.salaad.pull import CoupledPull, DecoupledPull
 from salaad.methods.salaad.schedule import Updates, blocks_due, pulled_steps
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
-from salaad.methods.salaad.watch import Watch, refuse_flat_weights
+from salaad.methods.salaad.watch import Watch, refuse_compiled_parts, refuse_flat_weights
 from salaad.model import coverage
 from salaad.model.parameters import restored
 from salaad.model.roles import find_blocks
@@ -75,8 +75,8 @@ class Salaad:
         steps: optimizer steps counted so far.
 
     Raises:
-        UserError: a role matches nothing, a weight cannot be watched (`Watch`), or `config.onset` or `config.release`
-            is given without `total_steps`.
+        UserError: a role matches nothing, a weight cannot be watched (`Watch`), a part of the model is what
+            torch.compile returned, or `config.onset` or `config.release` is given without `total_steps`.
         NotFiniteError: a weight holds NaN or infinity.
     """
 
@@ -94,6 +94,7 @@ class Salaad:
         self.model = distributed.unwrapped(model)
         self.scaler = scaler
         refuse_flat_weights(self.model)
+        refuse_compiled_parts(self.model)
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
         # The parts hold no strong reference to this object: in a cycle it would go on pulling and watching the weights
@@ -413,7 +414,11 @@ class Salaad:
         """Return a function that writes this rank's share of what `load` and compress.py read besides the weights.
 
         The call is collective, that of the function is not; it needs an existing folder.
+
+        Raises:
+            UserError: a part of the model is what torch.compile returned.
         """
+        refuse_compiled_parts(self.model)
         index, moments = self.index(), self.second_moments()
 
         def write(folder: Path) -> None:

@@ -168,6 +168,18 @@ def refuse_flat_weights(model: nn.Module) -> None:
         )
 
 
+def refuse_compiled_parts(model: nn.Module) -> None:
+    """Raise a UserError if a part of the model is inside what torch.compile returned, which adds to the names in it.
+
+    Weights and blocks that are saved under such names are missing in a model that is opened anew.
+    """
+    for name in (name for name, _ in model.named_modules() if name.endswith("._orig_mod")):
+        raise UserError(
+            f"{name.removesuffix('._orig_mod')} is what torch.compile returned, so that its weights have other names "
+            "than in a saved model; compile it in place instead, by module.compile()"
+        )
+
+
 def _require_one_device(weights: dict[str, nn.Parameter]) -> None:
     [[first, device], *others] = [(name, X.device) for name, X in weights.items()]
     for name, other in others:
