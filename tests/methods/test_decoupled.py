@@ -99,6 +99,21 @@ def test_a_step_of_the_optimizer_that_fails_and_is_tried_again_pulls(wrap):
     assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))
 
 
+def test_an_optimizer_that_steps_on_copies_of_the_weights_is_refused():
+    """As one that keeps bfloat16 weights in float32: what the pull moves is overwritten, and here nothing is moved."""
+    model = llama()
+    copies = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    with Salaad(model, SalaadConfig(**SETTINGS)) as salaad:
+        salaad.step()  # a step that was left out, such as by a scaler
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        for copied, p in zip(copies, model.parameters(), strict=True):
+            copied.grad = p.grad.clone()
+        optimizer.step()
+        with pytest.raises(UserError, match=r"no optimizer has the weights of the blocks, .*; take pull=\"coupled\""):
+            salaad.step()
+
+
 def test_bfloat16_weights_come_as_near_to_T_as_float32_ones():
     """A step of 5e-4 of the distance is below what bfloat16 resolves: rounded to nearest, no weight would move."""
     distances = {}

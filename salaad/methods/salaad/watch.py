@@ -57,6 +57,7 @@ class Watch:
         self._kinds = {name: (X.dtype, X.device) for name, X in self._weights.items()}
         self._shapes = {name: X.shape for name, X in self._weights.items()}
         self._joined_nothing, self._missed = joined_nothing, False
+        self._passed_by = False  # whether an optimizer without these weights has stepped while they had gradients
         self.moved: dict[Optimizer, bool] = {}  # also of those that a loop has deleted since
         self._scalers: list[Any] | None = None  # found in the first step of an optimizer on these weights
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
@@ -88,6 +89,7 @@ class Watch:
         watched = {id(X) for X in self._weights.values()}
         trained = (X for group in optimizer.param_groups for X in group["params"] if X.grad is not None)
         if not any(id(X) in watched for X in trained):
+            self._passed_by |= any(X.grad is not None for X in self._weights.values())
             return
         moves = not _rests(optimizer)
         if moves and self.moved.get(optimizer):
@@ -114,8 +116,9 @@ class Watch:
 
         Raises:
             UserError: a weight was replaced, moved, cast or frozen; the weights were changed by gradients that the
-                penalty never joined; no optimizer has taken the gradient that it joined; the loss is scaled by a scaler
-                that the penalty does not know; the gradients are compressed on their way to the other ranks.
+                penalty never joined; no optimizer has taken the gradient that it joined, or none has the weights that a
+                decoupled pull is to move; the loss is scaled by a scaler that the penalty does not know; the gradients
+                are compressed on their way to the other ranks.
         """
         for name, X in self._weights.items():
             place = self._places[name]
@@ -145,6 +148,11 @@ class Watch:
                 "salaad.skip() after a gradient that was thrown away"
             )
         if not through_gradients:
+            if self._passed_by and not self._optimizers:
+                raise UserError(
+                    "no optimizer has the weights of the blocks, as where one steps on copies in float32, so the "
+                    'decoupled pull moves nothing; take pull="coupled", which goes with the gradients'
+                )
             return
         if any(other is not scaler for other in self._scalers or ()):
             raise UserError(
