@@ -135,6 +135,33 @@ def test_surrogates_are_named_by_module_and_give_the_papers_matrices_at_the_weig
     assert sorted(salaad.blocks) == sorted(salaad.surrogates)
 
 
+class Experts(nn.Module):
+    """Rows are multiplied by the sum of five matrices in one parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(randn(5, 6, 8).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.down_proj.sum(0).mT
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 0.02)])
+def test_the_experts_in_one_parameter_get_the_gradient_of_the_coupled_loss_in_one_call(dtype, rtol):
+    """A call from the backward takes the host far longer than the sum that it computes for a small expert."""
+    model, x = Experts(dtype), randn(4, 8, seed=1).to(dtype)
+    with Salaad(model, SalaadConfig(**{**LIVELY, "rho": 5.0}, roles=("down",))) as salaad:
+        wide = model.down_proj.detach().double().requires_grad_()
+        penalty = sum(equation_3(surrogate, wide[int(name[-1])]) for name, surrogate in salaad.surrogates.items())
+        (of_penalty,) = torch.autograd.grad(penalty, wide)
+        expected = torch.autograd.grad((x.double() @ wide.sum(0).mT).square().mean(), wide)[0] + of_penalty
+        model(x).square().mean().backward()
+        assert len(salaad.surrogates) == 5 and not salaad._pull.pending
+        assert len(model.down_proj._post_accumulate_grad_hooks) == len(model.down_proj._backward_hooks) == 1
+    assert (model.down_proj.grad - expected).norm() <= rtol * expected.norm()
+    assert of_penalty.norm() > 10 * rtol * expected.norm()
+
+
 # ---- once per step
 
 

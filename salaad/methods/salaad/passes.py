@@ -115,6 +115,12 @@ def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int
         gradient.add_(X, alpha=factor).sub_(T, alpha=factor)
 
 
+def add_penalties(gradients: list[Tensor], X: list[Tensor], T: list[Tensor], factor: float) -> None:
+    """Do what `add_penalty` does for several gradients that are not rounded, each n×m: many at once."""
+    torch._foreach_add_(gradients, X, alpha=factor)
+    torch._foreach_sub_(gradients, T, alpha=factor)
+
+
 def _takes(first: Tensor, *others: Tensor) -> bool:
     """Whether the Triton kernels can be used: they need contiguous tensors in float32 or bfloat16."""
     known = {torch.float32, torch.bfloat16}

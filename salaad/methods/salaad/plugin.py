@@ -25,7 +25,7 @@ from salaad.config.methods import SalaadConfig
 from salaad.methods.float32 import true_float32
 from salaad.methods.salaad import ownership, storage
 from salaad.methods.salaad.pull import CoupledPull, DecoupledPull
-from salaad.methods.salaad.schedule import Updates, blocks_due, pulled_steps
+from salaad.methods.salaad.schedule import Schedule, Updates
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.update import UpdateRecord
 from salaad.methods.salaad.watch import Watch, refuse_compiled_parts, refuse_flat_weights
@@ -90,22 +90,22 @@ class Salaad:
         total_steps: int | None = None,
     ) -> None:
         self.config = config or SalaadConfig()
-        self._pulled_steps = pulled_steps(self.config, total_steps)
         self.model = distributed.unwrapped(model)
         self.scaler = scaler
         refuse_flat_weights(self.model)
         refuse_compiled_parts(self.model)
         self.weights = find_blocks(self.model, self.config)
         self.blocks = tuple(self.weights)
+        costs = ownership.costs_of(self.weights)
+        self._ranks = distributed.world_size()
+        self.owners = ownership.assign_owners(costs, self._ranks, self.config.owners)
+        self._schedule = Schedule(self.config, self.owners, costs, total_steps)
         # The parts hold no strong reference to this object: in a cycle it would go on pulling and watching the weights
         # after the user has dropped it, until Python next looks for garbage.
         this = weakref.ref(self)
         self._watch = Watch(self.weights, lambda: this()._has_joined_nothing())
-        self._costs = ownership.costs_of(self.weights)
-        self._ranks = distributed.world_size()
-        self.owners = ownership.assign_owners(self._costs, self._ranks, self.config.owners)
         self._surrogates: dict[str, Surrogate] = {}
-        mine = (name for name in ownership.dearest_first(self._costs) if self.owners[name] == distributed.rank())
+        mine = (name for name in ownership.dearest_first(costs) if self.owners[name] == distributed.rank())
         try:
             for name in mine:
                 with true_float32(self.weights[name].device):
@@ -209,9 +209,9 @@ class Salaad:
         Call this before the optimizer's step; blocks that a backward has reached since the last step are skipped. With
         several ranks call it before the gradients are averaged: the owner adds the penalty times the number of ranks.
         """
-        for name in tuple(self._pull.pending):
-            if self.weights.places[name].gradient is not None:
-                self._pull.join(name)
+        for names in self._pull.groups:
+            if self.weights.places[names[0]].gradient is not None:
+                self._pull.join(names)
 
     def step(self, *, may_be_left_out: bool = False) -> None:
         """Count an optimizer step and update the blocks that the schedule names.
@@ -233,10 +233,7 @@ class Salaad:
         self._updates.end()  # the round of the step before, if no gradient has ended it
         self.steps += 1
         self.skip()
-        if self.steps == self._pulled_steps.start:  # the pull begins towards X itself
-            due = list(self.blocks)
-        else:
-            due = list(blocks_due(self.owners, self._costs, self.steps, self.config))
+        due = self._schedule.due(self.steps)
         self._begin(due)
         if not (self.config.overlap and self._pull.pending):  # else the penalty, joining a gradient, ends the round
             self._updates.end()
@@ -251,9 +248,9 @@ class Salaad:
 
         Without a pull X does not come nearer to L + S, and the controller would raise the thresholds without end.
         """
-        if self.steps <= self._pulled_steps.start:
+        if self.steps <= self._schedule.pulled.start:
             names = self._updates.reset_to_weights(names, self.steps)
-        held = self.steps - 1 not in self._pulled_steps
+        held = self.steps - 1 not in self._schedule.pulled
         for surrogate in self._surrogates.values():
             surrogate.held = held
         self._updates.begin(names, self.steps)
@@ -261,7 +258,7 @@ class Salaad:
     @property
     def is_pulled(self) -> bool:
         """Whether the next step pulls the weights, as in all but the parts of `config.onset` and `config.release`."""
-        return self.steps in self._pulled_steps
+        return self.steps in self._schedule.pulled
 
     def skip(self) -> None:
         """Let the penalty join the next backward again; call this, not `step`, after a gradient was thrown away.

@@ -9,17 +9,18 @@ every block, which the owner sends after each update.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
+from salaad.methods.salaad.passes import add_penalties
 from salaad.methods.salaad.rounding import add_rounded
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.weak_hooks import weakly
@@ -39,6 +40,7 @@ class CoupledPull:
         scale: returns the factor of the penalty's gradient; asked once a step.
 
     Attributes:
+        groups: the blocks that this rank owns, together those in one parameter, such as the experts of a layer.
         pending: blocks whose gradient is still to be joined.
         received_bytes: of the T that other ranks sent, of which this pull needs none.
     """
@@ -56,11 +58,12 @@ class CoupledPull:
         self._number = {name: i for i, name in enumerate(weights)}
         self.begin_step(0, active=True)
         join, look = weakly(self.join), weakly(self._warn_of_a_gradient_thrown_away)
-        parameters = {name: weights.places[name].parameter for name in self._owned}
-        self._hooks = [X.register_post_accumulate_grad_hook(partial(join, name)) for name, X in parameters.items()]
-        # Before a gradient is accumulated: of several blocks in one parameter, such as experts, one stands for all.
-        one_each = {X: name for name, X in parameters.items()}
-        self._hooks += [X.register_hook(partial(look, name)) for X, name in one_each.items()]
+        groups: dict[nn.Parameter, list[str]] = {}
+        for name in self._owned:
+            groups.setdefault(weights.places[name].parameter, []).append(name)
+        self.groups = tuple(groups.values())
+        self._hooks = [X.register_post_accumulate_grad_hook(partial(join, names)) for X, names in groups.items()]
+        self._hooks += [X.register_hook(partial(look, names)) for X, names in groups.items()]  # before it accumulates
 
     def end(self) -> None:
         """Stop pulling."""
@@ -72,12 +75,13 @@ class CoupledPull:
         self._steps, self._active, self._scale = steps, active, None
         self.pending: set[str] = set(self._owned) if active else set()
 
-    def _warn_of_a_gradient_thrown_away(self, name: str, *_: Tensor) -> None:
+    def _warn_of_a_gradient_thrown_away(self, names: Sequence[str], *_: Tensor) -> None:
         """Warn if a gradient is about to begin anew after the penalty has joined that of this step.
 
         It is not joined by itself: a loop that adds up gradients outside of `.grad` begins anew in every micro-batch.
         """
-        if self._active and name not in self.pending and self._weights.places[name].gradient is None:
+        gradient = self._weights.places[names[0]].parameter.grad
+        if self._active and names[0] not in self.pending and gradient is None:
             warnings.warn(
                 "a gradient that the penalty had joined is gone, and the one that begins now gets none; call "
                 "salaad.skip() after a gradient that is thrown away, as between the two backward passes of SAM; "
@@ -90,31 +94,44 @@ class CoupledPull:
         """Whether the penalty has joined a gradient since `begin_step`."""
         return self._scale is not None
 
-    def join(self, name: str, *_: Tensor) -> None:
-        """Add the penalty's gradient to that of a block, if it is pending.
+    @torch.no_grad()
+    def join(self, names: Sequence[str], *_: Tensor) -> None:
+        """Add the penalty's gradient to those of a group, if they are pending.
 
         Raises:
-            UserError: the block has no gradient or a sparse one, or is not on the device of its L and S.
+            UserError: the blocks have no gradient or a sparse one, or are not on the device of their L and S.
         """
-        if name not in self.pending:
+        first = names[0]
+        if first not in self.pending:
             return
-        place, surrogate = self._weights.places[name], self._surrogates()[name]
-        if place.gradient is None:
+        surrogates, places = self._surrogates(), [self._weights.places[name] for name in names]
+        X = places[0].parameter
+        if X.grad is None:
             raise UserError(
-                f"block {name} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
+                f"block {first} has no gradient left when the penalty is to join it, as where an optimizer steps in a "
                 "hook of the gradient; make the Salaad before such hooks, or let the optimizer step after the backward"
             )
-        _require_one_device(name, place.gradient, surrogate.T)
-        if place.gradient.is_sparse:
+        _require_one_device(first, X.grad, surrogates[first].T)
+        if X.grad.is_sparse:
             raise UserError(
-                f"block {name} has a sparse gradient, which the penalty cannot join; make its layer with sparse=False, "
-                'or take pull="decoupled"'
+                f"block {first} has a sparse gradient, which the penalty cannot join; make its layer with "
+                'sparse=False, or take pull="decoupled"'
             )
         if self._scale is None:
             self._scale = self._scale_now()
-        self.pending.discard(name)
-        seed = self._steps * len(self._number) + self._number[name]
-        surrogate.add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
+        self.pending.difference_update(names)
+        if len(names) > 1 and X.grad.dtype != torch.bfloat16:  # one after another, the host would need far longer
+            gradients, matrices = X.grad.detach().unbind(), X.detach().unbind()
+            add_penalties(
+                [gradients[place.index] for place in places],
+                [matrices[place.index] for place in places],
+                [surrogates[name].T for name in names],
+                self._scale * surrogates[first].rho,  # matrices of one size have one ρ
+            )
+            return
+        for name, place in zip(names, places, strict=True):
+            seed = self._steps * len(self._number) + self._number[name]
+            surrogates[name].add_penalty_gradient(place.gradient, place.weight, self._scale, seed)
 
     def broadcast_targets(self, names: Iterable[str]) -> None:
         """Do nothing: no other rank needs T."""
@@ -134,7 +151,8 @@ class DecoupledPull:
         rate: mean λ of the blocks.
     """
 
-    pending: Collection[str] = ()  # no gradient is joined
+    groups: Sequence[Sequence[str]] = ()  # no gradient is joined
+    pending: Collection[str] = ()
     has_joined = False
 
     def __init__(

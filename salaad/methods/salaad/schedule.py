@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -39,26 +39,43 @@ def pulled_steps(config: SalaadConfig, total_steps: int | None) -> range:
     return range(begin, round((1 - config.release) * total_steps) if config.release else sys.maxsize)
 
 
-def blocks_due(
-    owners: Mapping[str, int], costs: Mapping[str, float], steps: int, config: SalaadConfig
-) -> Iterator[str]:
-    """Yield the blocks of all ranks that are updated after `steps` optimizer steps.
+class Schedule:
+    """When the blocks of all ranks are updated and the weights pulled, in optimizer steps of the whole run.
 
     Synchronous: all blocks, every K steps. Staggered: the i-th of an owner's n blocks has the offset ⌊iK/n⌋ in K steps.
 
     Args:
+        config: K (`every`), the schedule, and the parts of the run without a pull.
         owners: block → rank that owns it.
         costs: block → cost of its update, by which an owner's blocks are ordered, the most expensive first.
-        steps: optimizer steps so far, this one included.
-        config: K (`every`) and the schedule.
+        total_steps: optimizer steps of the whole run, if known.
+
+    Attributes:
+        pulled: the steps, counted from 0, in which the weights are pulled.
+
+    Raises:
+        UserError: as for `pulled_steps`.
     """
-    order = dearest_first(costs)
-    for rank in sorted(set(owners.values())):
-        blocks = [name for name in order if owners[name] == rank]
-        for i, name in enumerate(blocks):
-            offset = i * config.every // len(blocks) if config.schedule == "staggered" else 0
-            if steps % config.every == offset:
-                yield name
+
+    def __init__(
+        self, config: SalaadConfig, owners: Mapping[str, int], costs: Mapping[str, float], total_steps: int | None
+    ) -> None:
+        self.pulled = pulled_steps(config, total_steps)
+        self._every, self._blocks = config.every, list(owners)
+        owned: dict[int, list[str]] = {rank: [] for rank in sorted(set(owners.values()))}
+        for name in dearest_first(costs):
+            owned[owners[name]].append(name)
+        self._at: dict[int, list[str]] = {}  # offset → blocks
+        for blocks in owned.values():
+            for i, name in enumerate(blocks):
+                offset = i * config.every // len(blocks) if config.schedule == "staggered" else 0
+                self._at.setdefault(offset, []).append(name)
+
+    def due(self, steps: int) -> list[str]:
+        """Return the blocks that are updated after `steps` optimizer steps."""
+        if steps == self.pulled.start:  # the pull begins towards X itself
+            return self._blocks
+        return self._at.get(steps % self._every, [])
 
 
 class Updates:
