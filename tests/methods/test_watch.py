@@ -378,8 +378,11 @@ def test_the_state_of_an_optimizer_may_be_read_at_any_time_by_torch_distributed_
     assert torch.equal(*trained)
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
-def test_of_two_backward_passes_a_step_the_second_begins_anew_after_a_skip_and_with_a_warning_without(skips):
+def test_of_two_backward_passes_a_step_the_second_begins_anew_after_a_skip_and_with_a_warning_without(
+    skips, set_to_none
+):
     """As SAM trains: the first gradient only moves the weights to where the second, which is taken, is computed."""
     model = toy()
     salaad, optimizer = Salaad(model, CONFIG), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -387,7 +390,7 @@ def test_of_two_backward_passes_a_step_the_second_begins_anew_after_a_skip_and_w
         warnings.simplefilter("always")
         for _ in range(2):
             loss_of(model, 0).backward()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             if skips:
                 salaad.skip()
             loss_of(model, 1).backward()
@@ -396,11 +399,25 @@ def test_of_two_backward_passes_a_step_the_second_begins_anew_after_a_skip_and_w
             expected = task + penalty_of(salaad, "0") if skips else task
             torch.testing.assert_close(model[0].weight.grad.double(), expected, rtol=1e-4, atol=1e-6)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             salaad.step()
     words = [str(one.message) for one in said]
-    assert len(words) == (0 if skips else 4)  # for each of two blocks in each of two steps
+    # In each of two steps: for each of two blocks, or for the first, where the gradient must be looked at.
+    assert len(words) == (0 if skips else 4 if set_to_none else 2)
     assert all("call salaad.skip() after a gradient that is thrown away" in sentence for sentence in words)
+
+
+def test_a_gradient_that_is_scaled_between_micro_batches_is_not_thrown_away():
+    model = toy()
+    with warnings.catch_warnings(), Salaad(model, CONFIG) as salaad:
+        warnings.simplefilter("error")
+        loss_of(model, 0).backward()
+        task = torch.autograd.grad(loss_of(model, 0), model[0].weight)[0].double()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        clipped = model[0].weight.grad.clone()
+        loss_of(model, 0).backward()
+        assert salaad.steps == 0
+    torch.testing.assert_close(model[0].weight.grad.double(), clipped.double() + task, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_that_a_grad_scaler_leaves_out_is_no_mistake():

@@ -57,12 +57,12 @@ class CoupledPull:
         self._weights, self._owned, self._surrogates, self._scale_now = weights, tuple(owned), surrogates, scale
         self._number = {name: i for i, name in enumerate(weights)}
         self.begin_step(0, active=True)
-        join, look = weakly(self.join), weakly(self._warn_of_a_gradient_thrown_away)
+        accumulated, look = weakly(self._accumulated), weakly(self._warn_of_a_gradient_thrown_away)
         groups: dict[nn.Parameter, list[str]] = {}
         for name in self._owned:
             groups.setdefault(weights.places[name].parameter, []).append(name)
         self.groups = tuple(groups.values())
-        self._hooks = [X.register_post_accumulate_grad_hook(partial(join, names)) for X, names in groups.items()]
+        self._hooks = [X.register_post_accumulate_grad_hook(partial(accumulated, names)) for X, names in groups.items()]
         self._hooks += [X.register_hook(partial(look, names)) for X, names in groups.items()]  # before it accumulates
 
     def end(self) -> None:
@@ -73,6 +73,7 @@ class CoupledPull:
     def begin_step(self, steps: int, *, active: bool) -> None:
         """Let the penalty join the gradients that follow `steps` optimizer steps, or none of them if not `active`."""
         self._steps, self._active, self._scale = steps, active, None
+        self._version: int | None = None  # of the first group's gradient, as the newest backward has left it
         self.pending: set[str] = set(self._owned) if active else set()
 
     def _warn_of_a_gradient_thrown_away(self, names: Sequence[str], *_: Tensor) -> None:
@@ -80,8 +81,13 @@ class CoupledPull:
 
         It is not joined by itself: a loop that adds up gradients outside of `.grad` begins anew in every micro-batch.
         """
+        if not self._active or names[0] in self.pending:
+            return
         gradient = self._weights.places[names[0]].parameter.grad
-        if self._active and names[0] not in self.pending and gradient is None:
+        # Of one group alone is it seen whether its gradient was set to 0, for which a GPU is waited for. Nothing else
+        # than a thrown-away gradient is both changed after the backward and 0.
+        changed = names is self.groups[0] and gradient is not None and self._version not in (None, gradient._version)
+        if gradient is None or (changed and not gradient.any()):
             warnings.warn(
                 "a gradient that the penalty had joined is gone, and the one that begins now gets none; call "
                 "salaad.skip() after a gradient that is thrown away, as between the two backward passes of SAM; "
@@ -89,13 +95,18 @@ class CoupledPull:
                 stacklevel=2,
             )
 
+    def _accumulated(self, names: Sequence[str], *_: Tensor) -> None:
+        self.join(names)
+        if names is self.groups[0]:  # an optimizer that steps in a hook of the gradient may have taken it already
+            self._version = getattr(self._weights.places[names[0]].parameter.grad, "_version", None)
+
     @property
     def has_joined(self) -> bool:
         """Whether the penalty has joined a gradient since `begin_step`."""
         return self._scale is not None
 
     @torch.no_grad()
-    def join(self, names: Sequence[str], *_: Tensor) -> None:
+    def join(self, names: Sequence[str]) -> None:
         """Add the penalty's gradient to those of a group, if they are pending.
 
         Raises:
