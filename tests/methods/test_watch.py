@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from salaad import Salaad, SalaadConfig
 from salaad.common.errors import NotFiniteError, UserError
@@ -172,6 +173,19 @@ def test_a_salaad_that_nobody_holds_any_more_lets_the_model_go_at_once(pull):
         Salaad(model, config).close()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("pull", ["coupled", "decoupled"])
+def test_salaads_that_nobody_holds_any_more_leave_no_hooks_that_gather(pull):
+    """Those on the steps of optimizers go when the next Salaad is made, as torch may be calling them."""
+    model, hooks = toy(), (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    counts = []
+    for _ in range(5):
+        Salaad(model, SalaadConfig(roles=("re:.",), pull=pull))
+        counts.append(sum(map(len, hooks)))
+    assert counts[1:] == counts[1:2] * 4
+    X = model[0].weight
+    assert not X._backward_hooks and not X._post_accumulate_grad_hooks
 
 
 def pretrained(model: nn.Module, config: SalaadConfig) -> Salaad:

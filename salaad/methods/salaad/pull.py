@@ -9,6 +9,7 @@ every block, which the owner sends after each update.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from salaad.common.errors import UserError
 from salaad.methods.salaad.passes import add_penalties
 from salaad.methods.salaad.rounding import add_rounded
 from salaad.methods.salaad.surrogate import Surrogate
-from salaad.methods.salaad.weak_hooks import weakly
+from salaad.methods.salaad.weak_hooks import on_steps, weakly
 from salaad.model.weights import Weights
 
 
@@ -62,13 +63,13 @@ class CoupledPull:
         for name in self._owned:
             groups.setdefault(weights.places[name].parameter, []).append(name)
         self.groups = tuple(groups.values())
-        self._hooks = [X.register_post_accumulate_grad_hook(partial(accumulated, names)) for X, names in groups.items()]
-        self._hooks += [X.register_hook(partial(look, names)) for X, names in groups.items()]  # before it accumulates
+        hooks = [X.register_post_accumulate_grad_hook(partial(accumulated, names)) for X, names in groups.items()]
+        hooks += [X.register_hook(partial(look, names)) for X, names in groups.items()]  # before it accumulates
+        self._remove_hooks = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def end(self) -> None:
         """Stop pulling."""
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
 
     def begin_step(self, steps: int, *, active: bool) -> None:
         """Let the penalty join the gradients that follow `steps` optimizer steps, or none of them if not `active`."""
@@ -180,8 +181,10 @@ class DecoupledPull:
         self._others: dict[str, Tensor] = {}  # T of the blocks of other ranks
         self._is_stale = True  # nothing was sent yet, or the surrogates were changed since
         self.begin_step(0, active=True)
-        before, after = weakly(self._enter), weakly(self._pull)
-        self._hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+        self._hooks = (
+            on_steps(register_optimizer_step_pre_hook, self._enter),
+            on_steps(register_optimizer_step_post_hook, self._pull),
+        )
 
     def end(self) -> None:
         """Stop pulling."""

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from salaad.common import distributed
 from salaad.common.errors import NotFiniteError, UserError
-from salaad.methods.salaad.weak_hooks import weakly
+from salaad.methods.salaad.weak_hooks import on_steps
 from salaad.model.weights import Weights
 
 _WATCHED = WeakIdKeyDictionary()  # weight → the object that watches it
@@ -63,7 +63,7 @@ class Watch:
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []  # found in that step
         self._optimizers: list[weakref.ref[Optimizer]] = []  # in the order of their newest steps
         # After the step and not before it, as a closure may run the backward in it.
-        self._hook = register_optimizer_step_post_hook(weakly(self._notice))
+        self._hook = on_steps(register_optimizer_step_post_hook, self._notice)
         for X in self._weights.values():
             _WATCHED[X] = weakref.ref(self)
 
