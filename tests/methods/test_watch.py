@@ -138,14 +138,15 @@ def test_a_salaad_that_could_not_be_made_does_not_watch_the_weights(monkeypatch)
     del kept
 
 
-def test_a_closed_salaad_leaves_the_gradient_alone_and_refuses_to_step():
+def test_a_closed_salaad_leaves_the_gradient_alone_and_refuses_to_step_or_to_join_one():
     model = toy()
     with Salaad(model, CONFIG) as salaad:
         pass
     loss_of(model).backward()
     assert torch.equal(model[0].weight.grad, torch.autograd.grad(loss_of(model), model[0].weight)[0])
-    with pytest.raises(UserError, match="was closed and lets the model go"):
-        salaad.step()
+    for use in (salaad.step, salaad.join_gradients):
+        with pytest.raises(UserError, match="was closed and lets the model go"):
+            use()
 
 
 def test_a_model_that_nobody_holds_any_more_is_freed_with_its_salaad():

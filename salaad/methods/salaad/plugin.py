@@ -171,6 +171,10 @@ class Salaad:
             return self.config.rho
         return self.config.rho_constant / (len(self.blocks) * self.weights[name].numel() ** 0.5)
 
+    def _require_open(self) -> None:
+        if self.closed:
+            raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
+
     def require_same_ranks(self) -> None:
         """Raise a UserError if there are more processes now than this was made with, or fewer.
 
@@ -208,7 +212,11 @@ class Salaad:
 
         Call this before the optimizer's step; blocks that a backward has reached since the last step are skipped. With
         several ranks call it before the gradients are averaged: the owner adds the penalty times the number of ranks.
+
+        Raises:
+            UserError: this was closed, or there are more or fewer processes than there were.
         """
+        self._require_open()
         for names in self._pull.groups:
             if self.weights.places[names[0]].gradient is not None:
                 self._pull.join(names)
@@ -221,12 +229,11 @@ class Salaad:
                 counts it all the same; then no error is raised if no optimizer took the gradient.
 
         Raises:
-            UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds, or there are more
-                or fewer processes than there were.
+            UserError: the penalty no longer reaches the weights as it should, as `Watch.check` finds, this was closed,
+                or there are more or fewer processes than there were.
             NotFiniteError: a weight of this rank's updates holds NaN or infinity.
         """
-        if self.closed:
-            raise UserError("this Salaad was closed and lets the model go; make a new one, or load what it saved")
+        self._require_open()
         self.require_same_ranks()
         joined = self._pull.has_joined and not may_be_left_out
         self._watch.check(self.scaler, joined, through_gradients=self.config.pull == "coupled")
