@@ -284,6 +284,13 @@ def test_a_block_keeps_no_more_than_three_dense_float32_matrices(shape, method, 
     assert sum(storages.values()) <= 4 * (3 * 64 * 48 + 48 + 16)
 
 
+def test_an_update_towards_a_weight_of_0_has_finite_statistics():
+    """As a layer that is pruned or begun anew; the error relative to it is too large for a number."""
+    block, _ = block_after(8, 10 * weight(40, 60), rank_ratio=0.25, density=0.2, delta_alpha=5, delta_beta=0.5)
+    record = updated(block, torch.zeros(40, 60))
+    assert record.delta > 1 and record.error == torch.finfo(torch.float32).max
+
+
 def test_a_bfloat16_weight_gets_a_float32_surrogate():
     block, X = block_after(3, weight(10, 16).bfloat16(), **SETTLING)
     gradient = torch.zeros(10, 16)

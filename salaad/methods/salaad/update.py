@@ -44,7 +44,7 @@ class UpdateRecord:
         alpha: α, after the controller.
         beta: β, after the controller.
         delta: ‖X − L − S‖_F.
-        error: `delta` over ‖X‖_F.
+        error: `delta` over ‖X‖_F, at most the largest number in float32, as where X is 0.
         bound: upper bound of the error in L, relative to ‖X − S + dual‖_F.
         method: the solver that found L, one of `SOLVERS`.
     """
@@ -145,7 +145,8 @@ def advance(
 def statistics(state: State, figures: Figures, rho: float, bound: float | Tensor, solver: str) -> Tensor:
     """Return the fields of `UpdateRecord` in order, the solver as its index in `SOLVERS`, in float32 (8 or b×8)."""
     rank, density, delta, norm, _ = figures
-    error = delta / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    limits = torch.finfo(torch.float32)
+    error = (delta / norm.clamp_min(limits.tiny)).clamp_max(limits.max)
     alpha, beta = (rho * tau.double() for tau in (state.tau_L, state.tau_S))
     ratio = rank.double() / min(state.T.shape[-2:])
     constants = (torch.zeros_like(delta) + bound, torch.full_like(delta, SOLVERS.index(solver)))
