@@ -461,6 +461,22 @@ def matmul_settings() -> Iterator[None]:
         place.fp32_precision = value
 
 
+def test_after_an_update_an_inherited_setting_goes_on_following_the_one_that_it_comes_from(matmul_settings):
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    whole = torch.backends.fp32_precision
+    try:
+        for backend in products:
+            backend.fp32_precision = "none"
+        torch.backends.fp32_precision = "tf32"
+        salaad = Salaad(toy(8, 8), SalaadConfig(every=1, **ANY))
+        salaad.step()
+        assert [backend.fp32_precision for backend in products] == ["tf32", "tf32"]
+        torch.backends.fp32_precision = "ieee"
+        assert [backend.fp32_precision for backend in products] == ["ieee", "ieee"]
+    finally:
+        torch.backends.fp32_precision = whole
+
+
 @pytest.mark.parametrize("setting", [legacy_medium, new_style, nullcontext])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("method", ["exact", "gram"])
