@@ -16,6 +16,7 @@ a smaller budget removes a superset of what a larger one removes. The entries of
 import heapq
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Integral, Real
 
 Blocks = Mapping[str, tuple[int, int, int, int]]
 Kept = dict[str, tuple[int, int]]
@@ -33,8 +34,12 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
         Name → (rank kept, entries kept); the largest singular values and entries are kept.
 
     Raises:
-        ValueError: κ or C is out of range.
+        ValueError: κ or C is out of range, κ is no plain number or C no whole one.
     """
+    if not isinstance(kappa, Real):
+        raise ValueError(f"kappa is a {type(kappa).__name__}; give a plain number in [0, 1]")
+    if not isinstance(remove, Integral):
+        raise ValueError(f"remove is {remove!r}; give a whole number of parameters")
     removable_L = sum(rank * (n + m) for n, m, rank, _ in blocks.values())
     removable_S = sum(nnz for *_, nnz in blocks.values())
     if not 0 <= kappa <= 1:

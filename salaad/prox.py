@@ -18,8 +18,20 @@ def soft_threshold(Z: Tensor, tau: float | Tensor) -> Tensor:
     """T_τ(Z): shrink every entry of Z (any shape) towards zero by `tau` ≥ 0.
 
     By Moreau's identity this is Z minus its projection on [−τ, τ], so entries inside the interval become exactly 0.
+
+    Raises:
+        ValueError: Z holds no real numbers, or `tau`, unless it is on a GPU or has dimensions, is negative or NaN.
     """
+    if not Z.is_floating_point():
+        raise ValueError(f"Z is {Z.dtype}; give a tensor of real numbers, such as Z.float()")
+    if not isinstance(tau, Tensor) or (tau.is_cpu and not tau.ndim):
+        _require_threshold(float(tau))
     return Z - clip(Z, tau)
+
+
+def _require_threshold(tau: float) -> None:
+    if not tau >= 0:
+        raise ValueError(f"tau is {tau}, and a threshold is at least 0; give 0 or more")
 
 
 def clip(Z: Tensor, tau: float | Tensor) -> Tensor:
@@ -40,13 +52,18 @@ def svt(Z: Tensor, tau: float | Tensor, method: str = "auto") -> tuple[Tensor, T
             grows to 3e-4 where the threshold falls among many singular values 300 times smaller than the largest.
 
     Returns:
-        L (n×m) and its singular values (min(n, m), descending): those of Z minus `tau`, never below 0.
+        L (n×m) and its singular values (min(n, m), descending): those of Z minus `tau`, never below 0. Neither has a
+        gradient.
 
     Raises:
-        ValueError: the method is unknown.
+        ValueError: Z is no matrix of these dtypes or is empty, `tau` is negative or NaN, or the method is unknown.
         torch.linalg.LinAlgError: no solver converges, or Z is not finite.
     """
-    found = threshold(Z, float(tau), solver=method)
+    if Z.ndim != 2 or not Z.numel() or Z.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"Z is {Z.dtype} of shape {tuple(Z.shape)}; give a matrix in float32 or float64")
+    tau = float(tau)
+    _require_threshold(tau)
+    found = threshold(Z.detach(), tau, solver=method)
     return found.L, found.sigma
 
 
@@ -85,7 +102,18 @@ def effective_rank(sigma: Tensor, gamma: float = 0.999, energy: str = "nuclear")
 
     Returns:
         k between 1 and len(sigma), or 0 for the zero matrix; k / len(sigma) is the ratio Γ.
+
+    Raises:
+        ValueError: the singular values are none or no finite numbers from 0, or γ or the energy is none of these.
     """
+    if sigma.ndim != 1 or not len(sigma) or not sigma.is_floating_point():
+        raise ValueError(f"sigma is {sigma.dtype} of shape {tuple(sigma.shape)}; give a vector of singular values")
+    if not (sigma.isfinite() & (sigma >= 0)).all():
+        raise ValueError("sigma has entries that are negative or not finite; give singular values")
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, outside (0, 1]; give the share of the energy to cover")
+    if energy not in ("nuclear", "squared"):
+        raise ValueError(f"energy is {energy!r}; give nuclear or squared")
     return int(effective_ranks(sigma, gamma, energy))
 
 

@@ -5,6 +5,8 @@
 solved by the inexact augmented Lagrange multiplier method (Lin et al.).
 """
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,8 @@ def rpca(
     for name, value, limit in limits:
         if not limit < value < float("inf"):
             raise ValueError(f"{name} is {value}; give a finite number above {limit}")
+    if not isinstance(max_iterations, Integral):
+        raise ValueError(f"max_iterations is {max_iterations!r}; give a whole number")
     if not D.any():
         return torch.zeros_like(D), torch.zeros_like(D)
     dtype, scale = D.dtype, float(D.abs().max())

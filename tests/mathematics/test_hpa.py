@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -342,6 +343,18 @@ def test_a_removal_out_of_range_is_one_sentence_with_the_limit(remove, shown):
     assert sum(sides(MIXED)) == 410
     with pytest.raises(ValueError, match=f"^{shown} parameters cannot be removed from 410; give 0 to all of them$"):
         allocate(MIXED, remove=remove, kappa=0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"remove": 6.0}, "^remove is 6.0; give a whole number of parameters$"),
+        ({"kappa": torch.tensor(0.6)}, r"^kappa is a Tensor; give a plain number in \[0, 1\]$"),
+    ],
+)
+def test_what_is_no_plain_number_is_one_sentence(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        allocate(MIXED, **{"remove": 6, "kappa": 0.5} | wrong)
 
 
 def test_nothing_can_be_removed_from_nothing():

@@ -301,3 +301,34 @@ def test_a_stack_says_where_squares_have_no_place(size):
     for L, matrix, threshold, holds in zip(found.L, Z, tau.tolist(), found.holds.tolist(), strict=True):
         if holds:
             np.testing.assert_allclose(L.double().numpy(), numpy_svt(matrix, threshold)[0], atol=1e-5 * threshold)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: svt(torch.ones(4, 4), -1.0), "tau is -1.0, and a threshold is at least 0; give 0 or more"),
+        (lambda: svt(torch.ones(4, 4), torch.tensor(torch.nan)), "tau is nan"),
+        (lambda: svt(torch.ones(2, 4, 4), 0.1), r"Z is torch.float32 of shape \(2, 4, 4\); give a matrix in float32"),
+        (lambda: svt(torch.ones(0, 4), 0.1), r"of shape \(0, 4\)"),
+        (lambda: svt(torch.ones(4, 4).bfloat16(), 0.1), "Z is torch.bfloat16"),
+        (lambda: svt(torch.ones(4, 4).int(), 1), "Z is torch.int32"),
+        (lambda: soft_threshold(torch.ones(3), -1.0), "tau is -1.0"),
+        (lambda: soft_threshold(torch.ones(3), float("nan")), "tau is nan"),
+        (lambda: soft_threshold(torch.ones(3).int(), 1), r"Z is torch.int32; .* such as Z.float\(\)"),
+        (lambda: effective_rank(torch.tensor([2.0, torch.nan])), "sigma has entries that are negative or not finite"),
+        (lambda: effective_rank(torch.tensor([2.0, -1.0])), "sigma has entries that are negative"),
+        (lambda: effective_rank(torch.ones(0)), r"of shape \(0,\); give a vector of singular values"),
+        (lambda: effective_rank(torch.ones(2, 2)), r"of shape \(2, 2\)"),
+        (lambda: effective_rank(torch.ones(2), gamma=1.5), r"gamma is 1.5, outside \(0, 1\]"),
+        (lambda: effective_rank(torch.ones(2), energy="other"), "energy is 'other'; give nuclear or squared"),
+    ],
+)
+def test_what_has_no_meaning_is_told_in_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.3])
+def test_what_svt_returns_has_no_gradient(tau):
+    Z = torch.ones(3, 4, requires_grad=True)
+    assert not any(part.requires_grad for part in svt(Z, tau))

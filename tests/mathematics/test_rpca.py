@@ -178,6 +178,7 @@ def test_a_parameter_is_decomposed_without_a_graph():
         (lambda: rpca(torch.ones(2, 3), growth=1.0), "growth is 1.0; give a finite number above 1"),
         (lambda: rpca(torch.ones(2, 3), tolerance=-1e-7), "tolerance is -1e-07"),
         (lambda: rpca(torch.ones(2, 3), max_iterations=0), "max_iterations is 0"),
+        (lambda: rpca(torch.ones(2, 3), max_iterations=3.5), "max_iterations is 3.5; give a whole number"),
     ],
 )
 def test_what_cannot_be_decomposed_is_told_in_a_sentence(call, sentence):
