@@ -148,7 +148,7 @@ def test_a_state_of_fewer_blocks_or_of_another_model_is_refused_and_nothing_is_t
     with pytest.raises(UserError, match=f"the state lacks block {name}"):
         salaad.load_state_dict(some)
     other = {**state["surrogates"][name], "target": torch.zeros(3, 4)}
-    with pytest.raises(UserError, match=rf"the state has block {name} as \(3, 4\)"):
+    with pytest.raises(UserError, match=rf"the state of block {name} has its target as \(3, 4\), where .* is wanted"):
         salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: other}})
     del other["thresholds"]
     with pytest.raises(UserError, match=f"the state of block {name} lacks its thresholds"):
@@ -158,6 +158,26 @@ def test_a_state_of_fewer_blocks_or_of_another_model_is_refused_and_nothing_is_t
     with pytest.raises(UserError, match=f"the state of block {name} lacks its target"):
         salaad.load_state_dict({**state, "surrogates": {**state["surrogates"], name: without_sigma}})
     assert all(torch.equal(s.T, before[name]) for name, s in salaad.surrogates.items())
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "words"),
+    [
+        ("target", torch.zeros(32, 32, dtype=torch.float16), r"target in torch\.float16, where torch\.float32"),
+        ("thresholds", torch.zeros(2), r"thresholds as \(2,\), where \(3,\)"),
+        ("sigma", torch.zeros(33), r"sigma as \(33,\), where \(32,\)"),
+        ("basis", torch.zeros(3, 3), r"basis as \(3, 3\), where \(32, 32\)"),
+        ("ranks", torch.zeros(1), r"ranks as \(1,\), where \(2,\)"),
+    ],
+)
+def test_each_part_of_a_state_must_be_of_the_model_and_in_float32(whole, part, wrong, words):
+    state, name = whole.salaad.state_dict(), whole.salaad.blocks[0]
+    other = {**state["surrogates"], name: state["surrogates"][name] | {part: wrong}}
+    with (
+        Salaad(llama(), CONFIG) as salaad,
+        pytest.raises(UserError, match=f"the state of block {name} has its {words} is wanted; give a whole one"),
+    ):
+        salaad.load_state_dict({**state, "surrogates": other})
 
 
 def test_loading_beside_other_weights_than_those_of_that_time_is_refused(saved):

@@ -16,7 +16,7 @@ from salaad.common.errors import NotSavedError, UserError
 from salaad.common.files import inside, read_object, require_new, tokenizer_errors, write_checksums, write_json
 from salaad.common.hashed_files import write_tensors
 from salaad.methods.salaad import ownership
-from salaad.methods.salaad.surrogate import Surrogate, target_of
+from salaad.methods.salaad.surrogate import Surrogate, flaw_of, shapes_of, target_of
 from salaad.model.weight_headers import FLOATS, is_count
 
 FORMAT, OLD_FORMAT = 2, 1  # the old format had L in place of T
@@ -221,24 +221,16 @@ def read_surrogates(folder: Path, names: Iterable[str] | None = None) -> dict[st
 
 def _read_block(path: Path, name: str, n: int, m: int) -> dict[str, Tensor]:
     """Read the tensors of an n×m block, after the shapes of all of them were checked."""
-    matrix, short = (n, m), min(n, m)
-    most = {"target": matrix, "low_rank": matrix, "residual": matrix, "thresholds": (3,)}
-    most |= {"sigma": (short,), "ranks": (2,), "unfit": (1,), "basis": (short, short)}
     try:
         with safe_open(path, framework="pt") as shard:
             stored = set(shard.keys())
-            present = [key for key in most if f"{name}/{key}" in stored]
-            needed = ({"residual"}, {"thresholds"}, {"sigma", "ranks"}, {"target", "low_rank"})
-            if any(not one_of & {*present} for one_of in needed):
-                raise ValueError(f"a part of {name} is missing")
-            for key in present:
-                tensor = shard.get_slice(f"{name}/{key}")
-                shape = tuple(tensor.get_shape())
-                # Singular values and vectors are stored as far as the rank needs them.
-                fits = shape[:-1] == most[key][:-1] and len(shape) == len(most[key]) and shape[-1] <= most[key][-1]
-                exact = key in ("sigma", "basis") or shape == most[key]
-                if not fits or not exact or tensor.get_dtype() not in FLOATS:
-                    raise ValueError(f"{name}/{key} is {shape} of {tensor.get_dtype()}, where {most[key]} is wanted")
+            present = [key for key in shapes_of(n, m) if f"{name}/{key}" in stored]
+            slices = {key: shard.get_slice(f"{name}/{key}") for key in present}
+            if flaw := flaw_of({key: tuple(tensor.get_shape()) for key, tensor in slices.items()}, n, m):
+                raise ValueError(f"{name} {flaw}")
+            for key, tensor in slices.items():
+                if tensor.get_dtype() not in FLOATS:
+                    raise ValueError(f"{name} has its {key} in {tensor.get_dtype()}, where real numbers are wanted")
             return {key: shard.get_tensor(f"{name}/{key}") for key in present}
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a whole checkpoint") from None

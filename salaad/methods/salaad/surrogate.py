@@ -5,6 +5,7 @@ its leading singular vectors are kept too, from which the next update starts.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -210,14 +211,11 @@ class Surrogate:
 
     def require_fitting(self, state: dict[str, Tensor], name: str) -> None:
         """Raise a UserError about the block `name` unless `load_state_dict` can load `state`."""
-        mine = self.state_dict()
-        missing = {"target", "residual", "thresholds", "ranks" if "ranks" in state else "sigma"} - set(state)
-        if missing:
-            raise UserError(f"the state of block {name} lacks its {min(missing)}; give a whole one")
-        for key in ("target", "residual", "thresholds"):
-            found, wanted = tuple(state[key].shape), tuple(mine[key].shape)
-            if found != wanted:
-                raise UserError(f"the state has block {name} as {found}, the model as {wanted}; give one of this model")
+        flaw = flaw_of({key: tuple(value.shape) for key, value in state.items() if key != "low_rank"}, *self.T.shape)
+        if flaw is None and (other := [key for key, value in state.items() if value.dtype != torch.float32]):
+            flaw = f"has its {other[0]} in {state[other[0]].dtype}, where torch.float32 is wanted"
+        if flaw is not None:
+            raise UserError(f"the state of block {name} {flaw}; give a whole one of this model")
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, onto this block's device."""
@@ -229,6 +227,37 @@ class Surrogate:
             rank, width = map(int, state["ranks"].tolist())
             self.set_host_copies(rank, width, bool(self.tau_L > 0))
         self.avoid_products = "unfit" in state
+
+
+def shapes_of(n: int, m: int) -> dict[str, tuple[int, ...]]:
+    """Part of a `Surrogate.state_dict` of an n×m block → its shape; the old format has L, `low_rank`, for T."""
+    short = min(n, m)
+    shapes = {"target": (n, m), "low_rank": (n, m), "residual": (n, m), "thresholds": (3,)}
+    return shapes | {"sigma": (short,), "ranks": (2,), "unfit": (1,), "basis": (short, short)}
+
+
+def flaw_of(shapes: Mapping[str, tuple[int, ...]], n: int, m: int) -> str | None:
+    """Return what keeps tensors from being a `Surrogate.state_dict` of an n×m block, in which L may stand for T.
+
+    Args:
+        shapes: the part of the state that a tensor is → its shape.
+        n: rows of the block.
+        m: columns of the block.
+
+    Returns:
+        The end of a sentence about the block; None if nothing is wrong.
+    """
+    wanted = shapes_of(n, m)
+    for one_of in (("target", "low_rank"), ("residual",), ("thresholds",), ("sigma", "ranks")):
+        if not {*one_of} & {*shapes}:
+            return f"lacks its {one_of[0]}"
+    for key in (key for key in wanted if key in shapes):
+        shape, whole = shapes[key], wanted[key]
+        # Singular values and vectors are stored as far as the rank needs them.
+        part = key in ("sigma", "basis") and shape[:-1] == whole[:-1] and shape and shape[-1] <= whole[-1]
+        if shape != whole and not part:
+            return f"has its {key} as {shape}, where {whole} is wanted"
+    return None
 
 
 def low_rank_of(T: Tensor, R: Tensor, tau: Tensor) -> Tensor:
