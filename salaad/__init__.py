@@ -29,3 +29,8 @@ def __getattr__(name: str) -> Any:
     found = _find(name)
     import_module("salaad.compression.in_memory")  # gives Salaad its `compress`
     return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return __all__

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import salaad as salaad_package
 from salaad import Salaad, SalaadConfig
 from salaad.common.errors import NotFiniteError
 from salaad.config.run import OptimizerConfig
@@ -436,6 +437,25 @@ def test_in_pure_bfloat16_adamw_reacts_to_the_penalty_as_it_does_in_float32():
     slopes = [(effect(X, rounded=rounded) * expected).sum() / expected.square().sum() for rounded in (False, True)]
     assert slopes[0] == pytest.approx(1, abs=0.15)
     assert slopes[1] == pytest.approx(0, abs=0.05)
+
+
+# ---- summary
+
+
+def test_a_summary_counts_the_entries_of_each_block_once_and_right(monkeypatch):
+    """S is a threshold of a whole matrix, of which a large model has hundreds."""
+    _, salaad = trained_toy()
+    sparse, counted = Surrogate.sparse, []
+    monkeypatch.setattr(Surrogate, "sparse", lambda surrogate: counted.append(surrogate) or sparse(surrogate))
+    found = salaad.summary()
+    assert len(counted) == len(salaad.blocks)
+    parts = [(s.rank, int((sparse(s) != 0).sum()), *s.T.shape) for s in salaad.surrogates.values()]
+    assert found["density"] == pytest.approx(np.mean([nnz / (n * m) for _, nnz, n, m in parts]))
+    assert found["block_parameters"] == sum(rank * n + rank * m + nnz for rank, nnz, n, m in parts)
+
+
+def test_the_package_lists_its_public_names_before_they_are_imported():
+    assert {"Salaad", "SalaadCallback", "SalaadConfig", "suggest"} == set(dir(salaad_package))
 
 
 # ---- true float32

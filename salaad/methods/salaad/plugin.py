@@ -326,7 +326,10 @@ class Salaad:
         Collective: call it on every rank, also where only one of them uses what it returns.
         """
         self.require_same_ranks()
-        mine = [(s.rank_ratio, s.density, s.parameters) for s in self.surrogates.values()]
+        mine = []
+        for surrogate in self.surrogates.values():
+            nnz, (n, m) = surrogate.nnz, surrogate.T.shape
+            mine.append((surrogate.rank_ratio, nnz / (n * m), surrogate.rank * (n + m) + nnz))
         ratios, densities, parameters = zip(*chain.from_iterable(distributed.gather(mine)), strict=True)
         dense = sum(X.numel() for X in self.weights.values())
         return {
