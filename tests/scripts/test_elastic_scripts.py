@@ -213,7 +213,7 @@ def test_the_script_refuses_a_row_of_another_run_and_its_list_says_so(tmp_path, 
     compare_elastic.main()
     [line] = [line for line in capsys.readouterr().out.splitlines() if "rpca (of a run that is not here)" in line]
     assert line.startswith("| full-rank ")
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", [*words, "--ways=rpca;hpa"])
     with pytest.raises(UserError, match=r"there are ways left of full-rank \(seed 0\), but"):
         compare_elastic.main()
 
