@@ -41,7 +41,7 @@ from scripts.elastic_trainings import Settings, Training, trainings
 from scripts.elastic_ways import (
     BEGINS,
     WAYS,
-    Measured,
+    TrainedModel,
     budgets_of,
     cut_bytes,
     folder_name,
@@ -109,7 +109,7 @@ class Comparison:
         about, summary = trained(words, folder)
         if summary is None:
             raise UserError(f"{folder.name} diverged; give lower learning rates")
-        model = Measured(folder, self.tokens, summary["tokens"], self.other_text)
+        model = TrainedModel(folder, self.tokens, summary["tokens"], self.other_text)
         if "train" in left:
             found = {"label": training.label, "seed": seed, **about, "text_tokens": summary["tokens"]}
             found |= {"config": config_of(folder), "text": self.text.digests}
@@ -126,7 +126,7 @@ class Comparison:
             shown = ", ".join(f"{size['perplexity']:.2f}" for size in row["ways"][way])
             print(f"{folder.name}, {way}: {shown}", flush=True)
 
-    def of_a_way(self, model: Measured, way: str) -> dict[str, Any]:
+    def of_a_way(self, model: TrainedModel, way: str) -> dict[str, Any]:
         """Measure a way to smaller models; return key of the row → the way's entry in the dict that is there."""
         since = time.perf_counter()
         sizes = [
@@ -150,7 +150,7 @@ class Comparison:
         here = origin_of(folder) if (folder / "summary.json").exists() else {}
         return any(row[key] != here.get(key) for key in ("commit", "machine"))
 
-    def figures(self, model: Measured, summary: dict[str, Any]) -> dict[str, Any]:
+    def figures(self, model: TrainedModel, summary: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of the whole model (X), and of L + S where there is one."""
         measure, found = model.evaluation(model.source), {}
         known = measure.deployment.default_variants.split(",")
@@ -306,7 +306,7 @@ def parse_options() -> tuple[argparse.Namespace, tuple[str, ...]]:
     seeds = split_list(options.seeds)
     decimal = seeds and all(map(str.isdecimal, seeds))
     check(decimal, f"--seeds is {options.seeds!r}; give whole numbers such as 0,1,2")
-    options.seeds = [int(seed) for seed in seeds]
+    options.seeds = [int(seed) for seed in dict.fromkeys(seeds)]
     return options, tuple(extra)
 
 

@@ -245,6 +245,7 @@ def main() -> None:
     runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"methods-{options.config}"
     contest = Contest(options.config, runs, shares, tuple(extra), options.own)
     methods = split_list(options.methods)
+    check(bool(methods), f"--methods is {options.methods!r}, which names none; give some of {', '.join(SETTINGS)}")
     for method in methods:
         read_command_line(contest.words(method))  # so that nothing is made where an option is refused
     found = kept_results(options.output, contest) if options.output.exists() else {}

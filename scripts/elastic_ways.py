@@ -50,7 +50,7 @@ FOLDERS = {"tuned": (BEGINS,), "tuned, each": tuple((share,) for share in NAMED)
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrainedModel:
     """A trained model whose sizes are measured.
 
     Args:
@@ -121,7 +121,7 @@ def budget_of(deployment: Deployment, share: float) -> int:
     return round(deployment.fixed + share * (deployment.dense - deployment.fixed))
 
 
-def budgets_of(model: Measured) -> list[tuple[float, int]]:
+def budgets_of(model: TrainedModel) -> list[tuple[float, int]]:
     """Return all shares and their budgets; the head counts as never compressed, so that sizes are equal in all ways."""
     deployment = open_deployment(model.source, split_for("rpca", head=False))
     return [(share, budget_of(deployment, share)) for share in all_shares()]
@@ -151,7 +151,7 @@ def split_for(how: str | None, head: bool) -> PostHoc:
     return PostHoc(replace(BLOCKS, lm_head=head), how)
 
 
-def by_energy(model: Measured, how: str | None = None, head: bool = False, weighed: bool = True) -> Sizes:
+def by_energy(model: TrainedModel, how: str | None = None, head: bool = False, weighed: bool = True) -> Sizes:
     """Yield every size, cut by energy and refined; `weighed` by the optimizer's second moments."""
     evaluation = model.evaluation(model.source, split_for(how, head))
     deployment = evaluation.deployment
@@ -162,11 +162,13 @@ def by_energy(model: Measured, how: str | None = None, head: bool = False, weigh
         yield share, model.row(evaluation, variant, share) | {"bytes": cut_bytes(deployment, variant)}
 
 
-def by_hpa(model: Measured, head: bool = False) -> Sizes:
+def by_hpa(model: TrainedModel, head: bool = False) -> Sizes:
     """Yield every size, cut by HPA with the κ that is best on validation text that no figure is measured on."""
     split = split_for(None, head) if head else None
     evaluation = model.evaluation(model.source, split)
-    half = Measured(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source, split).on_half("first")
+    half = (
+        TrainedModel(model.run, model.tokens // 3, model.text_tokens).evaluation(model.source, split).on_half("first")
+    )
     for share, budget in budgets_of(model):
         variants = [Variant(f"{budget}@{kappa:g}", budget, kappa) for kappa in KAPPAS]
         best = min(variants, key=lambda variant: half(variant)["perplexity"])
@@ -178,7 +180,7 @@ def cut_bytes(deployment: CheckpointDeployment, variant: Variant) -> int:
     return deployment.disk_bytes(deployment.cut(variant), element=4)
 
 
-def tuned(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
+def tuned(model: TrainedModel, split: str | None = None, head: bool = False) -> Sizes:
     """Yield the sizes of one elastic folder, whose ranges are matched where they begin and distilled at all sizes."""
     folder = ModelOnDisk.open(compressed(model, BEGINS, split, head))
     evaluation = model.evaluation(folder)
@@ -199,7 +201,7 @@ def bytes_alone(source: ModelOnDisk, budget: int, data: DataConfig) -> int:
         return read_json(Path(options.output) / RECORD)["bytes_on_disk"][1]
 
 
-def tuned_each(model: Measured, split: str | None = None, head: bool = False) -> Sizes:
+def tuned_each(model: TrainedModel, split: str | None = None, head: bool = False) -> Sizes:
     """Yield every size that tables name, each from a folder of its own, matched and distilled for this size alone."""
     for share in NAMED:
         folder = compressed(model, (share,), split, head)
@@ -207,7 +209,7 @@ def tuned_each(model: Measured, split: str | None = None, head: bool = False) ->
         yield share, {**row, "parameters": of["parameters"][1], "bytes": of["bytes_on_disk"][1]}
 
 
-def compressed(model: Measured, chosen: Sequence[float], split: str | None, head: bool) -> Path:
+def compressed(model: TrainedModel, chosen: Sequence[float], split: str | None, head: bool) -> Path:
     """Return the folder that compress.py makes of the model, matched and distilled; made unless it is there.
 
     Args:
@@ -268,7 +270,7 @@ def samples(folder: Path, least: int) -> list[dict[str, Any]]:
     return found
 
 
-def nested(model: Measured) -> Sizes:
+def nested(model: TrainedModel) -> Sizes:
     """Yield MatFormer's largest width, or mixture of widths, that fits each share, and every uniform narrower width."""
     evaluation = model.evaluation(model.source)
     deployment = evaluation.deployment
@@ -282,9 +284,9 @@ def nested(model: Measured) -> Sizes:
             yield share, row | {"bytes": 4 * row["parameters"]}  # its weights in float32
 
 
-def _ways() -> dict[str, Callable[[Measured], Sizes]]:
+def _ways() -> dict[str, Callable[[TrainedModel], Sizes]]:
     """Return all ways by name: cuts and fits on text, from L + S as trained or a split, the head whole or split."""
-    found: dict[str, Callable[[Measured], Sizes]] = {}
+    found: dict[str, Callable[[TrainedModel], Sizes]] = {}
     for split, head in product((None, *SPLITS), (False, True)):
         beside = ["head"] if head else []
         words = [*filter(None, [split]), *beside]

@@ -214,6 +214,8 @@ def main() -> None:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
     launcher = asked_launcher(options.launcher)
     items = items if options.again else left_to_do(items, scale, quiet=options.launcher == "print")
+    for item in items:
+        item.require_second_text(scale)
     runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))
@@ -255,8 +257,9 @@ def asked_scale(options: argparse.Namespace) -> Scale:
     """
     scale = SCALES[options.scale]
     places = {name: getattr(options, name.replace("-", "_")) for name in PLACES}
-    kinds = {"other-text": (Path.is_file, "no file"), "task-data": (Path.is_dir, "no folder")}
-    for name, (there, what) in {**kinds, "tokenizer": (Path.exists, "not there")}.items():
+    kinds = dict.fromkeys(("c4", "task-data"), (Path.is_dir, "no folder"))
+    kinds |= {"other-text": (Path.is_file, "no file"), "tokenizer": (Path.exists, "not there")}
+    for name, (there, what) in kinds.items():
         if places[name] and not there(places[name]):
             raise UserError(f"--{name} {places[name]} is {what} (here is {Path.cwd()}); give an existing one")
     if options.tokenizer and (scale.config.data.source == "python-docs" or scale.config.data.tokenizer):

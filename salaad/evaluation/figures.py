@@ -12,14 +12,21 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from salaad.common.errors import UserError
 from salaad.common.files import read_json_lines
 from salaad.common.formats import millions
 from salaad.evaluation.sweep import best, hpa_cells, stable_band, ways
 
 
 def loss_curve(run: Path) -> tuple[list[int], list[float]]:
-    """Return steps and smoothed training loss (nats per token) of a run; lines without a loss are left out."""
+    """Return steps and smoothed training loss (nats per token) of a run; lines without a loss are left out.
+
+    Raises:
+        UserError: no line of metrics.jsonl has a loss.
+    """
     rows = [row for row in read_json_lines(run / "metrics.jsonl") if row["loss"] is not None]
+    if not rows:
+        raise UserError(f"{run / 'metrics.jsonl'} has no losses; give the folder of a run that has logged some")
     return [row["step"] for row in rows], _smooth([row["loss"] for row in rows])
 
 

@@ -117,11 +117,10 @@ def other_methods(compared: Compared) -> Found:
     if paper and rivals:
         whole, cuts = paper["L+S"], paper["ways"].get("hpa", [])
         commits += _commits(paper, "hpa")
-    elif compared.methods.keys() >= {"salaad", "full_rank", *names}:
-        full = {method: entry["full"] for method, entry in compared.methods.items()}
+    elif (full := _full_runs(compared.methods)).keys() >= {"salaad", "full_rank"}:
         whole = full["salaad"]["variants"]["L+S"]
-        rivals = {method: full[method]["variants"]["X"] for method in names}
-        commits = [full[method]["commit"] for method in ("salaad", *names)]
+        rivals = {method: full[method]["variants"]["X"] for method in names if method in full}
+        commits = [full[method]["commit"] for method in ("salaad", *rivals)]
         dense = full["full_rank"]["variants"]["X"]["perplexity"]
         beside = [
             Number(
@@ -130,6 +129,7 @@ def other_methods(compared: Compared) -> Found:
                 percent(dense / rivals[method]["perplexity"] - 1),
             )
             for method, name in FULL_SIZE.items()
+            if method in rivals
         ]
     else:
         return NOTHING
@@ -146,10 +146,15 @@ def other_methods(compared: Compared) -> Found:
     return Found([*numbers, *beside], commits)
 
 
+def _full_runs(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Return method → full run, of the methods whose full run has ended without diverging."""
+    return {method: entry["full"] for method, entry in methods.items() if entry.get("full", {}).get("variants")}
+
+
 def _beside(what: str, ours: Row | None, theirs: Row | None, most: float) -> Number:
     limit = f"at most {percent(most)}"
     if theirs is None:
-        return Number(what, "the method was not measured", limit, NOT_SHOWN)
+        return Number(what, "there is no model of the method", limit, NOT_SHOWN)
     if ours is None:
         return Number(what, "there is no cut of this size", limit, NOT_SHOWN)
     over = finite(ours["perplexity"]) / theirs["perplexity"] - 1

@@ -170,7 +170,7 @@ def way_to_cut(results: Path) -> str | None:
 
 def headline(results: Path) -> str | None:
     """Return the sentence on L + S against X and full-rank training."""
-    scale, (table,) = _first(results, "table1")
+    scale, table = _first(results, "table1")
     if table is None:
         return None
     rows = table["rows"]
@@ -186,7 +186,7 @@ def headline(results: Path) -> str | None:
 
 def bfloat16(results: Path) -> str | None:
     """Return the sentence on what training in bfloat16 costs SALAAD and full-rank training."""
-    scale, (measured,) = _first(results, "bf16")
+    scale, measured = _first(results, "bf16")
     if measured is None:
         return None
     costs = {}
@@ -258,13 +258,12 @@ def _with_others(trainings: Trainings, model: Model) -> str:
     return f"{trainings.over(model):+.1%}" + ("" if besides is None else f" ({besides:+.1%})")
 
 
-def _first(results: Path, *items: str) -> tuple[str, list[Mapping[str, Any] | None]]:
-    """Return the first scale that has results of all these items, and the results; "" and None for each if none has."""
+def _first(results: Path, item: str) -> tuple[str, Mapping[str, Any] | None]:
+    """Return the first scale that has a result of this item, and the result; "" and None if none has."""
     for scale in PREFERRED:
-        found = [_json(SCALES[scale].results_in(results) / f"{item}.json") for item in items]
-        if None not in found:
+        if (found := _json(SCALES[scale].results_in(results) / f"{item}.json")) is not None:
             return scale, found
-    return "", [None] * len(items)
+    return "", None
 
 
 def _page(scale: str) -> str:

@@ -16,7 +16,6 @@ from scripts.reproduction.evidence import (
     Number,
     Row,
     difference,
-    distinct,
     each_seed,
     finite,
     found_text,
@@ -26,6 +25,7 @@ from scripts.reproduction.evidence import (
     shares,
     span,
     the_row,
+    values_of,
 )
 from scripts.reproduction.judges import STRUCTURE, Results
 from scripts.reproduction.records import KAPPA_STEP
@@ -100,7 +100,7 @@ def _text_of_kappa(rows: Sequence[Row], way: str) -> list[Number]:
 def against_small_dense(results: Results) -> list[Number]:
     """Judge every cut of one training beside the dense model that was trained at its size, where there is one."""
     rows = results["one_training"]["rows"]
-    salaad, _, dense = ([row for row in rows if row["label"] == label] for label in distinct(rows, "label"))
+    salaad, _, dense = ([row for row in rows if row["label"] == label] for label in values_of(rows, "label"))
     whole = the_row(salaad, variant="L+S")["parameters"]
     cuts = [row for row in salaad if row["budget"] and row["budget"] < whole]
     pairs = [(cut, min(dense, key=lambda row, of=cut: abs(row["parameters"] - of["budget"]))) for cut in cuts]
@@ -131,14 +131,14 @@ def _whole_models(rows: Sequence[Row], variant: str) -> Curve:
     """Return the perplexities of X or L+S before any cut, for every seed, with LARGEST as the budget."""
     return {
         (seed, LARGEST): tuple(the_row(rows, label=one, seed=seed, variant=variant)["perplexity"] for one in DEPLOYED)
-        for seed in distinct(rows, "seed")
+        for seed in values_of(rows, "seed")
     }
 
 
 def _elastic_curve(rows: Sequence[Row], way: str) -> Curve:
     """Return the perplexities at every seed and every budget below SALAAD's L + S, cut in one way."""
     curve = {}
-    for seed in distinct(rows, "seed"):
+    for seed in values_of(rows, "seed"):
         whole = the_row(rows, label=DEPLOYED[0], seed=seed, variant="L+S")["parameters"]
         mine, other = (ways([r for r in rows if (r["label"], r["seed"]) == (one, seed)])[way] for one in DEPLOYED)
         curve |= {
@@ -258,15 +258,13 @@ def rpca(results: Results) -> list[Number]:
 def _found_less_true(what: str, key: str, rows: Sequence[Row]) -> list[Number]:
     """Judge the error of the found `key`: its mean over the blocks, as in the paper, and its mean absolute value."""
     most = criteria.FOUND_LESS_TRUE[key]
-    mean, absolute = (
-        partial(Number, f"{what}, {of}", limit=f"at most {limit}")
-        for of, limit in (("mean", f"±{most}"), ("mean absolute value", criteria.FOUND_OF_A_BLOCK))
-    )
+    mean = (f"{what}, mean", f"at most ±{most}")
+    absolute = (f"{what}, mean absolute value", f"at most {criteria.FOUND_OF_A_BLOCK}")
     if not rows:
-        return [number("not measured", holds=NOT_SHOWN) for number in (mean, absolute)]
+        return [Number(name, "not measured", limit, NOT_SHOWN) for name, limit in (mean, absolute)]
     away = [row[key] - row[f"true_{key}"] for row in rows]
     overall, of_a_block = fmean(away), fmean(map(abs, away))
     return [
-        mean(difference(overall), holds=abs(overall) <= most),
-        absolute(f"{of_a_block:.3f}", holds=of_a_block <= criteria.FOUND_OF_A_BLOCK),
+        Number(mean[0], difference(overall), mean[1], abs(overall) <= most),
+        Number(absolute[0], f"{of_a_block:.3f}", absolute[1], of_a_block <= criteria.FOUND_OF_A_BLOCK),
     ]

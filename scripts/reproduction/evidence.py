@@ -43,14 +43,14 @@ def the_row(rows: Sequence[Row], **values: Any) -> Row:
     return found[0]
 
 
-def distinct(rows: Sequence[Row], key: str) -> list[Any]:
+def values_of(rows: Sequence[Row], key: str) -> list[Any]:
     """The values of a column, each once, in order."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def each_seed(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows grouped by seed."""
-    return [[row for row in rows if row["seed"] == seed] for seed in distinct(rows, "seed")]
+    return [[row for row in rows if row["seed"] == seed] for seed in values_of(rows, "seed")]
 
 
 def ratios(one: Row, other: Row) -> list[float]:
@@ -131,7 +131,7 @@ def percent_span(changes: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def changes_text(values: Sequence[float]) -> str:
+def mean_change(values: Sequence[float]) -> str:
     """Mean ± deviation in percent; of a single seed, and where one overflowed, the mean alone."""
     spread = len(values) > 1 and all(map(math.isfinite, values))
     deviation = f" ± {100 * pstdev(values):.1f}" if spread else ""

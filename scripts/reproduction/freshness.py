@@ -19,7 +19,7 @@ BEHIND = (
         f"scripts/reproduction/{one}.py"
         for one in (
             *("grid", "trainings", "records", "tables", "deployments", "experiments", "curves", "appendix_c"),
-            "pictures",  # also averages over blocks
+            *("pictures", "diagrams"),  # the first also averages over blocks, the second is all of an item
         )
     ),
 )
@@ -56,6 +56,15 @@ def with_legend(marks: Sequence[str], what: str) -> tuple[list[str], list[str]]:
 def commits_of(result: Mapping[str, Any]) -> list[str]:
     """Return the commits at which an item's result and its trainings were computed."""
     return [result["commit"], *(one["commit"] for one in result["trainings"])]
+
+
+def is_older(commit: str, change: str) -> bool:
+    """Return whether a commit does not have a change, given as the commit that made it; False where git cannot tell."""
+    try:
+        _git("merge-base", "--is-ancestor", commit.removesuffix("-dirty"), f"{change}~1")
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 def changes_text(commits: Iterable[str]) -> str:

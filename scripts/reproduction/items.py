@@ -1,6 +1,7 @@
 """A table or figure of the paper (an item): the trainings it needs, its measurement, and its stored result."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
 
+SECOND = "other-text"  # of the options that items read, the one with which a result has a further column
+TRAINED_BY = {"name", "command", "commit", "machine", "tokens", "hours"}
 PARTS = ("item", "title", "section", "command", "hub", "commit", "machine", "trainings", *Measured.__annotations__)
 
 
@@ -70,13 +73,36 @@ class Item:
         result = read_object(path, cure=REMAKE)
         if lacking := [part for part in PARTS if part not in result]:
             raise UserError(f"{path} has no {' and no '.join(lacking)}; restore it, or measure {self.name} --again")
+        if not all(one.keys() >= TRAINED_BY for one in result["trainings"]):
+            told = "a training without a name, command, commit, machine, tokens or hours"
+            raise UserError(f"{path} has {told}; restore it, or measure {self.name} --again")
         return result
 
     def done(self, scale: Scale) -> bool:
-        """Return whether the result is stored and was made from exactly the trainings that the item needs now."""
-        if not self.result(scale).exists() or self.is_of_others(scale, self.kept(self.result(scale))):
+        """Return whether the result is stored, made from exactly the trainings that the item needs now, and complete.
+
+        It is not complete if a second text is given that the item reads, and the result is of one text alone.
+        """
+        if not self.result(scale).exists():
+            return False
+        result = self.kept(self.result(scale))
+        if self.is_of_others(scale, result) or (self._reads_second(scale) and SECOND not in result["command"]):
             return False
         return not any(run.record(scale).exists() and not run.recorded(scale) for run in self.runs(scale))
+
+    def require_second_text(self, scale: Scale) -> None:
+        """Raise a UserError if the stored result is of two texts, of which measuring it now would lose the second."""
+        path, command = self.result(scale), ""
+        with suppress(UserError):  # a damaged file has nothing to lose
+            command = str(read_object(path, cure=REMAKE).get("command")) if path.exists() else ""
+        if SECOND in command and not self._reads_second(scale):
+            raise UserError(
+                f"{path} has perplexities on a second text, which would be lost; give --{SECOND} FILE, or move the "
+                "result away to measure without"
+            )
+
+    def _reads_second(self, scale: Scale) -> bool:
+        return SECOND in self.reads and SECOND in scale.asked
 
     def is_of_others(self, scale: Scale, result: Mapping[str, Any]) -> bool:
         """Return whether a result was made from other trainings than the item needs now, by their names."""

@@ -6,7 +6,6 @@ deploys are judged in `deployment_judges`.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -19,13 +18,12 @@ from scripts.reproduction.evidence import (
     Number,
     Row,
     changes,
-    changes_text,
     difference,
-    distinct,
     each_seed,
     finite,
     is_rising,
     is_structured,
+    mean_change,
     mean_of,
     mean_row,
     part_of,
@@ -36,13 +34,14 @@ from scripts.reproduction.evidence import (
     span,
     structure_text,
     the_row,
+    values_of,
 )
 from scripts.reproduction.records import shown
 
 Results = Mapping[str, Mapping[str, Any]]  # item → its result JSON
 Judge = Callable[[Results], list[Number]]
 
-KNOBS = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
+NAMES = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
 BLOCKS = ("embedding included", "without the embedding")
 STRUCTURE = ("rank_ratio", "density")
 
@@ -92,7 +91,7 @@ def embedding(results: Results) -> list[Number]:
         inside, outside = (the_row(rows, variant=name, blocks=blocks) for blocks in BLOCKS)
         worse = changes(inside["perplexity"], outside["perplexity"])
         what = f"PPL of {name.replace('+', ' + ')} over that without the embedding"
-        numbers.append(Number(what, changes_text(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
+        numbers.append(Number(what, mean_change(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
     sizes = ratios(inside["parameters"], outside["parameters"])
     own = {key: inside[f"embedding_{key}"] for key in STRUCTURE}
     largest = {key: max(map(finite, spread["values"])) for key, spread in own.items()}
@@ -124,11 +123,11 @@ def embedding(results: Results) -> list[Number]:
 def lm_head(results: Results) -> list[Number]:
     """Judge rank ratio, density and cost of the LM head as a block at two ρ, against the embedding, in every seed."""
     rows = sorted(results["lm_head"]["rows"], key=lambda row: row["rho"])
-    if len(distinct(rows, "rho")) < 2:
+    if len(values_of(rows, "rho")) < 2:
         raise Lacking("a row of each of two ρ")
     heads, others = (each_seed([row for row in rows if row["block"] == block]) for block in ("LM head", "embedding"))
     numbers = []
-    for i, rho in enumerate(distinct(rows, "rho")):
+    for i, rho in enumerate(values_of(rows, "rho")):
         pairs = [(head[i], other[i]) for head, other in zip(heads, others, strict=True)]
         worse = [[head[name] / other[name] - 1 for name in ("X", "L+S")] for head, other in pairs]
         benign = [
@@ -193,10 +192,10 @@ def knobs(results: Results) -> list[Number]:
 
 def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
     """Return Δα, Δβ or ρ → the pairs of rows that differ in this setting alone, the smaller value first."""
-    grid = {tuple(row[knob] for knob in KNOBS): row for row in rows}
-    pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in KNOBS.values()}
+    grid = {tuple(row[knob] for knob in NAMES): row for row in rows}
+    pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in NAMES.values()}
     for one, other in combinations(sorted(grid), 2):
-        differing = [name for name, a, b in zip(KNOBS.values(), one, other, strict=True) if a != b]
+        differing = [name for name, a, b in zip(NAMES.values(), one, other, strict=True) if a != b]
         if len(differing) == 1:
             pairs[differing[0]].append((grid[one], grid[other]))
     return pairs
@@ -214,8 +213,8 @@ def _trades(pairs: Sequence[tuple[Row, Row]]) -> dict[str, float]:
 def frequency(results: Results) -> list[Number]:
     """What more frequent ADMM updates do to structure, error and loss, in every seed."""
     rows = sorted(results["frequency"]["rows"], key=lambda row: row["K"])
-    seeds, Ks = each_seed(rows), distinct(rows, "K")
-    if len(Ks) < 2 or any(distinct(mine, "K") != Ks for mine in seeds):
+    seeds, Ks = each_seed(rows), values_of(rows, "K")
+    if len(Ks) < 2 or any(values_of(mine, "K") != Ks for mine in seeds):
         raise Lacking("a row of every K and seed")
     means = [mean_row(row for row in rows if row["K"] == K) for K in Ks]
     limits = {
@@ -265,21 +264,19 @@ def bounded(results: Results) -> list[Number]:
 
 def _every_block(ends: Sequence[Row]) -> list[Number]:
     """Judge the worst block, and the growth of τ_S: with J = 1 no entry of X − L − S exceeds 2·τ_S, which bounds δ."""
-    blocks, growth = (
-        partial(Number, what, limit=f"at most {limit} {EVERY_SEED}")
-        for what, limit in (
-            ("‖X−L−S‖ over ‖X‖ of the worst block at the end", f"{criteria.WORST_BLOCK:.0%}"),
-            ("mean τ_S of the last quarter over that of the third, largest over the blocks", criteria.THRESHOLD_GROWTH),
-        )
+    error = ("‖X−L−S‖ over ‖X‖ of the worst block at the end", f"at most {criteria.WORST_BLOCK:.0%} {EVERY_SEED}")
+    growth = (
+        "mean τ_S of the last quarter over that of the third, largest over the blocks",
+        f"at most {criteria.THRESHOLD_GROWTH} {EVERY_SEED}",
     )
     if not all("errors" in end for end in ends):
-        return [number("not recorded", holds=NOT_SHOWN) for number in (blocks, growth)]
+        return [Number(what, "not recorded", limit, NOT_SHOWN) for what, limit in (error, growth)]
     worst, grown = ([max(map(finite, end[key].values())) for end in ends] for key in ("errors", "tau_growth"))
-    above = [sum(error > criteria.WORST_BLOCK for error in end["errors"].values()) for end in ends]
+    above = [sum(one > criteria.WORST_BLOCK for one in end["errors"].values()) for end in ends]
     return [
-        blocks(_percents(worst), holds=all(error <= criteria.WORST_BLOCK for error in worst)),
+        Number(error[0], _percents(worst), error[1], all(one <= criteria.WORST_BLOCK for one in worst)),
         Number(f"blocks above {criteria.WORST_BLOCK:.0%}", f"{', '.join(map(str, above))} of {len(ends[0]['errors'])}"),
-        growth(span(grown), holds=all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
+        Number(growth[0], span(grown), growth[1], all(one <= criteria.THRESHOLD_GROWTH for one in grown)),
     ]
 
 
@@ -306,7 +303,7 @@ def bf16(results: Results) -> list[Number]:
         what = f"PPL of {label}, bfloat16 over float32"
         if method == "salaad":
             most = criteria.BF16_COST[name]
-            numbers.append(Number(what, changes_text(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
+            numbers.append(Number(what, mean_change(worse), f"mean at most {percent(most)}", mean_of(worse) <= most))
         else:
-            numbers.append(Number(what, changes_text(worse)))
+            numbers.append(Number(what, mean_change(worse)))
     return numbers

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from salaad.common.errors import UserError
-from salaad.common.files import read_json_lines
+from salaad.common.files import read_json, read_json_lines
 from salaad.evaluation.figures import dress, loss_curve, save
 from salaad.methods.salaad.storage import read_surrogates
 from salaad.methods.salaad.surrogate import low_rank_of
@@ -172,12 +172,24 @@ def one_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def blocks_of(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return block → its ADMM updates in order, from blocks.jsonl; raise a UserError if there are none."""
+    """Return block → its ADMM updates in order, from blocks.jsonl.
+
+    Raises:
+        UserError: there are none, or they end before the last ones that summary.json has.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for row in read_json_lines(run / "blocks.jsonl"):
         found.setdefault(row["block"], []).append(row)
     if not found:
         raise UserError(f"{run} has no ADMM updates; give the folder of a SALAAD run that has come past its onset")
+    summary = run / "summary.json"
+    ends = read_json(summary)["blocks"] if summary.exists() else {}
+    for name, last in ends.items():
+        if not found.get(name) or found[name][-1]["step"] != last["step"]:
+            raise UserError(
+                f"{run / 'blocks.jsonl'} lacks the update of block {name} after step {last['step']}; restore the file, "
+                "or train anew"
+            )
     return found
 
 

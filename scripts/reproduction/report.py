@@ -33,8 +33,8 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "targets are the rank ratio Γ̂ and the density Υ̂; γ is the share of the singular values' energy that counts for "
     "the rank; δ = ‖X − L − S‖.",
     "Perplexity (PPL) is exp of the mean loss over the second half of the validation text; κ* is chosen on the first "
-    "half. Items measured before commit 25bcf70 use the whole text, and choose κ* on it too; notes below the tables "
-    "tell the number of tokens. Tables of κ, and the demo's and nano's own pages, are of the text that chose κ*.",
+    "half. Older items use the whole text, and choose κ* on it too; they say so below their tables. Tables of κ, and "
+    "the demo's and nano's own pages, are of the text that chose κ*.",
     "*Legacy* perplexity, as older tables of the field have it, is exp of the batches' mean losses, summed and divided "
     "by the number of batches + 1. The fewer the batches, the lower it is. Batches have 32 sequences in the items and "
     "16 in the first table.",
@@ -129,7 +129,8 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     told = [
         f"[Each claim]({CLAIMS_PAGE}) has its measure and the paper's numbers, and each scale [a page](#other-pages) "
         "of its own numbers. The claims are judged on trainings that, as in the paper, pull X towards L + S until the "
-        f"end. The first table and the conclusions cover the settings that we recommend too.{beside_dense(results)}"
+        "end. The first table and the conclusions cover the settings that we recommend too."
+        f"{told_beside_dense(results)}"
     ]
     if once:
         told.append(
@@ -140,7 +141,7 @@ def glance(results: Path, scales: Sequence[Scale]) -> str:
     return "\n\n".join([table, " ".join(told), *legends])
 
 
-def beside_dense(results: Path) -> str:
+def told_beside_dense(results: Path) -> str:
     """Return a sentence, after a space, on cuts that we recommend beside small dense models; empty if not measured."""
     found = {scale: against_dense(recorded(results, scale), WAYS["without text"]) for scale in JUDGED}
     told = [(f"{of[0]:+.1%} at {scale}", of[1]) for scale, of in found.items() if of is not None]

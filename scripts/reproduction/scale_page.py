@@ -6,11 +6,13 @@ from typing import Any
 
 from scripts.reproduction.claims import claims_table, text_table
 from scripts.reproduction.experiments import NUMBERS
-from scripts.reproduction.freshness import CHANGED, OTHERS, UNCOMMITTED, changes_text, commits_of, mark_of
+from scripts.reproduction.freshness import CHANGED, OTHERS, UNCOMMITTED, changes_text, commits_of, is_older, mark_of
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 
 Result = Mapping[str, Any]
+HALVES = "25bcf70"  # the commit since which perplexities are of half of the validation text
+PERPLEXITIES = {"perplexity", "X", "L+S"}  # names of the columns that have them
 
 
 def scale_page(
@@ -64,6 +66,8 @@ def facts(result: Result) -> list[str]:
     told = [f"made by: `{result['command']}`"]
     told += [f"for the paper's model (needs a model from the hub): `{result['hub']}`"] if result["hub"] else []
     told.append(f"measured at: commit {result['commit']}, {result['machine']}")
+    if is_older(result["commit"], HALVES) and any(PERPLEXITIES & row.keys() for row in result["rows"]):
+        told.append("perplexities are over the whole validation text, on which any κ* was chosen too")
     if trainings:
         tokens, hours = (sum(one[key] for one in trainings) for key in ("tokens", "hours"))
         machines = "; ".join(dict.fromkeys(one["machine"] for one in trainings))

@@ -15,7 +15,7 @@ from scripts.reproduction.records import at_budget, on_other_text, perplexity, s
 
 PAPER = ROOT / "results" / "paper.json"
 VARIANTS = ("X", "L+S", "L̃+S̃")
-KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}
+SETTINGS_OF_KNOBS = {"alpha": trainings.ALPHA, "beta": trainings.BETA, "rho": trainings.RHO}
 OF_350M = ("ablation350m", "ablation350m_rho")
 PRINTED = ("paper final loss", "paper mean δ")
 
@@ -151,9 +151,9 @@ def bf16(scale: Scale) -> Measured:
 def ablation_rows(runs: Sequence[Run], table: str, scale: Scale) -> list[dict[str, Any]]:
     """Return one row per run of an ablation, with its ρ, Δα and Δβ as factors on the scale's own."""
     theirs = paper(table, scale) or [None] * len(runs)
-    own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in KNOBS.items()}
+    own = {knob: getattr(scale.config.salaad, setting.split(".")[1]) for knob, setting in SETTINGS_OF_KNOBS.items()}
     if scale.is_the_papers:
-        own = dict(zip(KNOBS, trainings.OWN_350M if table in OF_350M else trainings.OWN_130M, strict=True))
+        own = dict(zip(SETTINGS_OF_KNOBS, trainings.OWN_350M if table in OF_350M else trainings.OWN_130M, strict=True))
     rows = []
     for run, printed in zip(runs, theirs, strict=True):
         factors = dict(run.factors)

@@ -38,7 +38,7 @@ from salaad.config.commands import ALTERNATIONS
 from salaad.config.run import DataConfig
 from salaad.model.loss import SummedLoss
 from salaad.model.perplexity import evaluate
-from scripts.elastic_ways import Measured, budgets_of, split_for
+from scripts.elastic_ways import TrainedModel, budgets_of, split_for
 
 # Fractions of a block's n·m that a probe keeps; with 1 the whole L + S is kept.
 PARTS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.6, 0.8, 1.0)
@@ -86,7 +86,7 @@ def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: in
         sequences: sequences of training text for a probe.
         tokens: validation tokens; every figure is measured on their second half.
     """
-    measured = Measured(run, tokens, text_tokens=0)
+    measured = TrainedModel(run, tokens, text_tokens=0)
     source = measured.source
     evaluation = measured.evaluation(source, split_for(split, head))
     deployment = evaluation.deployment

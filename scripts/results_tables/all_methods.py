@@ -11,6 +11,7 @@ from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
+from scripts.elastic_trainings import DENSE_LIKE
 from scripts.reproduction.freshness import with_legend
 from scripts.results_tables import RESULTS
 from scripts.results_tables.measured import (
@@ -38,6 +39,7 @@ FAIR_WAYS = (
     *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
+LIKE = {f"{SMALL}as {method}" for method in DENSE_LIKE}  # labels of the dense models of methods' sizes
 PERPLEXITIES: Mapping[str, Callable[[Row], float | None]] = {
     "perplexity": perplexity,
     "legacy": lambda of: of.get("legacy_perplexity"),
@@ -62,7 +64,8 @@ def fair_table(
         mark_of: the mark of measurements at some commits, of code that has changed since or was not committed.
         folder: path to results/elastic from the page of the table.
     """
-    costs = read_json(bench)["methods"] if bench.exists() else {}
+    timed = read_json(bench) if bench.exists() else {"methods": {}}
+    costs = timed["methods"]
     lines = list(_fair_lines(rows, costs))
     marks, legends = with_legend([mark_of(commits) for _, commits, _ in lines], "row")
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
@@ -92,7 +95,7 @@ def fair_table(
         "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
         "*Stored* and *trained* count parameters, *stored* of L + S those of all its factors and entries, which may be "
         "more than X has; *bytes* is the size of the model in float32, where a block is stored dense if that is less.",
-        *_how_costs_were_measured(rows, costs, bench),
+        *_how_costs_were_measured(rows, timed, bench),
         *_how_rates_were_chosen(folder),
     ]
     told += legends
@@ -120,21 +123,24 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
             "HPA's allocation that was best on other text."
         )
     if any(label.startswith(SMALL) for label in labels):
+        like = ", and *dense, as m* with as many parameters as method m stores," if LIKE & labels else ","
+        searched = ", [searched for half and a fifth](methods/README.md#the-search)" if folder else ""
         yield (
-            "*Dense, s* was trained small, with the share s of the compressible parameters, at "
-            f"{rates_of_small(rows)}{', [searched for them](methods/README.md#the-search)' if folder else ''}."
+            f"*Dense, s* was trained small, with the share s of the compressible parameters{like} at "
+            f"{rates_of_small(rows)}{searched}."
         )
 
 
-def _how_costs_were_measured(rows: Sequence[Row], costs: Mapping[str, Any], bench: Path) -> Iterator[str]:
-    """Yield a sentence on the columns of costs, unless nothing was timed."""
-    if costs:
-        timed = "full-rank training, of SALAAD while its weights are pulled"
+def _how_costs_were_measured(rows: Sequence[Row], timed: Mapping[str, Any], bench: Path) -> Iterator[str]:
+    """Yield a sentence on the columns of costs, unless nothing was timed; `timed` is what the file `bench` holds."""
+    if costs := timed["methods"]:
+        relative = "full-rank training, of SALAAD while its weights are pulled"
         if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
-            timed += "; here both are of the paper's settings, with the embedding among the blocks"
+            relative += "; here both are of the paper's settings, with the embedding among the blocks"
+        compiled = "" if timed["config"]["train"]["compile"] else ", of steps that were not compiled"
         yield (
-            f"*State* is the memory of the optimizer and the method; *step time* is relative to {timed} "
-            f"(results/bench/{bench.name})."
+            f"*State* is the memory of the optimizer and the method; *step time* is relative to {relative}{compiled} "
+            f"(results/bench/{bench.name}, commit {timed['commit']})."
         )
 
 

@@ -130,8 +130,8 @@ class Trainings:
         return (fmean(whole.values()), sorted(whole)) if whole else None
 
 
-Found = tuple[float, list[int]]  # a figure and the seeds that it is a mean over
-Measure = Callable[[Trainings, Way], Found | None]
+MeanOver = tuple[float, list[int]]  # a figure and the seeds that it is a mean over
+Measure = Callable[[Trainings, Way], MeanOver | None]
 Other = Callable[[Trainings, Way, float], Model | None]  # the model to compare at a share with SALAAD's cut in a way
 
 
@@ -140,7 +140,7 @@ def of_size(share: float) -> Measure:
     return lambda trainings, way: _over(trainings, Model("SALAAD", way.salaad, share))
 
 
-def _over(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> Found | None:
+def _over(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> MeanOver | None:
     over = trainings.over(model, other)
     return None if over is None else (over, trainings.seeds(model, other))
 
@@ -148,7 +148,7 @@ def _over(trainings: Trainings, model: Model, other: Model = FULL_RANK) -> Found
 def at_worst(other: Other) -> Measure:
     """Return the measure of SALAAD's model over another of its size, at the share where this is largest."""
 
-    def measure(trainings: Trainings, way: Way) -> Found | None:
+    def measure(trainings: Trainings, way: Way) -> MeanOver | None:
         rivals = {share: other(trainings, way, share) for share in all_shares()}
         found = (
             _over(trainings, Model("SALAAD", way.salaad, share), rival) for share, rival in rivals.items() if rival
@@ -180,12 +180,12 @@ def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Mode
     return f"{value:+.1%}{named}"
 
 
-def elastic_score(trainings: Trainings, way: Way) -> Found | None:
+def elastic_score(trainings: Trainings, way: Way) -> MeanOver | None:
     """Return the elastic score of SALAAD's model."""
     return trainings.score("SALAAD", way.salaad)
 
 
-def uncut(trainings: Trainings, way: Way) -> Found | None:
+def uncut(trainings: Trainings, way: Way) -> MeanOver | None:
     """Return SALAAD's X over the full-rank model; None for ways that use text, since the uncut model is not tuned."""
     return _over(trainings, Model("SALAAD")) if way == WAYS["without text"] else None
 
@@ -270,7 +270,7 @@ def _of_other_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _judged(found: Found | None, limit: float, above: Found | None = None) -> str:
+def _judged(found: MeanOver | None, limit: float, above: MeanOver | None = None) -> str:
     """Return a figure in percent, with two decimals where one would hide its sign, and whether it is in the limit.
 
     Its seeds are named where they are not those of the figure `above` it, if that is given.

@@ -148,6 +148,21 @@ def test_blocks_that_are_updated_in_turn_share_a_round(tmp_path, drawn):
     assert lines(drawn[0].axes[1]) == {"K/J = 5": ([*range(1, 8)], [step + 0.5 for step in range(5, 36, 5)])}
 
 
+def test_records_without_their_end_are_one_sentence(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text(json.dumps({"blocks": {GATE: {"step": 40}}}))
+    assert len(pictures.blocks_of(run)[GATE]) == 8
+    lines = (run / "blocks.jsonl").read_text().splitlines(keepends=True)
+    (run / "blocks.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    with pytest.raises(
+        UserError, match=r"blocks.jsonl lacks the update of block model.layers.2.mlp.gate_proj after st"
+    ):
+        pictures.blocks_of(run)
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"metrics.jsonl has no losses; give the folder of a run that has logged some"):
+        loss_curve(run)
+
+
 def test_steps_without_a_loss_are_left_out(tmp_path, drawn):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:

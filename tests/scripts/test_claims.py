@@ -383,6 +383,12 @@ def test_small_dense_models_of_the_comparison_decide_where_the_item_is_missing(t
     assert compared(tmp_path, hpa=[40, 50, 55, 59], energy=[40, 50, 55, 59]).answer == "not measured"
 
 
+def test_small_dense_models_with_searched_rates_decide_where_both_are_there(judged, rows, tmp_path):
+    assert judged(rows)["against_small_dense"].agrees is True
+    lost = compared(tmp_path, cut=[40, 50, 55, 61])
+    assert lost.agrees is False and not any("0.90 M" in name for name in ours(lost))
+
+
 def test_a_cut_stands_beside_a_small_dense_model_of_its_size_alone(rows, judged, tmp_path):
     """A size at which one of the two is missing shows nothing, instead of being passed over."""
     for row in rows["one_training"]:
@@ -445,7 +451,7 @@ def test_the_papers_rows_of_other_methods_keep_the_limits_and_half_a_percent_mor
         for size, table in found["table1"].items():
             cut = figures(factor * float(table["L̃+S̃"][0].split()[0]), table["L̃+S̃"][1])
             mine = {"L+S": figures(factor * table["L+S"][0], table["L+S"][1]), "ways": {"hpa": [cut]}}
-            # Up to 5 % of parameters more than theirs, as the paper's cut has, count as none here.
+            # What the paper's cut has more parameters than theirs counts as none here.
             rivals = {
                 name.lower(): {"X": figures(row[0], max(row[1], cut["parameters"]))}
                 for name, row in found["baselines"][size].items()
@@ -453,6 +459,13 @@ def test_the_papers_rows_of_other_methods_keep_the_limits_and_half_a_percent_mor
             answers.append(beside_methods(tmp_path, ours=mine, **rivals).agrees)
         return answers
 
+    more = [
+        table["L̃+S̃"][1] / row[1] - 1
+        for size, table in found["table1"].items()
+        for row in found["baselines"][size].values()
+    ]
+    [claim] = [claim for claim in CLAIMS if name_of(claim) == "other_methods"]
+    assert f"with up to {max(more):.0%} more".replace("%", " %") in claim.paper
     assert kept(1) == [True] * 4
     assert kept(1.005) == [True, True, False, True]
 
@@ -464,7 +477,7 @@ def test_a_cut_is_compared_with_methods_that_are_no_smaller(tmp_path):
     found = beside_methods(tmp_path, ours=mine, **rivals)
     told = {name.split(" over ")[1]: value for name, value in ours(found).items()}
     assert (told["GaLore's"], told["CoLA's"]) == ("−20.0 %", "+0.0 %")
-    assert told["LoRA's"] == "the method was not measured"
+    assert told["LoRA's"] == "there is no model of the method"
     assert found.agrees is None and found.answer == "not shown"
     rivals["lost"] = {"X": figures(49.0, 1.0e6)}  # smaller than every cut
     assert (
@@ -490,6 +503,24 @@ def test_where_methods_were_only_compared_among_themselves_that_decides(tmp_path
     assert found.agrees is False and ours(found)["PPL of L + S over LoRA's"] == "+20.0 %"
     [beside] = [number.ours for number in found.numbers if number.what.endswith("weights there, over LoRA's")]
     assert beside == "+10.0 %"
+
+
+@pytest.mark.parametrize("unfinished", [{}, {"full": {"commit": "HEAD", "variants": {}}}], ids=["searched", "diverged"])
+def test_a_method_whose_full_run_has_not_ended_shows_nothing(unfinished, tmp_path):
+    def entry(perplexity: float, variant: str = "X") -> dict:
+        return {"full": {"commit": "HEAD", "variants": {variant: figures(perplexity, 1e6)}}}
+
+    def verdict(**methods: dict) -> Verdict:
+        (tmp_path / "methods").mkdir(exist_ok=True)
+        (tmp_path / "methods" / f"{NANO.name}.json").write_text(json.dumps({"methods": methods}))
+        return beside_methods(tmp_path)
+
+    ended = {"salaad": entry(45.0, "L+S"), "full_rank": entry(55.0), "galore": entry(50.0)}
+    found = verdict(**ended, lora=unfinished)
+    assert found.answer == "not shown" and ours(found)["PPL of L + S over GaLore's"] == "−10.0 %"
+    assert ours(found)["PPL of L + S over LoRA's"] == "there is no model of the method"
+    assert not [number for number in found.numbers if number.what.endswith("weights there, over LoRA's")]
+    assert verdict(**(ended | {"salaad": unfinished})).answer == "not measured"
 
 
 def test_kappa_of_the_comparison_decides_where_the_item_is_missing(tmp_path):

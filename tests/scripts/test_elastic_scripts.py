@@ -80,7 +80,7 @@ def test_a_comparison_measures_every_size_and_keeps_what_is_there(toy, text_file
     small, large = rows["SALAAD"]["samples"]["head, tuned"]
     assert small["text"].startswith(elastic_ways.BEGINNING) and large["text"].startswith(elastic_ways.BEGINNING)
     assert "--salaad.release=0.5" in rows["SALAAD"]["command"] and "release" not in rows["matformer"]["command"]
-    model = elastic_ways.Measured(tmp_path / "runs" / "SALAAD-0", 2000, 0)
+    model = elastic_ways.TrainedModel(tmp_path / "runs" / "SALAAD-0", 2000, 0)
     monkeypatch.setattr(elastic_ways, "KAPPAS", (0.3, 0.7))
     for (share, whole), (_, split) in zip(*map(elastic_ways.by_hpa, (model, model), (False, True)), strict=True):
         budget = dict(elastic_ways.budgets_of(model))[share]  # counts the head whole in both
@@ -259,7 +259,7 @@ def test_a_way_whose_measurement_breaks_off_is_not_there(comparison, monkeypatch
 
     size = {"perplexity": 9.0, "parameters": 5}
     monkeypatch.setattr(compare_elastic, "WAYS", {"head, tuned": lambda model: [(0.5, size)]})
-    monkeypatch.setattr(compare_elastic.Measured, "costs_of", lambda *_: {})
+    monkeypatch.setattr(compare_elastic.TrainedModel, "costs_of", lambda *_: {})
     monkeypatch.setattr(compare_elastic, "budgets_of", lambda model: [(0.2, 5)])
     monkeypatch.setattr(compare_elastic, "samples", killed)
     comparison = replace(comparison, ways=("head, tuned",))
@@ -332,7 +332,7 @@ def test_a_training_costs_what_its_method_passes_through(tmp_path):
     layer = 16 * (4 * (128 + 128) + 3 * (128 + 344))  # two factors of each of the seven projections
     passed = 4 * layer + 2 * 4096 * 128 + 9 * 128  # and embedding, head and norms
     per_token = 6 * passed + 12 * 4 * 128 * 256  # and the products of attention
-    cost = elastic_ways.Measured(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
+    cost = elastic_ways.TrainedModel(tmp_path, tokens=1, text_tokens=1).training_cost(1000)
     assert cost == {"tokens": 1000, "operations": pytest.approx(1000 * per_token)}
 
 

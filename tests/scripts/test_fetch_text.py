@@ -152,7 +152,8 @@ def test_lines_that_are_short_enough_are_not_cut(tmp_path):
     [
         (("--other-text", "nowhere.jsonl"), "--other-text nowhere.jsonl is no file"),
         (("--task-data", "nowhere"), "--task-data nowhere is no folder"),
-        (("--c4", "nowhere"), "nano has a text of its own"),
+        (("--c4", "nowhere"), "--c4 nowhere is no folder"),
+        (("--c4", "configs"), "nano has a text of its own"),
         (("--tokenizer", "nowhere"), "--tokenizer nowhere is not there"),
         (("--tokenizer", "README.md"), "nano has one of its own"),
     ],

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 
-from scripts.reproduction import freshness, report
+from scripts.reproduction import freshness, report, scale_page
 from scripts.reproduction.catalogue import ITEMS
 from scripts.reproduction.claims import CLAIMS, claims_table
 from scripts.reproduction.diagrams import overview
@@ -129,6 +129,16 @@ def test_the_report_says_what_changed_since_an_item_was_measured(results, monkey
     assert "changed since" not in text and "All items were measured with the code as it is." in text
 
 
+def test_an_older_item_with_perplexities_says_that_they_are_of_the_whole_text(results, monkeypatch):
+    for name, row in (("frequency", {"X": 1}), ("lm_head", {"X": 1}), ("hpa", {"rank": 1})):
+        path = results / "nano" / "reproduce" / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": [row], "commit": f"of {name}"}))
+    monkeypatch.setattr(scale_page, "is_older", lambda commit, change: commit in ("of frequency", "of hpa"))
+    told = pages(results)["nano/reproduce/README.md"].split("\n## ")
+    of_all = [part.splitlines()[0] for part in told if "perplexities are over the whole validation text" in part]
+    assert of_all == ["ADMM update frequency K/J (appendix)"]
+
+
 def test_a_result_of_other_trainings_than_the_item_needs_is_marked(results, monkeypatch):
     """The settings of an item's trainings can change after it was measured, and their names with them."""
     monkeypatch.undo()
@@ -152,7 +162,7 @@ def test_a_result_of_other_trainings_than_the_item_needs_is_marked(results, monk
 
 def test_the_code_that_computes_a_number_is_looked_at():
     assert all((freshness.ROOT / place).exists() for place in freshness.BEHIND)
-    for module in {item.measure.__module__ for item in ITEMS} - {"scripts.reproduction.diagrams"}:  # prints no number
+    for module in {item.measure.__module__ for item in ITEMS}:
         assert f"{module.replace('.', '/')}.py" in freshness.BEHIND
 
 
@@ -213,6 +223,8 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     assert freshness.mark_of([second]) == "†"
     assert freshness.changed_since("no-such-commit") == [freshness.UNKNOWN]
     assert freshness.mark_of(["no-such-commit"]) == "†"
+    assert freshness.is_older(first, second) and freshness.is_older(f"{first}-dirty", second)
+    assert not freshness.is_older(second, second) and not freshness.is_older("no-such-commit", second)
     freshness.changed_since.cache_clear()
     freshness._meaning.cache_clear()
 

@@ -103,6 +103,21 @@ def test_again_trusts_neither_results_nor_records_of_another_machine(call, place
     assert kept["trainings"][0]["commit"] == "abc" and kept["trainings"][0]["hours"] == 0.01
 
 
+def test_a_second_text_is_measured_and_not_lost_without_a_word(call, place, monkeypatch):
+    monkeypatch.setattr(reproduce, "ITEMS", [replace(item, reads=("other-text",)) for item in reproduce.ITEMS])
+    (place / "second.jsonl").write_text("")
+    result = place / "results/nano/reproduce/opening.json"
+    call("opening")
+    assert "other-text" not in json.loads(result.read_text())["command"]
+    call("opening", "--other-text", "second.jsonl")
+    assert "--other-text FILE" in (kept := result.read_text())
+    call("opening")  # shows what is kept
+    with pytest.raises(UserError, match=r"opening.json has perplexities on a second text, which would be lost; give -"):
+        call("opening", "--again")
+    assert result.read_text() == kept
+    call("opening", "--again", "--other-text", "second.jsonl")
+
+
 def test_a_result_of_other_trainings_than_todays_is_left_to_do(call, place):
     call("opening")
     result = place / "results/nano/reproduce/opening.json"
@@ -221,6 +236,18 @@ def test_a_launcher_that_cannot_be_started_is_one_sentence_before_anything_is_tr
     with pytest.raises(UserError, match=re.escape(said)):
         call("opening", "--launcher", launcher)
     assert (place / "trained").read_text() == ""
+
+
+@pytest.mark.parametrize("part", ["name", "hours"])
+def test_a_result_whose_trainings_lack_a_part_is_one_sentence(call, place, part):
+    call("opening")
+    result = place / "results/nano/reproduce/opening.json"
+    kept = json.loads(result.read_text())
+    del kept["trainings"][0][part]
+    result.write_text(json.dumps(kept))
+    for words in (["opening"], ["--list"]):
+        with pytest.raises(UserError, match=r"opening.json has a training without a name, .* measure opening --again"):
+            call(*words)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "5", '{"trainings": []}'])

@@ -110,7 +110,8 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     bench = tmp_path / "methods.json"
     cost = {"optimizer_bytes": 3e6, "method_bytes": 1e6, "over_full_rank": 1.25}
     own = {"optimizer_bytes": 3e6, "method_bytes": 0, "over_full_rank": 1.5}
-    bench.write_text(json.dumps({"methods": {"salaad": cost, "SALAAD": own, "full_rank": own}}))
+    costs = {"salaad": cost, "SALAAD": own, "full_rank": own}
+    bench.write_text(json.dumps({"methods": costs, "config": {"train": {"compile": True}}, "commit": "abc"}))
     rows = [row(label, 0, 50.0, hpa=[51.0, 55.0, 80.0]) for label in ("SALAAD", "SALAAD, as in the paper")]
     for one in rows:
         one |= {"commit": "c", "text_tokens": 1e6, "method": "salaad"}
@@ -143,11 +144,14 @@ def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp
     """As of results in a file of their own, of which no benchmark has the name."""
     bench = tmp_path / "methods-again.json"
     if timed:
-        bench.write_text(json.dumps({"methods": timed}))
+        bench.write_text(json.dumps({"methods": timed, "config": {"train": {"compile": False}}, "commit": "abc"}))
     rows = [row("full-rank", 0, 40.0) | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"}]
     page = all_methods.fair_table(rows, bench)
     assert cells(page)[2:] == [["full-rank", "0", "+0.0%", "40.00", "2.00 M"]]
-    assert ("*step time* is relative" in page) == bool(timed)
+    told = (
+        "*step time* is relative to full-rank training, of SALAAD while its weights are pulled, of steps that were not "
+    )
+    assert (f"{told}compiled (results/bench/methods-again.json, commit abc)" in page) == bool(timed)
 
 
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
