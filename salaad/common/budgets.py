@@ -20,10 +20,18 @@ def parse_count(text: str, what: str = "count") -> int:
 
 
 def parse_budget(text: str, dense: int) -> int:
-    """Return a budget in parameters, given as a count or as a fraction up to 1 of `dense`; a UserError if below 1."""
+    """Return a budget in parameters, given as a count or as a fraction up to 1 of `dense`.
+
+    Raises:
+        UserError: the text is no number, or below 1 parameter, or above 1 and not whole.
+    """
     if text[-1:].upper() in _UNITS:
-        return parse_count(text)
+        return parse_count(text, "budget")
     value = finite_number(text, f"budget {text!r}", "a number of parameters such as 194M, or a fraction such as 0.5")
+    if value > 1 and value != round(value):
+        raise UserError(
+            f"budget {text!r} is neither a fraction up to 1 nor a whole number of parameters; give such as 0.5 or 194M"
+        )
     budget = round(value * dense) if value <= 1 else round(value)
     if budget < 1:
         raise UserError(f"budget {text!r} is less than 1 parameter; give a number of parameters such as 194M")

@@ -42,10 +42,9 @@ class Whole:
     weights: Mapping[str, ErrorWeights] = field(default_factory=dict)
     device: torch.device | str = "cpu"
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model with L + S in its blocks."""
-        return self.fixed + sum(slr.parameters for slr in self.parts.values())
+    def parameters(self, variant: Variant) -> int:
+        """Return the parameters of the whole model with L + S in its blocks, as the variant's allocation counts."""
+        return self.fixed + parameters_of(self.parts, variant)
 
     @property
     def share(self) -> float:
@@ -85,7 +84,7 @@ def cut(whole: Whole, variant: Variant, collect: Collect = without_saving) -> Pa
         variant: budget, allocation and refinement.
         collect: function that collects the blocks while they are refined.
     """
-    if variant.budget is None or variant.budget >= whole.parameters:
+    if variant.budget is None or variant.budget >= whole.parameters(variant):
         return whole.parts
     return whole.unscaled(_smaller(whole, whole.weighted(), variant, collect))
 
@@ -108,7 +107,7 @@ def all_sizes(
     parts = whole.weighted()
     if first is not None:
         near = {name: slr.resorted() for name, slr in whole.scaled(first).items()}
-    elif variant.refine and variant.budget < whole.parameters:
+    elif variant.refine and variant.budget < whole.parameters(variant):
         near = _smaller(whole, parts, variant, collect)
     else:
         return whole.unscaled(parts), UnitQueue.of(spectra(parts))
@@ -130,13 +129,19 @@ def all_sizes(
 
     second = collect(f"rest, {variant.refine} alternations", near, rest)
     orders = [UnitQueue.of(spectra(some)) for some in (near, second)]
-    order = UnitQueue(orders[0].costs, torch.cat([one.counts for one in orders]))
+    order = UnitQueue(orders[0].shapes, torch.cat([one.counts for one in orders]))
     return whole.unscaled({name: Slr.joined(near[name], second[name]) for name in parts}), order
 
 
 def spectra(parts: Parts) -> Spectra:
     """Return block → (n, m, singular values, entries of S)."""
     return {name: (*slr.shape, slr.sigma, slr.values) for name, slr in parts.items()}
+
+
+def parameters_of(parts: Parts, variant: Variant) -> int:
+    """Return the parameters of blocks: as the paper counts them, or at most n·m each of a cut by energy."""
+    by_energy = variant.budget is not None and variant.kappa is None
+    return sum(slr.least_parameters if by_energy else slr.parameters for slr in parts.values())
 
 
 def shapes(parts: Parts) -> dict[str, tuple[int, int]]:
@@ -158,7 +163,8 @@ def _smaller(whole: Whole, parts: Parts, variant: Variant, collect: Collect) -> 
     if variant.kappa is not None:
         kept = fit(blocks, **limits, kappa=variant.kappa)
     else:
-        kept = allocate_by_energy(spectra(parts), remove=to_remove(blocks, **limits))
+        to_remove({}, **limits)  # raises where the budget is below the floor
+        kept = allocate_by_energy(spectra(parts), most=variant.budget - whole.fixed)
     small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
     if not variant.refine:
         return small

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from salaad.common.budgets import format_count, to_remove
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
-from salaad.compression.cut import Collect, Whole, all_sizes, cut, sizes, without_saving
+from salaad.compression.cut import Collect, Whole, all_sizes, cut, parameters_of, sizes, without_saving
 from salaad.compression.deployment import (
     Deployment,
     FittedOnText,
@@ -141,7 +141,11 @@ class CheckpointDeployment(Deployment):
                 )
             if variant.budget is not None and variant.budget < self.fixed:
                 whole = free_heads(self.source.folder.outline) - self.shapes.keys()
-                cure = ", or split the head too (--lm-head, or BUDGET@energy+head)" if whole and self._names else ""
+                cure = (
+                    ", or split the head too (compress.py --lm-head true, evaluate.py BUDGET@energy+head)"
+                    if whole and self._names
+                    else ""
+                )
                 to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # raises an error with the floor
 
     def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102
@@ -207,7 +211,7 @@ class CheckpointDeployment(Deployment):
         """
         if variant.budget is None:
             return variant
-        if variant.budget >= self.whole.parameters:
+        if variant.budget >= self.whole.parameters(variant):
             return replace(variant, refine=0) if options.elastic else Variant("L+S")
         if options.kappa is not None or options.by_energy:
             return variant
@@ -294,12 +298,12 @@ class CheckpointDeployment(Deployment):
             first = self.tuning.matched(begin, self._name_of(variant))
         parts, queue = all_sizes(whole, variant, first.parts if first else None, self._collect)
         self._free_dense_weights()
-        ends = [] if below is None else [below - 1]
-        if first is not None:
-            ends.append(self.dense)  # X itself is better than a fit of more parameters than it has
-        if ends:
-            queue = queue.first(min(ends) - self.fixed)
-            parts = {name: parts[name].cut(*kept) for name, kept in queue.units().items()}
+        if below is not None:
+            queue = queue.first(below - 1 - self.fixed)
+        if first is not None:  # with more numbers than X has, X is better, so only matched ones are kept beyond
+            matched = sum(slr.parameters for slr in first.parts.values())
+            queue = queue.first_stored(max(self.dense - self.fixed, matched))
+        parts = {name: parts[name].cut(*kept) for name, kept in queue.units().items()}
         if first is None:
             return SizeRange(parts, queue, below=below)
         in_turn = sizes_in_turn(min(variant.budget - self.fixed, queue.parameters), queue.parameters, queue.keep)
@@ -311,11 +315,11 @@ class CheckpointDeployment(Deployment):
         """Return the κ that a cut amounts to; None if nothing was removed."""
         return implied_kappa(sizes(self.parts), {name: (s.rank, s.nnz) for name, s in parts.items()}) if parts else None
 
-    def parameters(self, parts: Parts) -> int:
-        """Return the paper's parameter count of the model with `parts` as its blocks; that of X without parts."""
+    def parameters(self, parts: Parts, variant: Variant) -> int:
+        """Return the parameters of the model with the variant's `parts` as its blocks; those of X without parts."""
         if not parts:
             return self.source.parameters or self.dense - (self._trained.spared if self._trained else 0)
-        return self.fixed + sum(slr.parameters for slr in parts.values())
+        return self.fixed + parameters_of(parts, variant)
 
     def disk_bytes(self, parts: Parts, element: int) -> int:
         """Return the bytes on disk with `parts` as blocks and `element` bytes per number; dense without parts."""
@@ -329,14 +333,14 @@ class CheckpointDeployment(Deployment):
             self._models[dtype] = self.source.folder.load(dtype, best_device())
         model, parts = self._models[dtype], self.cut(variant)
         with deployed(model, parts):
-            yield OpenedVariant(model, self.parameters(parts), self.kappa(parts))
+            yield OpenedVariant(model, self.parameters(parts, variant), self.kappa(parts))
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """Return the variant cut from L + S, and fitted on text if `tune` was called, as a model to store."""
         load = self.source.folder.load
         if self.in_parts:  # a folder of one size, which has passed `check` as X alone
             model = load(dtype) if factored else as_dense(load(torch.float32), dtype)
-            return SizedModel(model, self.parameters({}), len(self.in_parts), None)
+            return SizedModel(model, self.parameters({}, variant), len(self.in_parts), None)
         parts, vectors = self.cut(variant), {}
         self._free_dense_weights()
         if self.tuning is not None:
@@ -349,7 +353,7 @@ class CheckpointDeployment(Deployment):
         else:
             for name, X in weights_of(model, parts).items():
                 X.copy_(parts[name].dense())
-        return SizedModel(model, self.parameters(parts), len(parts), self.kappa(parts))
+        return SizedModel(model, self.parameters(parts, variant), len(parts), self.kappa(parts))
 
     def weights(self, variant: Variant) -> dict[str, ErrorWeights]:
         """Return the weights of errors for a cut: from text if calibrated, else from training; none for plain HPA."""

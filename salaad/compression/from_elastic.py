@@ -18,7 +18,7 @@ from salaad.compression.deployment import (
 )
 from salaad.compression.variants import Variant
 from salaad.config.commands import CompressOptions
-from salaad.energy_allocation import implied_kappa
+from salaad.energy_allocation import implied_kappa, least_parameters
 from salaad.factored.any_size import ElasticConfig
 from salaad.factored.elastic_file import ElasticFile
 from salaad.model.weight_headers import weight_files
@@ -43,7 +43,8 @@ class ElasticDeployment(Deployment):
     @property
     def largest(self) -> int:
         """Parameters of the largest size."""
-        return self.fixed + hpa.parameters({name: tuple(sizes) for name, sizes in self.entry.blocks.items()})
+        blocks = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        return self.fixed + least_parameters(blocks, {name: sizes[2:] for name, sizes in blocks.items()})
 
     def check(self, variants: list[Variant]) -> None:
         """Raise a UserError for a variant that would change the units, or whose size is not in the folder."""
@@ -80,8 +81,10 @@ class ElasticDeployment(Deployment):
         model = self.source.folder.load(dtype, best_device(), variant.budget)
         index, kept = self._kept(variant)
         blocks = {name: tuple(sizes) for name, sizes in self.entry.ranges[index].items()}
-        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
-        yield OpenedVariant(model, self.fixed + hpa.parameters(blocks, kept), kappa)
+        if variant.budget is None:
+            yield OpenedVariant(model, self.fixed + hpa.parameters(blocks), None)
+        else:
+            yield OpenedVariant(model, self.fixed + least_parameters(blocks, kept), implied_kappa(blocks, kept))
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """Return the model of the variant's size, with blocks in parts, or dense if not `factored`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from salaad.common import distributed
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
-from salaad.compression.cut import Whole, cut
+from salaad.compression.cut import Whole, cut, parameters_of
 from salaad.compression.sensitivity import weights_from
 from salaad.compression.split import (
     Parts,
@@ -61,7 +61,8 @@ def compress(
         UserError: the budget is below what is never compressed, κ is outside [0, 1], `refine` is negative, either is
             given without a budget, or the head that is to be split is missing or tied to the embedding.
     """
-    from salaad.factored.fixed_size import factor  # takes seconds to import, and training has no need of it
+    # It takes seconds to import, and training has no need of it.
+    from salaad.factored.fixed_size import factor, mark_factored
 
     salaad.require_same_ranks()
     _check(salaad.model, budget, kappa, refine, lm_head)
@@ -74,7 +75,7 @@ def compress(
     with torch.no_grad(), true_float32(device):
         moments = {} if kappa is not None else salaad.second_moments()
         if lm_head is None:
-            something_goes = variant.budget is not None and variant.budget < salaad.summary()["parameters"]
+            something_goes = variant.budget is not None and variant.budget < dense - _spared(salaad)
             lm_head = something_goes and can_weigh_head(salaad.model, salaad.weights, moments)
         split = beside_trained(salaad.model, salaad.weights)
         names = split_names(salaad.model, split, salaad.weights, type(salaad.model).__name__) if lm_head else []
@@ -87,7 +88,16 @@ def compress(
             parts, fixed, lambda name: target[name] if name in target else parts[name].dense(), weights, device
         )
         small = cut(whole, variant)
-        return factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
+        model = factor(copy.deepcopy(salaad.model), small).eval().requires_grad_(False)
+        mark_factored(model, fixed + parameters_of(small, variant))
+        return model
+
+
+def _spared(salaad: Salaad) -> int:
+    """Return how many parameters of X the trained L + S of all ranks spare, in the blocks where they are fewer."""
+    shapes = ((s.T.shape, s.rank, s.nnz) for s in salaad.surrogates.values())
+    mine = sum(max(0, math.prod(shape) - rank * sum(shape) - nnz) for shape, rank, nnz in shapes)
+    return sum(distributed.gather(mine))
 
 
 def _check(

@@ -7,7 +7,7 @@ from salaad.common.errors import UserError
 
 _MOST_KAPPAS = 1000
 # To be raised when a cut, a refinement or a split computes something else, so that what caches hold is computed anew.
-ALGORITHMS = 1
+ALGORITHMS = 2
 
 
 @dataclass(frozen=True)

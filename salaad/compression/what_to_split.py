@@ -91,7 +91,7 @@ def splits_head(source: ModelOnDisk, options: CompressOptions) -> bool:
     if not can_weigh_head(model, left.union(index), known):
         return False
     dense = count_parameters(model)
-    spared = sum(math.prod(e["shape"]) - e["rank"] * sum(e["shape"]) - e["nnz"] for e in index.values())
+    spared = sum(max(0, math.prod(e["shape"]) - e["rank"] * sum(e["shape"]) - e["nnz"]) for e in index.values())
     cut = options.budget is not None and not options.elastic and parse_budget(options.budget, dense) < dense - spared
     return options.elastic or cut
 

@@ -196,7 +196,7 @@ def _all_sizes(deployment: Deployment, variants: Sequence[Variant], options: Com
     save = partial(save_elastic, model, ranges, deployment.fixed)
     total = deployment.fixed + ranges[0].queue.parameters
     vectors = sum(vector.numel() for one in ranges[1:] for vector in one.vectors.values())
-    numbers = deployment.fixed + sum(one.queue.parameters for one in ranges) + vectors
+    numbers = deployment.fixed + sum(one.queue.numbers for one in ranges) + vectors
     element = getattr(torch, options.dtype).itemsize
     in_memory = deployment.fixed * element + sum(
         prod(slr.shape) * element if name in stays_dense else memory_bytes(slr, element) for name, slr in parts.items()

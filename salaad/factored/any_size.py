@@ -119,7 +119,7 @@ class ElasticConfig(FolderEntry):
         # The bounds are checked first, since a sum of counts out of bounds may overflow to any number.
         if not sound or ((counts < 0) | (counts > units)).any() or (counts.sum(0) != units).any():
             raise UserError("elastic.line does not count the units in config.json; give a whole copy of the folder")
-        return UnitQueue({name: n + m for name, (n, m, *_) in blocks.items()}, counts)
+        return UnitQueue({name: (n, m) for name, (n, m, *_) in blocks.items()}, counts)
 
     def keep(self, file: ElasticFile, budget: int | None) -> tuple[int, Kept]:
         """Return the index of the range that serves a budget of the whole model, and name → (rank kept, entries kept).
@@ -179,6 +179,8 @@ class ElasticQuantizer(CheckedQuantizer):
             self._blocks = {
                 own: file.units(index, name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()
             }
+            counted = (slr.parameters if budget is None else slr.least_parameters for slr in self._blocks.values())
+            self._parameters = entry.fixed + sum(counted)
             self._vectors = {own: file.vector(index, name) for own, name in self._fitted(model, index).items()}
         self._modules = {name: model.get_submodule(name) for name in self._blocks}
         always = always_dense(model)
@@ -213,13 +215,12 @@ class ElasticQuantizer(CheckedQuantizer):
             if takes_dense_form(outline, outline.U.element_size()):
                 put_dense(model, name, module)
         close_stacks(model)
-        parameters = self.quantization_config.fixed + sum(slr.parameters for slr in self._blocks.values())
         for name, vector in self._vectors.items():
             model.get_parameter(name).data.copy_(vector)
         del self._blocks, self._modules, self._vectors
         self.remove_quantization_config(model)
         # In memory the model is one of a fixed size, or an ordinary one.
-        mark_factored(model, parameters) if slr_modules(model) else mark_dense(model)
+        mark_factored(model, self._parameters) if slr_modules(model) else mark_dense(model)
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from salaad.common.errors import UserError
 
+REFUSED = (
+    "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() first, change "
+    "U, V and S_values, or write into its clone()"
+)
+
 
 class ComputedWeight(Tensor):
     """A dense weight computed from U, V and S, which can be read but not written.
@@ -26,10 +31,7 @@ class ComputedWeight(Tensor):
         """
         kwargs = kwargs or {}
         if any(isinstance(tensor, ComputedWeight) for tensor in _written(func, args, kwargs)):
-            raise UserError(
-                "this weight is computed from U, V and S, so nothing can be written into it; call model.dequantize() "
-                "first, change U, V and S_values, or write into its clone()"
-            )
+            raise UserError(REFUSED)
         if func == Tensor.__iter__:  # its rows would be plain tensors
             return iter(args[0].unbind())
         with torch._C.DisableTorchFunctionSubclass():

@@ -199,7 +199,9 @@ class SlrQuantizer(CheckedQuantizer):
         return usual(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-        """Return the tensors to save: positions of S's entries packed, and the numbers as int8 if that loses nothing.
+        """Return the tensors to save: positions of S's entries packed, the numbers in int8 if they still are in effect.
+
+        Those of a folder in int8 that is open in bfloat16 may change by two roundings, as its scales are rounded.
 
         The entry in config.json, which is written next, lists the blocks that are in parts now, and counts parameters
         anew: another layer may have taken the place of one, as `resize_token_embeddings` puts a dense head there.

@@ -1,4 +1,4 @@
-"""The blocks in a state dict to be saved: in the form of a file, and in int8 only where that loses nothing."""
+"""The blocks in a state dict to be saved: in the form of a file, in int8 where they are so up to rounding."""
 
 import warnings
 from collections.abc import Mapping

@@ -5,6 +5,7 @@ ones.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -81,6 +82,11 @@ class Slr:
     def parameters(self) -> int:
         """Parameters as the paper counts them: rank·(n + m) + nnz."""
         return self.rank * sum(self.shape) + self.nnz
+
+    @property
+    def least_parameters(self) -> int:
+        """The fewest numbers that hold the matrix: `parameters`, or n·m dense."""
+        return min(self.parameters, prod(self.shape))
 
     def cut(self, rank: int, nnz: int) -> "Slr":
         """Keep the `rank` largest singular values and the `nnz` largest entries."""

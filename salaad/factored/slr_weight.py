@@ -14,7 +14,7 @@ from salaad.common.errors import UserError
 from salaad.factored import cpu_kernels, int8, operators, packing
 from salaad.factored.autocast import without_autocast
 from salaad.factored.cached_sparse import CachedSparse
-from salaad.factored.computed_weight import ComputedWeight
+from salaad.factored.computed_weight import REFUSED, ComputedWeight
 from salaad.factored.slr import Slr
 from salaad.factored.slr_tensors import SlrTensors, column_dtype, columns_in, positions, stored_columns
 
@@ -253,6 +253,16 @@ class SlrWeight(nn.Module):
         self.unpack()  # transformers reads a weight of GPT-2 before it calls the hook that unpacks
         with without_autocast(self.U.device):
             return operators.dense(*self._tensors).as_subclass(ComputedWeight)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        raise UserError(REFUSED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter to the layer; a UserError for its weight, or what pruning makes of it."""
+        if name == "weight" or isinstance(param, ComputedWeight):
+            raise UserError(REFUSED)
+        super().register_parameter(name, param)
 
     def float_weight(self) -> Tensor:
         """U·V + S (n×m), summed in float32, or in float64 where that is the layer's dtype."""

@@ -109,11 +109,12 @@ def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: in
     rows = []
     for share, budget in budgets_of(measured):
         by_probes = {name: cuts[name, PARTS[i]] for name, i in dealt(probes, budget - deployment.fixed).items()}
-        by_energy = deployment.cut(Variant(f"{budget}@energy", budget, None, ALTERNATIONS))
+        variant = Variant(f"{budget}@energy", budget, None, ALTERNATIONS)
+        by_energy = deployment.cut(variant)
         row = {"model": label, "share": share}
         for way, parts in (("energy", by_energy), ("probes", by_probes)):
             row[way] = math.exp(loss(parts, evaluation.batches()))
-            row[f"{way}_parameters"] = deployment.parameters(parts)
+            row[f"{way}_parameters"] = deployment.parameters(parts, variant)
         rows.append(row)
         print(row, flush=True)
     return rows

@@ -251,7 +251,7 @@ def elastic(runs, tmp_path_factory) -> Path:
 def test_a_size_that_an_elastic_folder_does_not_hold_is_refused_alike_in_three_ways(elastic, tmp_path):
     """from_pretrained, evaluate.py and compress.py print the same sentence, and the size that it proposes opens."""
     entry = json.loads((elastic / "config.json").read_text())["quantization_config"]
-    largest = entry["fixed"] + sum(rank * (n + m) + nnz for n, m, rank, nnz in entry["blocks"].values())
+    largest = entry["fixed"] + sum(min(n * m, rank * (n + m) + nnz) for n, m, rank, nnz in entry["blocks"].values())
 
     def three_ways(budget: int) -> set[str]:
         with pytest.raises(UserError) as caught:
@@ -267,7 +267,7 @@ def test_a_size_that_an_elastic_folder_does_not_hold_is_refused_alike_in_three_w
         return f"{count / 1000:.3f}".rstrip("0").rstrip(".") + "K"
 
     most, floor = in_thousands(largest), in_thousands(entry["fixed"])
-    [above], [below] = three_ways(largest + 1), three_ways(entry["fixed"] - 1)
+    [above], [below] = three_ways(max(largest, entry["dense"]) + 1), three_ways(entry["fixed"] - 1)
     assert above.endswith(f"is above the {most} that the folder holds; give {most} or less")
     assert below.endswith(f"is below the floor of {floor} (the parts that are never compressed); give {floor} or more")
     for held in (most, floor):
@@ -276,7 +276,14 @@ def test_a_size_that_an_elastic_folder_does_not_hold_is_refused_alike_in_three_w
 
 
 @pytest.mark.parametrize(
-    ("budget", "words"), [("0", "less than 1 parameter"), (-1, "less than 1 parameter"), ("half", "is no number")]
+    ("budget", "words"),
+    [
+        ("0", "less than 1 parameter"),
+        (-1, "less than 1 parameter"),
+        ("half", "is no number"),
+        ("K", "budget 'K' is no number"),
+        (1.5, "budget '1.5' is neither a fraction up to 1 nor a whole number of parameters"),
+    ],
 )
 def test_a_budget_that_is_no_size_is_refused(elastic, budget, words):
     with pytest.raises(UserError, match=words):

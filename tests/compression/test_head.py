@@ -57,7 +57,7 @@ def test_a_budget_below_the_head_and_all_else_that_is_dense_can_be_had(runs, tmp
     arguments = ("compress.py", "--checkpoint", runs / "salaad", "--output", tmp_path / "refused", "--lm_head=false")
     said = refused(*arguments, "--budget", floor - 1)
     assert "is below the floor of" in said and said.endswith(
-        " or more, or split the head too (--lm-head, or BUDGET@energy+head)"
+        " or more, or split the head too (compress.py --lm-head true, evaluate.py BUDGET@energy+head)"
     )
     compress(runs / "salaad", tmp_path / "made", budget=floor // 2, dtype="float32")
     model = open_folder(tmp_path / "made")

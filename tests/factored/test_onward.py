@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
@@ -210,6 +211,26 @@ def test_nothing_is_written_into_a_computed_weight(write):
     assert nn.Parameter(weight.detach()).requires_grad
     compiled = torch.compile(lambda x: x @ layer.weight.T, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 5)), torch.ones(2, 5) @ weight.T)
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(6, 5))),
+        lambda layer: setattr(layer, "weight", torch.zeros(6, 5)),
+        lambda layer: layer.register_parameter("weight", None),
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+)
+def test_no_other_weight_takes_the_place_of_a_computed_one(replaced):
+    layer = SlrLinear.from_slr(parts(6, 5, 2, 9))
+    before = layer.weight
+    with pytest.raises(UserError, match="computed from U, V and S"):
+        replaced(layer)
+    assert torch.equal(layer.weight, before) and {"U", "V", "S_values"} == {
+        name for name, _ in layer.named_parameters()
+    }
+    assert "weight_orig" not in vars(layer)
 
 
 # ---- torch.compile and torch.export

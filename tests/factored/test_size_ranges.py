@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,22 @@ def test_no_range_holds_more_than_sizes_below_the_next_need(ranges):
     entry, record = (json.loads((ranges / name).read_text()) for name in ("config.json", "compression.json"))
     entry = entry["quantization_config"]
     assert entry["format"] == 2 and [one["below"] for one in entry["smaller"]] == record["ranges_from"][:-1]
-    held = entry["fixed"] + sum(rank * (n + m) + nnz for n, m, rank, nnz in entry["blocks"].values())
-    assert record["parameters"][1] == held
+    shapes = {name: sizes[:2] for name, sizes in entry["blocks"].items()}
+
+    def numbers_of(blocks: dict[str, list[int]]) -> dict[str, int]:
+        return {name: rank * sum(shapes[name]) + nnz for name, (rank, nnz) in blocks.items()}
+
+    def at_most_dense(numbers: dict[str, int]) -> int:
+        return sum(min(number, prod(shapes[name])) for name, number in numbers.items())
+
+    whole = numbers_of({name: sizes[2:] for name, sizes in entry["blocks"].items()})
+    assert record["parameters"][1] == entry["fixed"] + at_most_dense(whole)
+    held = entry["fixed"] + sum(whole.values())
     for one in entry["smaller"]:
-        shapes = {name: sizes[:2] for name, sizes in entry["blocks"].items()}
-        units = sum(rank * sum(shapes[name]) + nnz for name, (rank, nnz) in one["blocks"].items())
+        numbers = numbers_of(one["blocks"])
         largest = max(map(sum, shapes.values()))
-        assert one["below"] - largest <= entry["fixed"] + units < one["below"]
-        held += units
+        assert one["below"] - largest <= entry["fixed"] + at_most_dense(numbers) < one["below"]
+        held += sum(numbers.values())
     assert record["numbers_stored"][1] == held
     tensors = load_file(ranges / "model.safetensors")
     assert held == sum(
