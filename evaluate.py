@@ -144,10 +144,11 @@ def rpca_statistics(options: RpcaOptions, source: ModelOnDisk) -> None:
     """Print the rank and density that robust PCA finds in the weights and in noise of the same shapes."""
     entry = getattr(source.folder.config, "quantization_config", None)
     if is_fixed_size(entry) or is_any_size(entry):
-        raise UserError(
-            f"{source.name} is stored in parts, of which robust PCA would see the dense weights alone; give the dense "
-            "model it was made of"
-        )
+        activation = entry.get("activation")
+        why = "of which robust PCA would see the dense weights alone; give the dense model it was made of"
+        if activation is not None:
+            why = f"with a {activation} between the factors, so no weight is there to split; give another model"
+        raise UserError(f"{source.name} is stored in parts, {why}")
     path = result_file(source, options, "rpca")
     model = source.folder.load(torch.float32, best_device())
     blocks = find_blocks(model, SalaadConfig(roles=options.roles, embedding=options.embedding))

@@ -344,6 +344,10 @@ def test_factors_with_an_activation_stay_what_they_are(tmp_path, monkeypatch, fi
     for how in (("--format", "dense"), ("--budget", "35000"), ("--rpca",), fitted):
         with pytest.raises(UserError, match=r"silu between (their factors|the factors of its layers)"):
             run_compress(monkeypatch, "--checkpoint", folder, "--output", tmp_path / "other", *how)
+    with pytest.raises(
+        UserError, match=r"with a silu between the factors, so no weight is there to split; give another"
+    ):
+        run_evaluate(monkeypatch, "rpca", "--checkpoint", folder, "--output", tmp_path)
     small.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(small(ids).logits, again(ids).logits)
