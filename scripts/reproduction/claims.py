@@ -60,8 +60,8 @@ class Claim:
         judge: function from the results of these items to numbers.
         beside: names of experiments that explain the outcome; if measured, their numbers are listed after the others.
         compared: function from comparisons at a scale to numbers, for where an item is missing.
-        prefers_comparisons: whether numbers from comparisons, whose learning rates were searched, decide where both
-            are there.
+        prefers_comparisons: whether numbers from comparisons decide where both are there, as their trainings have
+            better learning rates.
     """
 
     name: str
@@ -174,8 +174,8 @@ CLAIMS = (
         "beyond the paper",
         "A model trained as in the paper and cut is better than a dense model trained at that size on the same tokens.",
         "perplexity of the cut (by energy with weighted entries, refined, the head left dense) below that of the dense "
-        "model at every budget below L + S; seed 0; where compare_elastic.py has trained both, "
-        "with learning rates that were searched for them, else with the scale's own",
+        "model at every budget below L + S; seed 0; of trainings of compare_elastic.py where there are any, with a "
+        "learning rate of their own for the projections, else of trainings with the scale's one rate",
         "no small dense model was trained",
         ("one_training",),
         deployment_judges.against_small_dense,

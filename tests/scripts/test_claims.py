@@ -383,7 +383,7 @@ def test_small_dense_models_of_the_comparison_decide_where_the_item_is_missing(t
     assert compared(tmp_path, hpa=[40, 50, 55, 59], energy=[40, 50, 55, 59]).answer == "not measured"
 
 
-def test_small_dense_models_with_searched_rates_decide_where_both_are_there(judged, rows, tmp_path):
+def test_small_dense_models_of_the_comparison_decide_where_both_are_there_too(judged, rows, tmp_path):
     assert judged(rows)["against_small_dense"].agrees is True
     lost = compared(tmp_path, cut=[40, 50, 55, 61])
     assert lost.agrees is False and not any("0.90 M" in name for name in ours(lost))
