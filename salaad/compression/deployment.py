@@ -25,7 +25,7 @@ from salaad.runs.model_on_disk import ModelOnDisk
 
 
 class OpenedVariant(NamedTuple):
-    """An opened variant: its model, the parameters by the paper's count, and the κ that its cut amounts to, if any."""
+    """An opened variant: its model, its parameters as the allocation counts, the κ that its cut amounts to, if any."""
 
     model: PreTrainedModel
     parameters: int
@@ -37,7 +37,7 @@ class SizedModel(NamedTuple):
 
     Args:
         model: the model, with its blocks as U·V + S wherever that is smaller in a file, or all dense.
-        parameters: the parameters by the paper's count.
+        parameters: the parameters as the allocation counts: HPA as the paper, energy no block as more than dense.
         blocks: number of blocks that were cut; of a MatFormer, of feed-forward layers.
         kappa: the κ that the cut amounts to, if any.
         note: a sentence for the user that replaces the one on how many blocks are stored in parts.

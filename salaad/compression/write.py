@@ -37,7 +37,7 @@ class FolderContent:
 
     Args:
         save: writes the weights and config.json into a folder.
-        parameters: the parameters by the paper's count.
+        parameters: the parameters as the allocation counts.
         numbers: floating-point numbers stored.
         bytes_in_memory: bytes of the opened model's weights.
         blocks: number of blocks.

@@ -55,7 +55,7 @@ class SlrConfig(FolderEntry):
     Args:
         blocks: name → [rank, nnz] of the blocks stored as U·V + S.
         parameters: number of parameters of the whole model by the paper's count, in which a block of U·V + S counts as
-            such even if it is stored dense.
+            such even if it is stored dense; in a cut by energy no block counts more than it has dense.
         numbers: how U, V and the values of S are stored: `float`, in the dtype of the model, or `int8` with scales.
         activation: the activation between the two factors of every block, for models trained with one; else None.
         format: version of the format; unless given, `WITH_ACTIVATION` if there is an activation, else `FORMAT_VERSION`.
