@@ -5,8 +5,8 @@ one entry s of its S, which costs one parameter and has the value s². All units
 order of value per parameter, and a budget keeps the first ones: so a smaller budget keeps a subset of what a larger one
 keeps, and κ is a result, not a setting.
 
-No block costs more than the n·m parameters that it has dense: one whose first units would cost as much is stored dense,
-and so keeps all of its units. The others share what it does not take.
+No block costs more than the n·m parameters that it has dense: one whose first units would cost as much counts as dense,
+and keeps all of its units. The others share what it does not take.
 
 Values per parameter are compared by their leading five bits, in steps of 3 to 6 %; among equals the earlier block comes
 first. So a table with a few hundred rows, which a file can hold, determines exactly what any budget keeps.
@@ -65,7 +65,7 @@ class UnitQueue:
 
     @property
     def numbers(self) -> int:
-        """Numbers in which all units are stored."""
+        """Parameters of all units together as the paper counts them, which are the numbers in an elastic folder."""
         return int((self.counts.sum(0) * self._unit_costs).sum())
 
     @property
@@ -92,12 +92,14 @@ class UnitQueue:
 
     def first_stored(self, most: int) -> "UnitQueue":
         """Return the longest prefix of the queue that is stored in at most `most` numbers."""
-        return self if self.numbers <= most else self._prefix(most, torch.full_like(self._dense, self.numbers + 1))
+        unlimited = torch.full_like(self._dense, self.numbers + 1)
+        return self if self.numbers <= most else self._prefix(most, unlimited)
 
     def _prefix(self, most: int, limit: Tensor) -> "UnitQueue":
-        """Return the longest prefix that costs at most `most`, less than all, where no block costs more than `limit`.
+        """Return the longest prefix that costs at most `most`, where no block costs more than `limit`.
 
-        A block whose units in the prefix cost as much as its limit keeps all of its units.
+        With it come all units of blocks whose units in the prefix cost as much as their limit. `most` has to be below
+        the cost of all units.
         """
         unit = self._unit_costs
         spent = (self.counts * unit).sum(-1).cumsum(0)
@@ -130,6 +132,8 @@ def _level(values: Tensor, cost: int) -> Tensor:
 
 def allocate_by_energy(spectra: Spectra, *, most: int) -> Kept:
     """Ranks and entries to keep so that the blocks have at most `most` parameters, and less than one unit fewer.
+
+    All are kept if they have no more.
 
     Args:
         spectra: name → (n, m, singular values of L, entries of S or their magnitudes).

@@ -157,6 +157,7 @@ def measure_all(items: list[Item], scale: Scale, again: bool) -> list[str]:
             problems.append(f"{item.name} lacks {', '.join(run.name(scale) for run in left)}")
             continue
         try:
+            item.require_second_text(scale)
             result = item.write(scale)
         except UserError as error:
             problems.append(f"{item.name}: {error}")
@@ -214,8 +215,6 @@ def main() -> None:
         raise UserError(f"no item is given; give all, or any of {', '.join(item.name for item in ITEMS)}")
     launcher = asked_launcher(options.launcher)
     items = items if options.again else left_to_do(items, scale, quiet=options.launcher == "print")
-    for item in items:
-        item.require_second_text(scale)
     runs = distinct((run for item in items for run in item.missing(scale, options.again)), scale)
     if options.launcher == "print":
         print("\n".join(shlex.join(["accelerate", "launch", *run.command(scale)]) for run in runs))

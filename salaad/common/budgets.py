@@ -77,17 +77,22 @@ def fit(blocks: Blocks, *, fixed: int, budget: int, kappa: float) -> Kept:
     return allocate(blocks, remove=to_remove(blocks, fixed=fixed, budget=budget), kappa=kappa)
 
 
-def to_remove(blocks: Blocks, *, fixed: int, budget: int, or_else: str = "") -> int:
+def to_remove(blocks: Blocks, *, fixed: int, budget: int) -> int:
     """C of eq. 8: parameters that the blocks have to lose so that the whole model has at most `budget`.
 
-    `fixed` parameters are never compressed; `or_else` adds another cure than a larger budget to the error.
+    `fixed` parameters are never compressed.
 
     Raises:
         UserError: the budget is below `fixed`.
     """
+    require_floor(fixed, budget)
+    return max(0, fixed + parameters(blocks) - budget)
+
+
+def require_floor(fixed: int, budget: int, or_else: str = "") -> None:
+    """Raise a UserError if a budget is below the parameters that are never compressed; `or_else` adds another cure."""
     if budget < fixed:
         raise UserError(
             f"budget {format_count(budget, up=False)} is below the floor of {format_count(fixed)} (the parts that are "
             f"never compressed); give {format_count(fixed)} or more{or_else}"
         )
-    return max(0, fixed + parameters(blocks) - budget)

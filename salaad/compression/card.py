@@ -131,7 +131,7 @@ def history(name: str, kind: str, activation: str | None, options: CompressOptio
     if options.elastic:
         ranges = f" in each of {len(variants)} ranges of sizes" if len(variants) > 1 else ""
         fitted = options.match or options.distill
-        most = "as many units as X has parameters for" if fitted else "all units"
+        most = "about as many units as X has parameters for" if fitted else "all units"
         cut = f"{most} are kept, in one order by energy per parameter{ranges}, and a size reads the first of them"
     elif variant.budget is None:
         cut = "all of L + S is kept"

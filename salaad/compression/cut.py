@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from salaad import hpa
-from salaad.common.budgets import fit, to_remove
+from salaad.common.budgets import fit, require_floor
 from salaad.compression.refinement import refine
 from salaad.compression.sensitivity import ErrorWeights
 from salaad.compression.split import Make, Parts, with_bar
@@ -140,8 +140,8 @@ def spectra(parts: Parts) -> Spectra:
 
 def parameters_of(parts: Parts, variant: Variant) -> int:
     """Return the parameters of blocks: as the paper counts them, or at most n·m each of a cut by energy."""
-    by_energy = variant.budget is not None and variant.kappa is None
-    return sum(slr.least_parameters if by_energy else slr.parameters for slr in parts.values())
+    capped = variant.capped or (variant.budget is not None and variant.kappa is None)
+    return sum(slr.least_parameters if capped else slr.parameters for slr in parts.values())
 
 
 def shapes(parts: Parts) -> dict[str, tuple[int, int]]:
@@ -163,7 +163,7 @@ def _smaller(whole: Whole, parts: Parts, variant: Variant, collect: Collect) -> 
     if variant.kappa is not None:
         kept = fit(blocks, **limits, kappa=variant.kappa)
     else:
-        to_remove({}, **limits)  # raises where the budget is below the floor
+        require_floor(**limits)
         kept = allocate_by_energy(spectra(parts), most=variant.budget - whole.fixed)
     small = {name: slr.cut(*kept[name]) for name, slr in parts.items()}
     if not variant.refine:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from salaad.common.budgets import format_count, to_remove
+from salaad.common.budgets import format_count, require_floor
 from salaad.common.errors import UserError
 from salaad.compression.calibration import CalibrationText, kept_moments, second_moments_of_text
 from salaad.compression.cut import Collect, Whole, all_sizes, cut, parameters_of, sizes, without_saving
@@ -146,7 +146,7 @@ class CheckpointDeployment(Deployment):
                     if whole and self._names
                     else ""
                 )
-                to_remove({}, fixed=self.fixed, budget=variant.budget, or_else=cure)  # raises an error with the floor
+                require_floor(self.fixed, variant.budget, cure)
 
     def of(self, variant: Variant) -> "CheckpointDeployment":  # noqa: D102
         if not variant.head:
@@ -200,7 +200,7 @@ class CheckpointDeployment(Deployment):
         if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
             return Variant("X")  # the folder as it is, dense again or in another dtype
         if budget is None:
-            return Variant("L+S", refine=refine, calibrated=calibrated)
+            return Variant("L+S", refine=refine, calibrated=calibrated, capped=options.by_energy)
         kappa = None if options.by_energy else options.kappa or 0.0  # if it is not given, until it is settled
         return Variant(self._cut_to(options.budget, kappa), budget, kappa, refine, calibrated)
 
@@ -212,7 +212,7 @@ class CheckpointDeployment(Deployment):
         if variant.budget is None:
             return variant
         if variant.budget >= self.whole.parameters(variant):
-            return replace(variant, refine=0) if options.elastic else Variant("L+S")
+            return replace(variant, refine=0) if options.elastic else Variant("L+S", capped=options.by_energy)
         if options.kappa is not None or options.by_energy:
             return variant
         # Rounded, so that the name holds all digits of κ, and asking for the name gives the same cut.

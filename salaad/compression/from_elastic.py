@@ -81,10 +81,8 @@ class ElasticDeployment(Deployment):
         model = self.source.folder.load(dtype, best_device(), variant.budget)
         index, kept = self._kept(variant)
         blocks = {name: tuple(sizes) for name, sizes in self.entry.ranges[index].items()}
-        if variant.budget is None:
-            yield OpenedVariant(model, self.fixed + hpa.parameters(blocks), None)
-        else:
-            yield OpenedVariant(model, self.fixed + least_parameters(blocks, kept), implied_kappa(blocks, kept))
+        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
+        yield OpenedVariant(model, self.fixed + least_parameters(blocks, kept), kappa)
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:
         """Return the model of the variant's size, with blocks in parts, or dense if not `factored`."""

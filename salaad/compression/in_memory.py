@@ -67,7 +67,7 @@ def compress(
     salaad.require_same_ranks()
     _check(salaad.model, budget, kappa, refine, lm_head)
     dense = count_parameters(salaad.model)
-    variant = Variant("L+S")
+    variant = Variant("L+S", capped=kappa is None)
     if budget is not None:
         alternations = (ALTERNATIONS if kappa is None else 0) if refine is None else refine
         variant = Variant(str(budget), parse_budget(str(budget), dense), kappa, alternations)
@@ -95,8 +95,7 @@ def compress(
 
 def _spared(salaad: Salaad) -> int:
     """Return how many parameters of X the trained L + S of all ranks spare, in the blocks where they are fewer."""
-    shapes = ((s.T.shape, s.rank, s.nnz) for s in salaad.surrogates.values())
-    mine = sum(max(0, math.prod(shape) - rank * sum(shape) - nnz) for shape, rank, nnz in shapes)
+    mine = sum(max(0, surrogate.T.numel() - surrogate.parameters) for surrogate in salaad.surrogates.values())
     return sum(distributed.gather(mine))
 
 

@@ -23,6 +23,7 @@ class Variant:
         stored: take a size that the folder already holds: the first units of an elastic folder, or a width of a
             MatFormer.
         head: LM head and embedding are cut too, where training left them whole.
+        capped: count no block of L+S as more than dense, as cuts by energy do.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Variant:
     calibrated: bool = False
     stored: bool = False
     head: bool = False
+    capped: bool = False
 
     def fitted(self, refine: int, calibrated: bool) -> "Variant":
         """Return the variant with this refinement and calibration; X and L+S, which are not cut, stay as they are."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from salaad.common.budgets import format_count
 from salaad.common.formats import markdown_table, millions
 from salaad.compression.variants import Variant
+from salaad.evaluation.tables import keeps_all
 from salaad.evaluation.variant_perplexity import VariantEvaluation
 
 Row = Mapping[str, Any]
@@ -83,8 +84,8 @@ def ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _cell(row: Row, X: Row, whole: Row) -> str:
-    everything = ", all" if row["parameters"] == whole["parameters"] else ""
+def _cell(row: Row, X: Row) -> str:
+    everything = ", all" if keeps_all(row) else ""
     return f"{row['perplexity']:.2f} ({row['perplexity'] / X['perplexity'] - 1:+.1%}{everything})"
 
 
@@ -97,10 +98,10 @@ def ways_table(rows: Mapping[str, Sequence[Row]]) -> str:
     names = list(dict.fromkeys(name for mine in cut.values() for name in mine))
     lines = []
     for label, mine in cut.items():
-        X, whole = (next(row for row in rows[label] if row["variant"] == name) for name in ("X", "L+S"))
+        X = next(row for row in rows[label] if row["variant"] == "X")
         for budget in sorted({row["budget"] for cells in mine.values() for row in cells}, reverse=True):
             cells = {name: row for name, some in mine.items() for row in some if row["budget"] == budget}
-            shown = [_cell(cells[name], X, whole) if name in cells else "–" for name in names]
+            shown = [_cell(cells[name], X) if name in cells else "–" for name in names]
             lines.append((label, f"{X['perplexity']:.2f}", millions(budget), *shown))
     return markdown_table(("model", "X", "budget", *names), lines)
 

@@ -24,10 +24,15 @@ def perplexity_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     table = markdown_table(("variant", "PPL", "PRM", "κ", "tokens", "dtype"), lines)
-    trained = next((row["parameters"] for row in rows if row["variant"] == "L+S"), None)
-    whole = ", ".join(row["variant"] for row in rows if row["budget"] and row["parameters"] == trained)
+    has_parts = any(row["variant"] == "L+S" for row in rows)
+    whole = ", ".join(row["variant"] for row in rows if has_parts and keeps_all(row))
     note = f"\n\nThe budget of {whole} is at or above L + S, so L + S is kept as it is." if whole else ""
     return f"{rows[0]['model']}, validation text: {rows[0]['text']}\n\n{table}{note}"
+
+
+def keeps_all(row: Mapping[str, Any]) -> bool:
+    """Whether the budget of a variant of a model with L + S is at or above these, so that nothing was cut."""
+    return row["budget"] is not None and row["implied_kappa"] is None
 
 
 def _fit(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from salaad.common.budgets import format_count, parse_budget, to_remove
+from salaad.common.budgets import format_count, parse_budget, require_floor
 from salaad.common.errors import UserError
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.checked_quantizer import CheckedQuantizer, FolderEntry
@@ -134,10 +134,10 @@ class ElasticConfig(FolderEntry):
         queue = self.queue(file.unit_counts(index), index)
         if budget is None:
             return index, queue.units()
-        to_remove({}, fixed=self.fixed, budget=budget)  # raises where the budget is below the floor
+        require_floor(self.fixed, budget)
         largest = self.fixed + queue.parameters
-        # Units are taken whole, so a folder fitted up to the size of the dense model may end a unit below that size.
-        if budget > max(largest, self.dense) and not index:
+        # All sizes up to that of the dense model are there, also where the units have fewer parameters.
+        if budget > self.dense and not index:
             raise UserError(
                 f"budget {format_count(budget)} is above the {format_count(largest, up=False)} that the folder holds; "
                 f"give {format_count(largest, up=False)} or less"
@@ -179,8 +179,6 @@ class ElasticQuantizer(CheckedQuantizer):
             self._blocks = {
                 own: file.units(index, name, entry.blocks[name][:2], *kept[name]) for own, name in inside.items()
             }
-            counted = (slr.parameters if budget is None else slr.least_parameters for slr in self._blocks.values())
-            self._parameters = entry.fixed + sum(counted)
             self._vectors = {own: file.vector(index, name) for own, name in self._fitted(model, index).items()}
         self._modules = {name: model.get_submodule(name) for name in self._blocks}
         always = always_dense(model)
@@ -215,12 +213,13 @@ class ElasticQuantizer(CheckedQuantizer):
             if takes_dense_form(outline, outline.U.element_size()):
                 put_dense(model, name, module)
         close_stacks(model)
+        parameters = self.quantization_config.fixed + sum(slr.least_parameters for slr in self._blocks.values())
         for name, vector in self._vectors.items():
             model.get_parameter(name).data.copy_(vector)
         del self._blocks, self._modules, self._vectors
         self.remove_quantization_config(model)
         # In memory the model is one of a fixed size, or an ordinary one.
-        mark_factored(model, self._parameters) if slr_modules(model) else mark_dense(model)
+        mark_factored(model, parameters) if slr_modules(model) else mark_dense(model)
         return model
 
     def _check_units(self, model: PreTrainedModel, inside: Mapping[str, str], headers: Headers) -> int:

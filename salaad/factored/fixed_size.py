@@ -93,7 +93,7 @@ class SlrQuantizer(CheckedQuantizer):
     FORMAT_VERSIONS = (FORMAT_VERSION, WITH_ACTIVATION)
     # Name → layer of the usual kind, for each block that may become dense in memory.
     _may_be_dense: Mapping[str, nn.Module] = MappingProxyType({})
-    _spared = 0  # how many parameters of dense blocks the paper does not count
+    _spared = 0  # by how much the numbers stored exceed the parameters as they are counted
     _given: Mapping[str, Tensor] | None = None  # the state dict that `save_pretrained` was given
 
     def _process_model_before_weight_loading(
@@ -386,7 +386,7 @@ def mark_factored(model: nn.Module, parameters: int, in_int8: bool = False) -> N
 
     Args:
         model: a model with such layers; only one of transformers gets the quantizer.
-        parameters: number of parameters of the whole model by the paper's count.
+        parameters: number of parameters of the whole model, counted as in `SlrConfig`.
         in_int8: whether to store U, V and the values of S as int8.
     """
     stored = slr_modules(model)

@@ -85,7 +85,7 @@ class Slr:
 
     @property
     def least_parameters(self) -> int:
-        """The fewest numbers that hold the matrix: `parameters`, or n·m dense."""
+        """`parameters`, or the n·m of the dense matrix if they are fewer."""
         return min(self.parameters, prod(self.shape))
 
     def cut(self, rank: int, nnz: int) -> "Slr":

@@ -84,7 +84,8 @@ def others(results: Path) -> str | None:
         for method in costs
         if trainings.seeds(dense := Model(f"dense, as {method}"))
     ]
-    return f"**Other methods** after as many tokens: {', '.join(named)} ({FIRST})."
+    better = f"none is {LEVEL:.0%} better than full-rank training: " if min(costs.values()) > -LEVEL else ""
+    return f"**Other methods** after as many tokens: {better}{', '.join(named)} ({FIRST})."
 
 
 def many_sizes(results: Path) -> str | None:
@@ -121,9 +122,10 @@ def trained_small(results: Path) -> str | None:
     whole, *small = (trainings.operations(model.label) for model in (FULL_RANK, *dense))
     if None in (whole, *small) or not trainings.seeds(FULL_RANK, *dense, *cuts):
         return None
-    advice = _advice(
-        [trainings.over(ours, theirs) for ours, theirs in zip(cuts, dense, strict=True)], "a dense model of that size"
-    )
+    differences = [trainings.over(ours, theirs) for ours, theirs in zip(cuts, dense, strict=True)]
+    advice = f"train {_advice(differences, 'a dense model of that size')}"
+    if max(differences) <= -LEVEL:
+        advice = "cut a large model, as for many sizes, instead of training a small one"
     reached = " and ".join(_with_others(trainings, model) for model in dense)
     operations = " and ".join(f"{one / whole:.0%}" for one in small)
     of_bytes = (
@@ -131,14 +133,18 @@ def trained_small(results: Path) -> str | None:
         for one, cut in zip(dense, cuts, strict=True)
     )
     return (
-        f"**One size, known beforehand**: train {advice}. Dense models trained at half and at a fifth are {reached}, "
-        f"for {operations} of the large one's operations, and have {' and '.join(f'{of:.0%}' for of in of_bytes)} of "
-        f"the bytes of SALAAD's cuts without text, which store positions too ({FIRST})."
+        f"**One size, known beforehand**: {advice}. Dense models trained at half and at a fifth are {reached} after as "
+        f"many tokens, for {operations} of the large one's operations, and have "
+        f"{' and '.join(f'{of:.0%}' for of in of_bytes)} of the bytes of SALAAD's cuts without text, which store "
+        f"positions too ({FIRST})."
     )
 
 
 def few_tokens(results: Path) -> str | None:
-    """Return the sentence on nano, which has a twentieth of the tokens; None unless small dense models are better."""
+    """Return the sentence on nano and micro, with a twentieth and a tenth of the tokens.
+
+    None unless small dense models are better at nano.
+    """
     trainings = recorded(results, "nano")
     pairs = [(Model("SALAAD", "cut, head", share), Model(f"dense, {share:g}")) for share in (HALF, FIFTH)]
     found = [trainings.over(*pair) for pair in pairs]
@@ -147,7 +153,23 @@ def few_tokens(results: Path) -> str | None:
     return (
         f"**Few tokens** (1.1 per parameter, nano): train small. SALAAD's cuts to half and to a fifth are "
         f"{found[0]:+.1%} and {found[1]:+.1%} relative to dense models of their sizes ([elastic]"
-        "(elastic/README.md#nano))."
+        f"(elastic/README.md#nano)).{_at_micro(results, pairs)}"
+    )
+
+
+def _at_micro(results: Path, pairs: Sequence[tuple[Model, Model]]) -> str:
+    """Return a sentence, after a space, on the same pairs at micro, and on cuts of a full-rank model; empty if none."""
+    trainings = recorded(results, "micro")
+    cuts = [ours._replace(label=FULL_RANK.label, way="rpca, head") for ours, _ in pairs]
+    small, large = (
+        [trainings.over(ours, other) for (ours, _), other in zip(pairs, others, strict=True)]
+        for others in ([dense for _, dense in pairs], cuts)
+    )
+    if None in (*small, *large):
+        return ""
+    return (
+        f" With 2 per parameter (micro) they are {small[0]:+.1%} and {small[1]:+.1%}, and {large[0]:+.1%} and "
+        f"{large[1]:+.1%} relative to cuts of a full-rank model ([elastic](elastic/README.md#micro))."
     )
 
 

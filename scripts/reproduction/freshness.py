@@ -31,7 +31,9 @@ LEGENDS = {
     UNCOMMITTED: "measured or trained with changes that were not committed",
     OTHERS: "measured on trainings with other settings than the item has now",
 }
-ALL_CHANGED = "Some of the code behind every {} has changed since it was measured."
+ALL_CHANGED = (
+    "Some of the code behind every {} has changed since it was measured, whether or not that would change the numbers."
+)
 
 
 def mark_of(commits: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ from scripts.reproduction.records import shown
 Results = Mapping[str, Mapping[str, Any]]  # item → its result JSON
 Judge = Callable[[Results], list[Number]]
 
-NAMES = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
+NAMES_OF_KNOBS = {"alpha": "Δα", "beta": "Δβ", "rho": "ρ"}
 BLOCKS = ("embedding included", "without the embedding")
 STRUCTURE = ("rank_ratio", "density")
 
@@ -192,10 +192,10 @@ def knobs(results: Results) -> list[Number]:
 
 def _one_apart(rows: Sequence[Row]) -> dict[str, list[tuple[Row, Row]]]:
     """Return Δα, Δβ or ρ → the pairs of rows that differ in this setting alone, the smaller value first."""
-    grid = {tuple(row[knob] for knob in NAMES): row for row in rows}
-    pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in NAMES.values()}
+    grid = {tuple(row[knob] for knob in NAMES_OF_KNOBS): row for row in rows}
+    pairs: dict[str, list[tuple[Row, Row]]] = {name: [] for name in NAMES_OF_KNOBS.values()}
     for one, other in combinations(sorted(grid), 2):
-        differing = [name for name, a, b in zip(NAMES.values(), one, other, strict=True) if a != b]
+        differing = [name for name, a, b in zip(NAMES_OF_KNOBS.values(), one, other, strict=True) if a != b]
         if len(differing) == 1:
             pairs[differing[0]].append((grid[one], grid[other]))
     return pairs

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
+from salaad.common.formats import millions
+from salaad.model.parameters import count_parameters
+from scripts.outlines import outline_of
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import ABOUT as CONCLUDED
 from scripts.reproduction.conclusions import conclusions, recorded
@@ -22,8 +25,6 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "`python scripts/update_results.py` makes this page, the claims and the pages of the scales from the JSON files "
     "under results/, as scripts/reproduce.py does after it has measured; no measured number is typed by hand. Every "
     "item has its command, with which `--again` repeats the measurement.",
-    "nano, nano-20, micro and micro-20 are small models with a text and a length of training (configs/). With -20, "
-    "they see twenty training tokens per parameter; nano sees 1.1 and micro 2.",
     "X stands for the dense weights as trained, L + S for their low-rank plus sparse surrogate, and L̃ + S̃ for that "
     "surrogate cut to a budget of parameters. *Vanilla* is full-rank training without SALAAD; *RPCA* (robust PCA) "
     "splits its weights into L + S after training. κ is the fraction of the removed parameters that is taken from L, "
@@ -48,7 +49,8 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "judged by it: on small dense models, on other methods at nano-20, and on κ* at micro.",
     "On the pages of the scales, cuts by energy weight every entry by the optimizer's second moments. Checkpoints "
     "before commit 42d0652 did not store these moments, so there cuts measured before it weight all entries of a block "
-    "equally. On the elastic page and in the first table, *cut* is the weighted and *energy* the unweighted cut.",
+    "equally. On the pages of the scales *energy* is not refined, and *energy, refined* is what the elastic page and "
+    "the first table call *cut*; what they call *energy* is refined, with equal weights.",
 )
 PAGES = {
     "demo/README.md": "the demo: a model trained and cut in minutes",
@@ -182,11 +184,27 @@ def overview(results: Path, judged: Sequence[Scale], measured: Sequence[Scale]) 
 
 
 def about(scales: Sequence[Scale]) -> list[str]:
-    """Return the paragraphs on how to read the page, of which one names the scales with the embedding in Table 1."""
+    """Return the paragraphs on how to read the page; two of them are made of the scales."""
     within = [scale.name for scale in scales if embedding_is_in_table_1(scale)]
     table = f"; so has Table 1 at {', '.join(within)}" if within else ""
     paper = "The paper's Table 1 leaves it out; its appendix has both."
-    return [*ABOUT, f"*SALAAD, as in the paper* has the embedding among the blocks{table}. {paper}"]
+    first, *others = ABOUT
+    embedding = f"*SALAAD, as in the paper* has the embedding among the blocks{table}. {paper}"
+    return [first, scales_told(scales), *others, embedding]
+
+
+def scales_told(scales: Sequence[Scale]) -> str:
+    """Return a sentence on the parameters, the text and the length of training of each scale."""
+    told = []
+    for scale in scales:
+        train, parameters = scale.config.train, count_parameters(outline_of(scale.config))
+        tokens = train.steps * train.batch * scale.config.data.sequence_length
+        text = "Wikipedia" if scale.text else f"the text {scale.config.data.source}"
+        told.append(
+            f"{scale.name} has {millions(parameters)} parameters and sees {millions(tokens)} tokens of {text}, "
+            f"{tokens / parameters:.2g} per parameter"
+        )
+    return f"{'; '.join(told)} (configs/)."
 
 
 def anchor(heading: str) -> str:
@@ -201,7 +219,11 @@ def page_of(scale: Scale) -> str:
 
 def claims_page() -> str:
     """The claims as Markdown: statement, measure and the paper's numbers of each."""
-    parts = ["# The claims", "[The verdicts](README.md#the-claims-at-a-glance) are on the page of all results."]
+    parts = [
+        "# The claims",
+        "[The verdicts](README.md#the-claims-at-a-glance) are on the page of all results, and so are [the symbols and "
+        "terms](README.md#how-to-read-it).",
+    ]
     for claim in CLAIMS:
         parts += [f"## {claim.name}", f"{claim.statement} ({claim.section})"]
         parts.append(f"- **It agrees if**: {claim.measure}.\n- **The paper**: {claim.paper}.")

@@ -104,7 +104,7 @@ def rows_of(run: Path, split: str | None, head: bool, sequences: int, tokens: in
         for part in PARTS:
             cuts[name, part] = cut_alone(whole, name, round(part * n * m))[name]
             found = loss({name: cuts[name, part]}, training) - dense
-            probes.setdefault(name, []).append((cuts[name, part].parameters, found))
+            probes.setdefault(name, []).append((cuts[name, part].least_parameters, found))
     label = ", ".join([run.name, *([split] if split else []), *["head"] * head])
     rows = []
     for share, budget in budgets_of(measured):

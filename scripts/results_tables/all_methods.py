@@ -88,7 +88,7 @@ def fair_table(
     told = [
         f"After {tokens / 1e6:.1f} M tokens. Compare rows by *over full-rank*: perplexity relative to full-rank "
         f"training, of SALAAD with the same seed, as a mean over the seeds; ± is the root mean square deviation of the "
-        f"seeds from their mean. A figure names its seeds if its row has more.{_how_seeds_differ(rows)}",
+        f"seeds from their mean. A figure over fewer seeds than its row names them.{_how_seeds_differ(rows)}",
         *_models_compared(rows, folder),
         "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
         *copying,
@@ -114,8 +114,9 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
     if folder:
         yield (
             "*Cut* is SALAAD's L + S, cut by energy; *rpca* and *godec* are the full-rank model, split after training "
-            "and cut in the same way; *head*: the LM head is split too; *tuned*: fitted on more text, of SALAAD's cuts "
-            f"or the full-rank model's ([definitions and commands]({folder}README.md))."
+            "and cut in the same way; *hpa*: cut by the paper's rule; *head*: the LM head is split too; *tuned*: "
+            "fitted on more text, of SALAAD's cuts or the full-rank model's; *nested*: MatFormer's narrower models "
+            f"([definitions and commands]({folder}README.md))."
         )
     if "SALAAD, as in the paper" in labels:
         yield (
@@ -250,9 +251,9 @@ def _how_seeds_differ(rows: Sequence[Row]) -> str:
     if len(references) < 2 or all(is_paired(row["label"]) for row in rows):
         return ""
     return (
-        f" ≈: relative to the mean of full-rank training's {named_seeds(references)}, which differ by "
-        f"± {_deviation(references):.1%}, as seeds begin to copy at different times, and other methods or shapes with "
-        "the same seed too; so a row of one seed may be off by as much."
+        f" ≈: relative to the mean of full-rank training's {named_seeds(references)}. These differ by "
+        f"± {_deviation(references):.1%}, as trainings learn to copy at different times, those of other methods and "
+        "shapes too; so a row of one seed may be off by as much."
     )
 
 

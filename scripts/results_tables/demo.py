@@ -28,6 +28,7 @@ Row = Mapping[str, Any]
 
 CUTS = {"full-rank": "rpca, head", "SALAAD": "cut, head"}  # without text, as compress.py cuts unless told otherwise
 FITTED = {"full-rank": "rpca, head, tuned", "SALAAD": "head, tuned"}  # one folder of all sizes
+OF_ONE_FOLDER = (("SALAAD", FITTED["SALAAD"]), ("full-rank", FITTED["full-rank"]))
 ELASTIC = f"results/elastic/README.md#{REPORTED}"
 SHARES = (0.75, 0.5, 0.2)  # of the compressible parameters
 
@@ -51,8 +52,8 @@ def summary_table() -> str:
         lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
     told = (
         "Perplexity relative to full-rank training with the same seed, as means over the seeds (of uncut SALAAD "
-        f"± {_deviation(trainings):.1%}), after 20 training tokens per parameter; lower is better. *Level*: less than "
-        f"{LEVEL:.0%} apart."
+        f"± {_deviation(trainings):.1%}); lower is better. *Level*: less than {LEVEL:.0%} apart. All models saw "
+        f"{rows[0]['text_tokens'] / 1e6:.1f} M tokens of Wikipedia, 20 per parameter of the uncut model."
     )
     if Trainings(rows, not_copied).seeds(FULL_RANK):
         told += f" In parentheses: over the tokens that are not copied; {COPIED}."
@@ -64,8 +65,8 @@ def summary_table() -> str:
     told += (
         " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
         f"alone were cut, but split the LM head too. Small dense models have {rates_of_small(rows)}, "
-        "[searched for them](results/methods/README.md#the-search), copy less from their context, and are compared "
-        "with the mean over the others' seeds. [All sizes, and how they were measured]"
+        "[searched for half and a fifth](results/methods/README.md#the-search), copy less from their context, and are "
+        "compared with the mean over the others' seeds. [All sizes, and how they were measured]"
         f"({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
     )
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
@@ -143,9 +144,20 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
     half, fifth = said
     return (
         f"**Cut to half of the compressible parameters ({parts[0]} of all), SALAAD's model is {half}; cut to a fifth "
-        f"({parts[1]} of all), it is {fifth}; uncut, it is {compared(trainings.over(Model('SALAAD')))} full-rank "
-        "training.**"
+        f"({parts[1]} of all), it is {fifth}{_tuned(trainings)}; uncut, it is "
+        f"{compared(trainings.over(Model('SALAAD')))} full-rank training.**"
     )
+
+
+def _tuned(trainings: Trainings) -> str:
+    """Return what SALAAD's tuned sizes are relative to a full-rank model's, as a part of a sentence; else nothing."""
+    over = [trainings.over(*(Model(label, way, share) for label, way in OF_ONE_FOLDER)) for share in SHARES[1:]]
+    if None in over:
+        return ""
+    half, fifth = map(compared, over)
+    rival = "a full-rank model tuned the same way"
+    sizes = f"{half} {rival} at both sizes" if half == fifth else f"{half} {rival} at half, and {fifth} it at a fifth"
+    return f"; tuned on text, it is {sizes}"
 
 
 def compared(difference: float) -> str:

@@ -1,17 +1,21 @@
 """Blocks that would cost more as L + S than dense, in cuts by energy: dense and whole, against counts by hand."""
 
 import json
+import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from salaad.compression.cut import Whole, all_sizes, cut
 from salaad.compression.variants import Variant
 from salaad.factored.slr import Slr
-from tests.helpers.deploying import compress
+from tests.helpers.deploying import compress, evaluate, rows_of
 from tests.helpers.models import logits, open_folder
+from tests.helpers.training import last_checkpoint
 
+MODEL = "model/model.safetensors"
 LARGE, OTHER, FIXED = (8, 6), (20, 30), 7  # shapes of the blocks, and parameters that are no blocks'
 
 
@@ -84,3 +88,22 @@ def test_no_folder_stores_fewer_numbers_than_it_counts(runs, tmp_path):
         for folder in (next((runs / "salaad" / "checkpoints").glob("*/model")), tmp_path / "cut", tmp_path / "whole")
     )
     assert (small - X).norm() < 1.05 * (l_plus_s - X).norm()
+
+
+def test_a_budget_above_all_of_l_plus_s_is_counted_alike_in_every_way(runs, tmp_path):
+    """In the toy run L + S has more parameters by the paper's count than the dense model."""
+    dense = sum(math.prod(tensor.shape) for tensor in load_file(last_checkpoint(runs / "salaad") / MODEL).values())
+    counted = set()
+    for options in ({"budget": dense}, {}):
+        compress(runs / "salaad", tmp_path / f"{len(options)}", dtype="float32", lm_head="false", **options)
+        counted.add(json.loads((tmp_path / f"{len(options)}" / "compression.json").read_text())["parameters"][1])
+    compress(runs / "salaad", tmp_path / "elastic", dtype="float32", elastic=True)
+    counted.add(json.loads((tmp_path / "elastic" / "compression.json").read_text())["parameters"][1])
+    for folder, variants in ((tmp_path / "elastic", f"{dense},L+S"), (runs / "salaad", f"{dense}@energy")):
+        evaluate("perplexity", folder, tmp_path / folder.name, variants=variants, tokens=500)
+        rows = rows_of(tmp_path / folder.name, "perplexity")
+        counted |= {row["parameters"] for row in rows}
+        assert {row["implied_kappa"] for row in rows} == {None}
+    assert len(counted) == 1 and counted.pop() < dense
+    evaluate("perplexity", runs / "salaad", tmp_path / "paper", variants="L+S", tokens=500)
+    assert rows_of(tmp_path / "paper", "perplexity")[0]["parameters"] > dense

@@ -470,7 +470,8 @@ def test_the_perplexity_of_a_size_is_that_of_the_run_cut_by_energy(runs, elastic
     assert [row["variant"] for row in rows[:3]] == ["L+S", "0.7", "20K"]
     for found, expected in zip(rows[:3], rows[3:], strict=True):
         assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
-        for key in ("parameters", "implied_kappa", "tokens", "budget"):
+        # Of L + S uncut the paper's count has more, where a block has more than dense.
+        for key in ("parameters",) * (found["budget"] is not None) + ("implied_kappa", "tokens", "budget"):
             assert found[key] == expected[key], key
     assert len({row["perplexity"] for row in rows[:3]}) == 3
 

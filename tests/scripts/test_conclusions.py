@@ -82,14 +82,17 @@ def test_both_ways_to_cut_are_compared_on_one_model_of_the_first_scale_that_has_
 def test_other_methods_stand_by_their_whole_trainings_the_best_first(tmp_path):
     rows = [row("full-rank", 0, 50.0), row("galore", 0, 60.0), row("matformer", 0, 51.0)]
     assert said(tmp_path, *rows) == [
-        f"**Other methods** after as many tokens: matformer +2.0%, galore +20.0% ({FIRST})."
+        "**Other methods** after as many tokens: none is 1% better than full-rank training: matformer +2.0%, galore "
+        f"+20.0% ({FIRST})."
     ]
     [found] = said(tmp_path, *rows, row("dense, as galore", 0, 55.0))
     assert "galore +20.0%, a dense model of galore's size +10.0% (" in found
     rows += [row("full-rank", 1, 40.0), row("galore", 1, 56.0)]
     rows[1]["X"]["in_context"], rows[3]["X"]["in_context"] = {"other": [4.0 + log(1.1), 9]}, {"other": [4.0, 9]}
     # Relative to 45, the mean of both seeds; galore's tokens not copied with seed 0, full-rank training's with seed 1.
-    assert "tokens: matformer +13.3%, galore +28.9% (+10.0%) (" in said(tmp_path, *rows)[0]
+    assert "training: matformer +13.3%, galore +28.9% (+10.0%) (" in said(tmp_path, *rows)[0]
+    rows.append(row("lost", 0, 44.0))  # 2 % better than the mean
+    assert "tokens: lost -2.2%, matformer +13.3%, galore" in said(tmp_path, *rows)[0]
 
 
 def test_one_rate_for_all_weights_is_compared_with_the_best_two(tmp_path):
@@ -137,14 +140,15 @@ def test_small_dense_models_stand_beside_cuts_of_their_size_with_what_they_cost(
         return [one | {"costs": {"train": {"operations": costs.get(one["label"])}}} for one in found]
 
     [found] = said(tmp_path, *rows(60.0, 75.0))
-    assert "train SALAAD for both. Dense models trained at half and at a fifth are +20.0% and +50.0%, for 75%" in found
+    assert "known beforehand**: cut a large model, as for many sizes, instead of training a small one. Dense" in found
+    assert "Dense models trained at half and at a fifth are +20.0% and +50.0% after as many tokens, for 75%" in found
     assert "for 75% and 50% of the large one's operations, and have 90% and 90% of the bytes" in found
     [found] = said(tmp_path, *rows(52.5, 50.0))  # SALAAD's cuts have 52.5 and 60
     assert "train either for half, and a dense model of that size for a fifth." in found
     more = rows(60.0, 75.0)
     for one, loss in zip((more[1], *more[4:]), (3.0, 3.0 + log(1.1), 3.0 + log(1.25)), strict=True):
         one["X"]["in_context"] = {"other": [loss, 9]}  # full-rank training's with seed 1, theirs with seed 0
-    assert "a fifth are +20.0% (+10.0%) and +50.0% (+25.0%), for" in said(tmp_path, *more)[0]
+    assert "a fifth are +20.0% (+10.0%) and +50.0% (+25.0%) after as many tokens, for" in said(tmp_path, *more)[0]
 
 
 def test_after_few_tokens_small_models_are_named_where_they_are_better(tmp_path):
@@ -158,6 +162,11 @@ def test_after_few_tokens_small_models_are_named_where_they_are_better(tmp_path)
     (tmp_path / "elastic" / "nano.json").write_text(rows(50.0))
     [found] = said(tmp_path, row("full-rank", 0, 50.0))
     assert "to a fifth are +4.0% and +20.0% relative to dense models of their sizes" in found
+    at_micro = [row("full-rank", 0, 9.0, rpca_head={0.5: 40.0, 0.2: 50.0}), row("dense, 0.5", 0, 52.0)]
+    at_micro += [row("dense, 0.2", 0, 48.0), row("SALAAD", 0, 9.0, cut_head={0.5: 39.0, 0.2: 48.0})]
+    (tmp_path / "elastic" / "micro.json").write_text(json.dumps({"rows": at_micro}))
+    [found] = said(tmp_path, row("full-rank", 0, 50.0))
+    assert "(micro) they are -25.0% and +0.0%, and -2.5% and -4.0% relative to cuts of a full-rank model" in found
     (tmp_path / "elastic" / "nano.json").write_text(rows(51.9))
     assert said(tmp_path, row("full-rank", 0, 50.0)) == []
 

@@ -188,7 +188,7 @@ def test_where_everything_is_older_than_the_code_a_sentence_stands_for_the_marks
     told = ["†: measured before some of the code behind it changed."]
     assert freshness.with_legend([old, new], "row") == ([" †", ""], told)
     [sentence] = (found := freshness.with_legend([old, old], "row"))[1]
-    assert found[0] == ["", ""] and sentence == "Some of the code behind every row has changed since it was measured."
+    assert found[0] == ["", ""] and sentence == freshness.ALL_CHANGED.format("row")
     marks, [first, second] = freshness.with_legend([old, old + dirty], "row")
     assert marks == ["", " ‡"] and first == sentence and second.startswith("‡: measured or trained with changes")
     marks, [first] = freshness.with_legend([dirty, dirty], "row")  # of code that may have changed, or not

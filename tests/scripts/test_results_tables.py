@@ -47,6 +47,7 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
         row("dense, 0.2", 9, 70.0 * 1.125),
     ]
     rows[2]["costs"] = {"train": {"operations": 1e9}, "head, tuned": {"operations": 2.1e8, "bytes": 9}}
+    rows[0]["text_tokens"] = 40.1e6
     for one, loss in ((rows[0], 4.0), (rows[2], 4.01), (rows[5], 4.2)):
         one["X"]["in_context"] = {"other": (loss, 10)}
     (tmp_path / "elastic").mkdir()
@@ -60,6 +61,13 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     assert re.search(f"and {alike} (than|with) {other}cut to a fifth .60 % of all., it is {fifth} than", page)
     assert f"and {alike_too} than {other}uncut, it is {whole} than full-rank training" in page
     assert "for 21% of the training's operations" in page
+    assert "All models saw 40.1 M tokens of Wikipedia, 20 per parameter" in page
+    assert "tuned on text" not in page  # of the full-rank model there is no tuned size
+    for one, tuned in zip(rows[:2], ([50.2] * 3, [50.0, 50.0, 55.0]), strict=True):
+        one["ways"] |= row("", 0, 1.0, rpca_head_tuned=tuned)["ways"]
+    (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
+    told = "tuned on text, it is level with a full-rank model tuned the same way at half, and 4.7 % better than it at"
+    assert told in demo.summary_table()
     assert "dense models have a learning rate of 0.01 (the large model's: 0.005)" in page
     lines = {line[0]: line[2:] for line in cells(page)}
     cut = ["full-rank, cut (2 seeds)", "full-rank, cut, tuned"]
