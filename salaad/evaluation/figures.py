@@ -73,19 +73,22 @@ def elastic_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
     figure, panels = plt.subplots(
         1, len(rows), figsize=(3 + 2.6 * len(rows), 4.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
+    drawn: list[float] = []
     for panel, (label, mine) in zip(panels[0], rows.items(), strict=True):
         whole = {row["variant"]: row for row in mine if row["budget"] is None}
         X = whole["X"]
         for way, cells in ways(mine).items():
             curve = sorted((row["parameters"] / 1e6, row["perplexity"]) for row in (*cells, whole["L+S"]))
             panel.plot(*zip(*curve, strict=True), marker="o", markersize=4, color=f"C{names.index(way)}", label=way)
+            drawn += [perplexity for _, perplexity in curve]
         panel.axhline(X["perplexity"], color="0.3", linewidth=1, linestyle="--", label="X")
+        drawn.append(X["perplexity"])
         panel.set(title=label, xlabel="parameters, millions")
         panel.title.set_fontsize("medium")
     sizes = [row["parameters"] / 1e6 for mine in rows.values() for row in mine if row["variant"] != "L+S"]
     panels[0, 0].set_xlim(0.95 * min(sizes), 1.03 * max(sizes))
     panels[0, 0].set_ylabel("validation perplexity")
-    _from_best_to_fourfold(panels[0, 0], [row["perplexity"] for mine in rows.values() for row in mine])
+    _from_best_to_fourfold(panels[0, 0], drawn)
     _finish(figure, panels[0], path)
 
 
