@@ -40,7 +40,7 @@ class NotFiniteError(UserError):
     def __init__(self, block: str, step: int) -> None:
         super().__init__(
             f"block {block} is not finite at step {step}; go on from the last good checkpoint with a lower learning "
-            "rate or rho_constant"
+            "rate or a weaker pull"
         )
         self.block = block
 

@@ -1,6 +1,5 @@
 """From the command line to a `RunConfig`: `--section.key value` overrides YAML, and every error is one sentence."""
 
-import itertools
 import json
 import re
 import sys
@@ -143,17 +142,19 @@ def _as_options(settings: Mapping[str, Any]) -> list[str]:
 def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words of a command line with the method's own settings added, which later options override.
 
-    The settings override the --config files, which were written for another method, unless a file names this method;
-    then, or without a file, they are returned as defaults of the parser.
+    The settings override the --config files that were written for another method: all before the first that names this
+    method. If there are none, they are returned as defaults of the parser.
 
     Raises:
-        UserError: an option before the last --config would be overridden without a word.
+        UserError: an option before these files would be overridden without a word.
     """
-    last = max((i + (word == "--config") for i, word in enumerate(words) if word.startswith("--config")), default=None)
-    files = [Path(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
-    files += [Path(after) for word, after in itertools.pairwise(words) if word == "--config"]
-    if any(read_plain_yaml(path).get("method") == method for path in files):
-        last = None
+    last = None  # of these files, the place of the last one among the words
+    for i, word in enumerate(words):
+        if word.startswith("--config"):
+            at = i + (word == "--config")
+            if read_plain_yaml(Path(words[at].removeprefix("--config="))).get("method") == method:
+                break
+            last = at
     if last is None:
         return words, dict(table)
     for word in words[:last]:

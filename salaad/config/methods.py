@@ -252,7 +252,7 @@ class LostConfig(MethodConfig):
 
     Args:
         rank: r of the two factors.
-        density: δ, part of the columns that are trained as they are.
+        density: δ, part of the columns that are trained as they are, at least one unless δ is 0.
         gamma: γ, weight of the two factors; the columns have 1 − γ. Ours, as the source does not say it.
         activation: what stands between the two factors; linear makes the layer a low-rank plus a sparse matrix.
     """

@@ -265,7 +265,8 @@ def _language_model(
     batch_size = 8 if batch_size == "auto" and model.device.type == "cpu" else batch_size
     # Given here, as the harness's `evaluate` ignores a batch size given together with a model.
     options = {"batch_size": batch_size, "max_length": max_length, "add_bos_token": False if ends else None}
-    return Model(pretrained=model, tokenizer=tokenizer, **options)
+    # Logits in bfloat16 would be summed in it, which rounds a choice of some hundred tokens to a whole number.
+    return Model(pretrained=model, tokenizer=tokenizer, softmax_dtype="float32", **options)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from salaad.common.hashed_files import write_tensors
 from salaad.config.methods import FullRankConfig, MethodConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
-from salaad.methods.optimizer import build_optimizer, optimizer_class, projection_weights
+from salaad.methods.optimizer import build_optimizer, projection_weights, require_optimizer
 from salaad.methods.work import Work
 from salaad.model.nested_widths import Widths
 from salaad.model.parameters import count_parameters, trained_parameters
@@ -99,7 +99,7 @@ class Method:
     @classmethod
     def check(cls, model: PreTrainedModel, config: RunConfig) -> None:
         """Raise a UserError if the method cannot train `model`, of which only names and shapes are read."""
-        optimizer_class(config.optimizer.name)
+        require_optimizer(config.optimizer)
         if cls.own_projection_rate and config.optimizer.projection_lr != 1:
             raise UserError(
                 f"optimizer.projection_lr is {config.optimizer.projection_lr:g}, but {config.method} has a rate of its "

@@ -8,15 +8,20 @@ drops it there and then fails an assertion of its own). With dropout, several ra
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from salaad.config.methods import LoraConfig
+from salaad.config.run import RunConfig
 from salaad.methods.float32 import at_least_float32, true_float32
 from salaad.methods.low_rank_layers import Factored, LowRankMethod, added, factored_layers
+from salaad.methods.work import Work
 from salaad.model.parameters import count_parameters
+from salaad.spectral.cost import Rates
 
 
 class LoraLinear(Factored):
@@ -59,6 +64,13 @@ class Lora(LowRankMethod):
 
     Settings = LoraConfig
     Layer = LoraLinear
+
+    @classmethod
+    def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:
+        """Return the work of a step, in whose passes W₀ counts two thirds, as it has no gradient of its own."""
+        work = super().work(model, config, ranks, rates)
+        frozen = sum(layer.weight.numel() for layer in factored_layers(model).values())
+        return replace(work, passes=tuple(size - frozen / 3 for size in work.passes))
 
     @classmethod
     def stored(cls, model: nn.Module) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
     y = γ·B·φ(A·x) + (1 − γ)·W_S·x_I
     W₀ = Σ σᵢ·uᵢ·vᵢᵀ;   B (out×r) and A (r×in): the leading r terms, √σ each;
-    I: the ⌊δ·in⌋ columns with the largest norm in what these terms leave of W₀;   W_S (out×|I|): these columns of W₀
+    I: the ⌊δ·in⌋ columns, but at least one, with the largest norm in what these terms leave of W₀
+    W_S (out×|I|): these columns of W₀
 
 No code was released. This is our reading of the paper and of its public reviews: W_S holds columns of W₀ itself, not of
 the remainder; φ is SiLU, or nothing (`activation`), which makes the layer U·V + S. γ, the learning rate and the place
@@ -33,7 +34,7 @@ class LostLinear(SlrFactored):
     def __init__(self, linear: nn.Linear, settings: LostConfig) -> None:
         super().__init__()
         W, r = linear.weight.detach(), settings.rank
-        count = int(settings.density * W.shape[1])
+        count = int(settings.density * W.shape[1]) or int(settings.density > 0)
         if W.is_meta:
             B, A, chosen = W[:, :1].expand(-1, r), W[:1].expand(r, -1), W[0, :count].long()
         else:

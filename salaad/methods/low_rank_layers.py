@@ -125,6 +125,7 @@ class LowRankMethod(Method):
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
+        distributed.barrier()  # reading or decomposing the weights may have taken some ranks longer than a sum may take
         for layer in factored_layers(model).values():
             for places in layer.buffers():  # positions in S: the data-parallel wrapper synchronizes weights alone
                 distributed.broadcast(places, 0)

@@ -77,9 +77,14 @@ class Matformer(Method):
                 "model, or another method"
             )
         if width % times:
+            fewer = max(n for n in range(config.settings.halvings) if width % 2**n == 0)
+            cures = [f"--matformer.halvings {fewer}"] if fewer else []
+            if config.model.path is None:
+                wider = -(-width // times) * times
+                cures += [f"--model.intermediate_size {wider}", "other --model.parameters if it is like another model"]
             raise UserError(
                 f"the feed-forward width {width} cannot be halved {config.settings.halvings} times; give "
-                f"--model.intermediate_size {-(-width // times) * times}, or fewer --matformer.halvings"
+                f"{', or '.join(cures) or 'another model'}"
             )
 
     @classmethod

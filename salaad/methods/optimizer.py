@@ -28,6 +28,16 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[name]
 
 
+def require_optimizer(config: OptimizerConfig) -> None:
+    """Raise a UserError if the optimizer is unknown, or has no weight decay where one is asked for."""
+    accepted = inspect.signature(optimizer_class(config.name)).parameters
+    if config.weight_decay and "weight_decay" not in accepted:
+        raise UserError(
+            f"optimizer.weight_decay is {config.weight_decay:g}, but {config.name} has none; leave it out, or give "
+            "another optimizer.name"
+        )
+
+
 def projection_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the matrices of a model that belong to no embedding, be it of tokens or of positions, nor its LM head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

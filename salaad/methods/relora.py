@@ -46,7 +46,7 @@ class Relora(Lora):
         return optimizer, LambdaLR(optimizer, restarted(cosine, settings.every, settings.rewarmup))
 
     def after_step(self, optimizer: Optimizer, step: int, discarded: Tensor) -> None:  # noqa: D102
-        if step % self.config.settings.every == 0 and step < self.config.train.steps:
+        if step % self.config.settings.every == 0:
             self.merge(optimizer, step)
 
     @torch.no_grad()

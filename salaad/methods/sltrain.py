@@ -84,7 +84,7 @@ class Sltrain(LowRankMethod):
         dense = sum(
             math.prod(layer.shape) - sum(p.numel() for p in (layer.A, layer.B, layer.S_values)) for layer in layers
         )
-        tokens = config.train.micro_batch * config.data.sequence_length
+        tokens = min(config.train.micro_batch, config.train.batch // ranks) * config.data.sequence_length
         product = config.settings.rank * sum(math.prod(layer.shape) for layer in layers) / tokens
         whole = (count_parameters(model) + dense + product,)
         return replace(work, passes=whole, variants=whole)

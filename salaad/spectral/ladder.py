@@ -23,13 +23,16 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E). A proximal operato
 To first order the error is smaller. E maps out of the span of all Ritz vectors, kept or not. If Z has no singular value
 above s outside that span, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) times its length, so vectors
 near the threshold, which a filter resolves worst, hardly count. The second-order part stays below ‖E‖_F‖E‖₂ over the
-gap σₖ − s. The bound is the smaller of ‖E‖_F and the sum of both parts, plus what ‖F‖₂ exceeds τ by.
+gap σₖ − s. The bound is the smaller of ‖E‖_F and the sum of both parts, plus what is missing where ‖F‖₂ > τ (below).
 
 E is computed, and s is estimated in a small Krylov space. A singular vector that is new since the last update may lie
 half inside and half outside the span, each half below τ. Therefore ‖F‖₂² is bounded by the largest eigenvalue of
 everything outside the span of Û: the Ritz values that are not kept, the residuals that couple them to the rest, and
 s². If the bound exceeds the tolerance, a second filter is applied, then the next solver takes over and reuses A. The
 noise N of `regularised` moves L by at most ‖N‖_F, again because a proximal operator is non-expansive.
+
+Where ‖F‖₂ > τ, L̂ lacks SVT_τ(F), whose length is at most (‖F‖₂ − τ)·√p: no more than p = ‖F‖_F²/τ² singular values
+of F exceed τ, and ‖F‖_F² ≤ ‖Z‖_F² − Σσ². The weight of column i of E then is √((σᵢ + s − τ)² + τ²)/(σᵢ + s) if s > τ.
 """
 
 import math
@@ -276,7 +279,10 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Sv
         if bound <= TOLERANCE:
             outside = _outside(A, U)
             beside = _beside(AU[:, k:] - U[:, k:] * squares[k:], squares[k:], outside)
-            bound = (_bound(E, sigma[:k], tau, outside) + max(0.0, beside - tau)) / size
+            rest = max(0.0, size**2 - float(squares[:k].sum()))
+            missed = max(0.0, beside - tau) * min(len(Z) - k, max(1.0, rest / tau**2)) ** 0.5
+            rounding = ROUNDING * torch.finfo(Z.dtype).eps
+            bound = max((_bound(E, sigma[:k], tau, outside) + missed) / size, rounding)
             if bound <= TOLERANCE:
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
@@ -330,10 +336,13 @@ def _orthonormal(Y: Tensor) -> Tensor:
 
 
 def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
-    """The bound of ‖L̂ − SVT_τ(Z)‖_F for ‖F‖₂ ≤ τ from E (n×k), σ (k) and s, the spectral norm outside the span."""
+    """The bound of ‖L̂ + SVT_τ(F) − SVT_τ(Z)‖_F from E (n×k), σ (k) and s, the spectral norm outside the span."""
     lengths = torch.linalg.vector_norm(E, dim=0)
-    size, s = float(torch.linalg.vector_norm(lengths)), min(outside, tau)
-    weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
+    size, s = float(torch.linalg.vector_norm(lengths)), outside
+    if s <= tau:
+        weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
+    else:
+        weights = ((sigma + s - tau) ** 2 + tau**2).sqrt() / (sigma + s)
     largest = float(torch.linalg.vector_norm(E.mT @ E)) ** 0.5
     gap = max(float(sigma[-1]) - s, torch.finfo(E.dtype).tiny)
     return min(size, float(torch.linalg.vector_norm(weights * lengths)) + size * largest / gap)

@@ -8,7 +8,7 @@ class Gradients:
     """The gradients of a model between backward and the optimizer.
 
     Args:
-        model: the model; only its trainable parameters are covered.
+        model: the model; gradients are those of its trainable parameters.
         limit: largest norm of all gradients together; 0 turns clipping off.
 
     Attributes, all 0-d and on the device:
@@ -18,7 +18,8 @@ class Gradients:
     """
 
     def __init__(self, model: nn.Module, limit: float) -> None:
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._weights = dict(model.named_parameters())
+        self._named = {name: p for name, p in self._weights.items() if p.requires_grad}
         self._limit = limit or float("inf")
         device = next(iter(self._named.values())).device
         self.norm = torch.zeros((), device=device)
@@ -56,6 +57,6 @@ class Gradients:
         return step, where
 
     def broken_weight(self) -> str | None:
-        """Return the name of the first weight that is not finite, if any; waits for the device."""
-        finite = torch.stack([p.isfinite().all() for p in self._named.values()]).tolist()
-        return next((name for name, whole in zip(self._named, finite, strict=True) if not whole), None)
+        """Return the name of the first weight that is not finite, if any, frozen or not; waits for the device."""
+        finite = torch.stack([p.isfinite().all() for p in self._weights.values()]).tolist()
+        return next((name for name, whole in zip(self._weights, finite, strict=True) if not whole), None)

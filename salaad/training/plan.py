@@ -1,5 +1,8 @@
 """What a run would do and read, without doing it: `train.py --dry-run`."""
 
+from typing import Any
+
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salaad.common.errors import UserError
@@ -12,7 +15,7 @@ from salaad.methods.work import Work
 from salaad.model.build import is_rotary, outline, require_positions, training_flops
 from salaad.model.folder_formats import is_any_size, is_fixed_size
 from salaad.model.loss import SummedLoss, loss_bytes
-from salaad.model.parameters import count_parameters
+from salaad.model.parameters import cast, count_parameters
 from salaad.spectral.cost import RATES
 from salaad.training.saving import plan_saving, saving_rows
 from salaad.training.sharding import largest_share
@@ -45,16 +48,17 @@ def plan_table(config: RunConfig, description: PretrainedConfig, ranks: int, on_
 
 def rebuilt_outline(config: RunConfig, description: PretrainedConfig) -> PreTrainedModel:
     """Return the model as the method trains it, on the meta device, to read only: the next call may return it again."""
-    key = (config.method, repr(config.settings), description.to_json_string(use_diff=False))
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    key = (config.method, repr(config.settings), dtype, description.to_json_string(use_diff=False))
     if key not in _outlines:  # which takes a tenth of a second, and a plan asks for the same one ten times
         model = outline(description)
         method_of(config).rebuild(model, config)
         _outlines.clear()
-        _outlines[key] = model
+        _outlines[key] = cast(model, dtype)
     return _outlines[key]
 
 
-_outlines: dict[tuple[str, str, str], PreTrainedModel] = {}
+_outlines: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 
 def text_table(config: DataConfig, vocab_size: int) -> str:

@@ -1,5 +1,6 @@
 """Harness tasks that our code has no special case for, on rows made by hand, against choices scored by hand."""
 
+import copy
 import json
 import math
 import os
@@ -196,6 +197,19 @@ def test_the_perplexity_of_a_running_text(tmp_path, model, tokenizer):  # noqa: 
     total = sum(log_p[i, ids[i + 1]].item() for i in range(len(ids) - 1))
     assert score.acc is None
     assert score.others["word_perplexity"] == pytest.approx(math.exp(-total / 30), rel=1e-4)
+
+
+def test_scores_of_a_model_in_bfloat16_are_sums_in_float32(tmp_path, model, tokenizer):  # noqa: F811
+    model = copy.deepcopy(model).bfloat16()
+    page = " ".join(random.Random(6).choices(WORDS, k=30))
+    write(tmp_path, "wikitext.test.jsonl", [{"page": page}])
+    [score] = evaluate_tasks(model, tokenizer, ["wikitext"], task_data=tmp_path)
+    ids = [tokenizer.eos_token_id, *tokenizer(page).input_ids]
+    with torch.no_grad():
+        log_p = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    total = sum(log_p[i, ids[i + 1]].item() for i in range(len(ids) - 1))
+    # Summed in bfloat16, a total near -300 would be off by up to 1, and the perplexity by 3 %.
+    assert score.others["word_perplexity"] == pytest.approx(math.exp(-total / 30), rel=1e-3)
 
 
 def without(row: dict[str, Any], name: str) -> dict[str, Any]:

@@ -174,6 +174,18 @@ def test_the_basis_follows_the_rank_up_and_down():
     assert widths[-1] < widths[3]
 
 
+@pytest.mark.parametrize("new", [1.02, 1.06])
+def test_many_new_singular_values_just_above_the_threshold_are_part_of_the_bound(new):
+    """None of them shows in a basis that is exact: each lacks little in L, all of them together a lot."""
+    n = 400
+    generator = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(n, n, generator=generator).double())[0] for _ in range(2))
+    sigma = torch.cat([torch.full((10,), 90.0), torch.full((8,), 0.5), torch.full((n - 18,), new)]).double()
+    Z = ((U * sigma) @ V.mT).float()
+    found = threshold(Z, 1.0, U[:, :18].float(), "subspace")
+    assert error(found, Z, 1.0) <= found.bound
+
+
 def test_random_columns_do_not_depend_on_the_default_device():
     """The device meta stands in for `torch.set_default_device("cuda")`, on which a generator of the CPU fails."""
     Z = matrix(40, 90)

@@ -46,6 +46,12 @@ def test_a_method_brings_its_settings_for_the_size_and_an_option_overrides_each(
     (tmp_path / "mine.yaml").write_text("method: sltrain\noptimizer: {lr: 0.007}\n")
     config, _ = read_command_line(["--config", str(tmp_path / "mine.yaml")])
     assert (config.optimizer.lr, config.sltrain.density) == (0.007, 0.03)
+    # A file before it, written for another method, gives way to them all the same.
+    (tmp_path / "mine.yaml").write_text("method: galore\noptimizer: {eps: 1.0e-7}\n")
+    for words in (["--config", "60m"], ["--config", "60m", "--config", "fast"]):
+        config, _ = read_command_line([*words, "--config", str(tmp_path / "mine.yaml"), "--galore.rank", "8"])
+        assert (config.optimizer.lr, config.optimizer.clip, config.optimizer.eps) == (1e-2, 0.0, 1e-7)
+        assert (config.galore.rank, config.model.hidden_size) == (8, 512)
     config, _ = read_command_line(["--config", "nano", "--method", "sltrain"])
     assert (config.sltrain.rank, config.optimizer.lr) == (32, 3e-3)  # a quarter of nano's width
     salaad, _ = read_command_line(["--config", "350m"])
@@ -185,9 +191,10 @@ def test_a_merge_leaves_the_function_and_prunes_the_moments_of_the_adapters_alon
     with torch.no_grad():
         for layer in factored_layers(model).values():
             layer.B.fill_(0.1)
-    kept_B = {name: layer.B.detach().clone() for name, layer in factored_layers(model).items()}
-    method.after_step(optimizer, 60, torch.zeros(()))  # no merge at the last step, after which nothing trains
-    assert all(torch.equal(layer.B, kept_B[name]) for name, layer in factored_layers(model).items())
+    before = model(input_ids=IDS).logits
+    method.after_step(optimizer, 60, torch.zeros(()))  # also at the last step, as the run may be made longer
+    torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=1e-4, atol=1e-5)
+    assert not any(layer.B.any() for layer in factored_layers(model).values())
 
 
 ENTRYWISE = ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "SGD")

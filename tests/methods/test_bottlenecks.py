@@ -88,6 +88,12 @@ def test_lost_begins_with_the_leading_terms_and_the_columns_they_leave_most_of(s
     np.testing.assert_allclose(layer(torch.tensor(x).float()).detach().numpy(), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(("density", "columns"), [(0.01, 1), (0.0, 0), (0.04, 2)])
+def test_lost_keeps_a_column_of_a_narrow_layer_too(density, columns):
+    layer = LostLinear(nn.Linear(50, 30), LostConfig(rank=6, density=density))
+    assert layer.W_S.shape == (30, columns) and layer(torch.randn(2, 50)).shape == (2, 30)
+
+
 @pytest.mark.parametrize("activation", ["silu", "linear"])
 @pytest.mark.parametrize("rank_of_weight", [0, 2])
 @pytest.mark.parametrize("pruned", [False, True])

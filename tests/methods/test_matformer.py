@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,8 +119,15 @@ def test_variants_leave_the_width_of_training_as_it_was():
 
 def test_widths_that_do_not_divide_are_refused_with_the_next_that_does():
     config = config_of("matformer")
-    with pytest.raises(UserError, match=r"width 20 cannot be halved 3 times; give --model.intermediate_size 24"):
+    with pytest.raises(
+        UserError, match=r"width 21 cannot be halved 3 times; give --model.intermediate_size 24, or other --m"
+    ):
+        Matformer.check(llama(intermediate_size=21), config)
+    with pytest.raises(UserError, match=r"width 20 .* 3 times; give --matformer.halvings 2, or --model.intermediate_s"):
         Matformer.check(llama(intermediate_size=20), config)
+    from_folder = replace(config, model=replace(config.model, path="some"))  # whose width cannot be given
+    with pytest.raises(UserError, match=r"width 21 cannot be halved 3 times; give another model$"):
+        Matformer.check(llama(intermediate_size=21), from_folder)
     model = llama()
     model.model.layers[1].mlp = llama(intermediate_size=32).model.layers[1].mlp
     with pytest.raises(UserError, match="widths 24, 32 of this model differ"):

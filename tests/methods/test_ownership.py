@@ -348,6 +348,23 @@ def averaged_together(limit: int) -> tuple[int, list[Tensor]]:
     return len(calls), [weight.grad for weight in weights]
 
 
+def averaged_where_some_are_missing() -> list[Tensor]:
+    weights = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(3)]
+    for i, weight in enumerate(weights):
+        weight.grad_dtype = torch.float32
+        if i > distributed.rank():
+            weight.grad = torch.full((3,), 2.0)
+    distributed.average_gradients(weights)
+    return [weight.grad for weight in weights]
+
+
+def test_a_gradient_that_a_rank_lacks_counts_as_zero(tmp_path):
+    """An expert that no token of a rank has reached has none there."""
+    for found in run_ranks(averaged_where_some_are_missing, 2, tmp_path):
+        assert [gradient.tolist() for gradient in found] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+        assert {gradient.dtype for gradient in found} == {torch.float32}
+
+
 @pytest.mark.parametrize(("limit", "calls"), [(2**20, 3), (12, 4)])  # by runs of one dtype; each gradient alone
 def test_gradients_are_averaged_many_at_once(tmp_path, limit, calls):
     for counted, found in run_ranks(averaged_together, 2, tmp_path, limit):

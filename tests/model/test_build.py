@@ -25,7 +25,7 @@ from transformers import (
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from salaad.methods.optimizer import build_optimizer, load_optimizer_state, projection_weights
+from salaad.methods.optimizer import build_optimizer, load_optimizer_state, projection_weights, require_optimizer
 from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, model_source
 from salaad.model.folder_formats import ANY_SIZE, FIXED_SIZE
@@ -322,6 +322,13 @@ def test_adamw_gets_every_setting_and_its_first_step_is_the_closed_form():
 def test_an_unknown_optimizer_is_refused_with_those_that_exist(name):
     with pytest.raises(UserError, match=f"'{name}', which does not serve here; give one of .*AdamW"):
         one_step(name)
+
+
+def test_a_weight_decay_that_an_optimizer_does_not_have_is_refused():
+    with pytest.raises(UserError, match=r"optimizer.weight_decay is 0.1, but Rprop has none; leave it out"):
+        require_optimizer(OptimizerConfig(name="Rprop", weight_decay=0.1))
+    require_optimizer(OptimizerConfig(name="Rprop"))
+    require_optimizer(OptimizerConfig(name="SGD", weight_decay=0.1))
 
 
 def test_frozen_weights_are_left_to_nobody():

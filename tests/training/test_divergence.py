@@ -1,6 +1,7 @@
 """NaN and infinity in loss, gradient, weight and surrogate: discarded, named, counted, never saved."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -164,14 +165,21 @@ def test_a_poisoned_surrogate_is_named_and_never_saved(toy, tmp_path, monkeypatc
     assert all(bool(tensor.isfinite().all()) for block in parts.values() for tensor in block.values())
 
 
-def test_a_model_to_begin_with_that_is_not_finite_is_refused_by_name(toy, tmp_path):
+@pytest.mark.parametrize(
+    ("weight", "settings"),
+    [
+        ("model.norm.weight", {}),
+        ("model.layers.0.self_attn.q_proj.weight", {"method": "lora", "lora__rank": 4}),  # frozen
+    ],
+)
+def test_a_model_to_begin_with_that_is_not_finite_is_refused_by_name(toy, tmp_path, weight, settings):
     run_training(toy(train__steps=1), tmp_path / "first")
     model = last_checkpoint(tmp_path / "first") / "model"
     tensors = load_file(model / "model.safetensors")
-    tensors["model.norm.weight"][3] = float("nan")
+    tensors[weight].view(-1)[3] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight is not finite in the model to begin with"):
-        run_training(toy(model__path=model), tmp_path / "second")
+    with pytest.raises(UserError, match=rf"{re.escape(weight)} is not finite in the model to begin with"):
+        run_training(toy(model__path=model, **settings), tmp_path / "second")
 
 
 def test_step_unless_leaves_weight_and_state_to_the_bit():

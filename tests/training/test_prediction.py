@@ -1,5 +1,6 @@
 """Predictions of a step's time by hand-made sums, and what --device prints."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from salaad.common.errors import UserError
 from salaad.common.gpus import GPUS, Gpu
 from salaad.config.command_line import read_command_line
-from salaad.methods.sltrain import Sltrain
+from salaad.methods.registry import method_of
 from salaad.model.build import describe_model
 from salaad.training.fitting import changes_that_fit
 from salaad.training.plan import activation_bytes, flops_of_passes, plan_table, rebuilt_outline
@@ -149,16 +150,32 @@ def test_the_plan_counts_the_operations_of_all_passes_of_a_step():
         assert float(row.split("|")[2]) == pytest.approx(operations, rel=5e-3)
 
 
-def test_sltrain_takes_products_with_the_dense_weight_and_one_of_its_factors():
-    config, _ = read_command_line(["--config", "nano", "--method=sltrain", "--train.micro_batch=2"])
+@pytest.mark.parametrize("method", ["sltrain", "lora", "relora"])
+@pytest.mark.parametrize(("rows", "ranks"), [("2", 1), ("8", 4)])  # of 8 rows each of four ranks has 2
+def test_products_that_a_method_adds_or_leaves_out_are_counted(method, rows, ranks):
+    """SLTrain multiplies by the dense weight, and its factors once per micro-batch; W₀ of LoRA has no gradient."""
+    words = ["--config", "nano", f"--method={method}", f"--train.micro_batch={rows}", "--train.batch=8"]
+    config, _ = read_command_line(words)
     model = rebuilt_outline(config, describe_model(config.model, config.data.sequence_length))
-    predicted = flops_of_passes(model, Sltrain.work(model, config, 1, GPUS["h100"].rates), config)
-    tokens = torch.zeros(2, config.data.sequence_length, dtype=torch.long, device="meta")
+    predicted = flops_of_passes(model, method_of(config).work(model, config, ranks, GPUS["h100"].rates), config)
+    if method != "sltrain":  # whose positions need values elsewhere; LoRA's dropout needs a device that is one
+        model = copy.deepcopy(model).to_empty(device="cpu")
+        model.set_attn_implementation("eager")  # whose products are counted on a CPU
+    tokens = torch.zeros(2, config.data.sequence_length, dtype=torch.long, device=model.device)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens).loss.backward()
     looked_up = 6 * model.get_input_embeddings().weight.numel()  # predictions count the embedding as a product
     # Two parts in a hundred are for how the backward pass of attention is counted.
     assert (predicted - looked_up) * tokens.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_model_trained_in_bfloat16_is_stored_in_half_the_bytes():
+    found = {}
+    for precision in ("fp32", "bf16"):
+        table = plan_table(*setup("--method=cola", f"--train.precision={precision}"), 1)
+        [row] = [line for line in table.splitlines() if "stored after training" in line]
+        found[precision] = float(row.split(",")[1].split()[0])
+    assert found["bf16"] == pytest.approx(found["fp32"] / 2, rel=1e-3)
 
 
 def test_other_methods_have_their_own_periodic_work():

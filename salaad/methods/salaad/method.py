@@ -36,7 +36,7 @@ class SalaadMethod(Method):
 
     Settings = SalaadConfig
     progress = {"rank_ratio": "rank", "density": "density"}  # noqa: RUF012
-    remedy = "a lower --optimizer.lr or --salaad.rho_constant"
+    remedy = "a lower --optimizer.lr or a weaker pull (--salaad.rho_constant, or rho or pull_rate if given)"
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         super().__init__(model, config)
