@@ -120,7 +120,7 @@ def test_variants_leave_the_width_of_training_as_it_was():
 def test_widths_that_do_not_divide_are_refused_with_the_next_that_does():
     config = config_of("matformer")
     with pytest.raises(
-        UserError, match=r"width 21 cannot be halved 3 times; give --model.intermediate_size 24, or other --m"
+        UserError, match=r"width 21 cannot be halved 3 times; give --model.intermediate_size 24, or other"
     ):
         Matformer.check(llama(intermediate_size=21), config)
     with pytest.raises(UserError, match=r"width 20 .* 3 times; give --matformer.halvings 2, or --model.intermediate_s"):
