@@ -178,7 +178,7 @@ class Trainer:
             stop = self.request.asked or self.stream.error is not None
             targets = agreement.exchange(count_targets(batch["labels"]), stop, self.gradients.broken)
 
-            # Guided learning: the gradient of ℓ, to which the owners of the blocks add the gradient of ℓ_ρ (eq. 6).
+            # Guided learning (eq. 6): during backward the owners of the blocks add ρ(X − T) to the gradient of ℓ.
             loss = self.backward(batch, targets)
             self.method.after_backward()
             self.gradients.clip(self.step + 1)

@@ -43,7 +43,7 @@ def allocate(blocks: Blocks, *, remove: int, kappa: float) -> Kept:
     removable_L = sum(rank * (n + m) for n, m, rank, _ in blocks.values())
     removable_S = sum(nnz for *_, nnz in blocks.values())
     if not 0 <= kappa <= 1:
-        raise ValueError(f"kappa is {kappa}, outside [0, 1]; give the part of the budget that the low-rank side gives")
+        raise ValueError(f"kappa is {kappa}, outside [0, 1]; give the low-rank side's part of what is removed")
     if not 0 <= remove <= removable_L + removable_S:
         raise ValueError(
             f"{remove:,} parameters cannot be removed from {removable_L + removable_S:,}; give 0 to all of them"

@@ -71,9 +71,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def has_flat_weights(model: nn.Module) -> bool:
-    """Whether a module is in FullyShardedDataParallel, which keeps weights in flat vectors, spread over processes."""
-    # By name, as the import of the class takes half a second.
-    return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    """Whether a module is in FullyShardedDataParallel or DeepSpeed, which train flat copies spread over processes."""
+    # By name, as the import of the first class takes half a second, and the second may not be installed.
+    wrappers = {"FullyShardedDataParallel", "DeepSpeedEngine"}
+    is_wrapped = any(type(module).__name__ in wrappers for module in model.modules())
+    return is_wrapped or any(hasattr(p, "ds_id") for p in model.parameters())  # which marks weights of DeepSpeed ZeRO-3
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -73,7 +73,7 @@ def parse_kappa(text: str) -> float:
     """Return the κ in [0, 1] that `text` stands for; a UserError if it is none."""
     kappa = finite_number(text, f"kappa {text!r}", "a number from 0 to 1")
     if not 0 <= kappa <= 1:
-        raise UserError(f"kappa {text} is outside [0, 1]; give the part of the budget that the low-rank side gives")
+        raise UserError(f"kappa {text} is outside [0, 1]; give the low-rank side's part of what is removed")
     return kappa
 
 

@@ -177,8 +177,8 @@ class CompressOptions:
     """A model of the size you name, or one folder for all sizes, out of a checkpoint.
 
     Args:
-        checkpoint: a run, one of its checkpoints, or an elastic folder; with --rpca or --godec any Hugging Face
-            causal-LM folder, or the name of one on the hub.
+        checkpoint: a run, one of its checkpoints, what `Salaad.save` or a Trainer wrote, or an elastic folder; with
+            --rpca or --godec any Hugging Face causal-LM folder, or the name of one on the hub.
         output: the folder to make.
         budget: parameters of the whole model, such as 194M, or a fraction of the dense one; all of L + S without it;
             with --elastic also several, such as 0.7,0.5,0.4: each begins a range of sizes with units of its own.

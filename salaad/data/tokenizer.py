@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceTrainer
 from sentencepiece import sentencepiece_model_pb2 as spm
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -114,7 +115,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     proto = spm.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's DecodeError; protobuf is no dependency of this project
+    except DecodeError as error:
         raise UserError(f"tokenizer {path} is no sentencepiece model ({error}); give another file") from error
     if proto.trainer_spec.model_type not in (spm.TrainerSpec.UNIGRAM, spm.TrainerSpec.BPE):
         raise UserError(f"tokenizer {path} is neither unigram nor BPE; give a sentencepiece model of these types")

@@ -1,4 +1,4 @@
-"""Checkpoints that appear whole or not at all, and surrogate files that any world size can open.
+"""Checkpoints that appear whole or not at all.
 
 checkpoints/step-0001000/model/       a standard Hugging Face folder with its tokenizer
 checkpoints/step-0001000/surrogate/   a safetensors shard per rank, and index.json: which block lies where

@@ -14,8 +14,8 @@ from torch import Tensor
 from salaad.factored import gpu_products
 from salaad.factored.layers import SlrLinear
 from salaad.factored.slr import Slr
+from salaad.methods.salaad import elementwise
 from salaad.methods.salaad import gpu_kernels as admm
-from salaad.methods.salaad import passes
 from salaad.model import gpu_kernels as loss
 
 # The ADMM does not take float16, which is a dtype of deployed models, not of training.
@@ -113,11 +113,11 @@ def product_errors(case: Case, dtype: torch.dtype, device: str | torch.device) -
 def admm_errors(dtype: torch.dtype, device: str | torch.device) -> dict[str, float]:
     """Return kernel → error of an update's T and statistics, and of the penalty; X and the gradient are in `dtype`."""
     X, L, R = torch.randn(3, 37, 61).to(dtype), torch.randn(3, 37, 61), torch.randn(3, 37, 61)
-    tau = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
-    exact_tau = passes.Thresholds(*(each.double() for each in tau))
-    exact = passes.second_half_in_torch(X.double(), L.double(), R.double(), exact_tau, thresholded=True)
-    there = passes.Thresholds(*(each.to(device) for each in tau))
-    found = passes.SecondHalf(*admm.second_half(X.to(device), L.to(device), R.to(device), there))
+    tau = elementwise.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
+    exact_tau = elementwise.Thresholds(*(each.double() for each in tau))
+    exact = elementwise.sparse_and_dual_in_torch(X.double(), L.double(), R.double(), exact_tau, thresholded=True)
+    there = elementwise.Thresholds(*(each.to(device) for each in tau))
+    found = elementwise.SparseAndDual(*admm.sparse_and_dual(X.to(device), L.to(device), R.to(device), there))
     gradient, T = torch.randn(37, 61).to(dtype), found.T[0].cpu()
     expected = gradient.double() + 0.01 * (X[0].double() - T.double())
     gradient = gradient.to(device)

@@ -74,7 +74,7 @@ def used(device: torch.device) -> Check:
     launchers = {
         "few rows times U·V + S": (gpu_products, "linear_of_several"),
         "rows of U·V + S": (gpu_products.Products, "rows"),
-        "the update": (admm, "second_half"),
+        "the update": (admm, "sparse_and_dual"),
         "the penalty": (admm, "add_penalty"),
         "the loss": (loss, "cross_entropy_"),
     }

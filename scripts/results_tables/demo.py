@@ -6,23 +6,8 @@ from typing import Any
 
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
-from scripts.results_tables.compared import (
-    FULL_RANK,
-    LEVEL,
-    Model,
-    Trainings,
-    not_copied_over,
-)
-from scripts.results_tables.measured import (
-    COPIED,
-    REPORTED,
-    by_label,
-    is_paired,
-    not_copied,
-    rates_of_small,
-    rows_of,
-    size_of,
-)
+from scripts.results_tables.compared import FULL_RANK, LEVEL, Model, Trainings
+from scripts.results_tables.measured import REPORTED, by_label, not_copied, rows_of, size_of
 
 Row = Mapping[str, Any]
 
@@ -45,35 +30,28 @@ def summary_table() -> str:
     trainings = Trainings(rows)
     first = {label: mine[0] for label, mine in by_label(rows).items()}
     whole = first[FULL_RANK.label]["X"]
-    lines = [("uncut", millions(whole["parameters"]), *_cells(rows, columns_at(None)))]
+    lines = [("uncut", millions(whole["parameters"]), *_cells(trainings, columns_at(None)))]
     for share in SHARES:
         size = size_of(first["SALAAD"], CUTS["SALAAD"], share)
         part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
-        lines.append((part, millions(size["parameters"]), *_cells(rows, columns_at(share))))
+        lines.append((part, millions(size["parameters"]), *_cells(trainings, columns_at(share))))
+    names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
+    parts = [part for part, *_ in lines[2:]]
     told = (
-        "Perplexity relative to full-rank training with the same seed, as means over the seeds (of uncut SALAAD "
-        f"± {_deviation(trainings):.1%}); lower is better. *Level*: less than {LEVEL:.0%} apart. All models saw "
+        f"Perplexity relative to full-rank training ({_seeds(trainings)}; ± {_deviation(trainings):.1%} for uncut "
+        f"SALAAD); lower is better, and less than {LEVEL:.0%} apart is *level*. All models saw "
         f"{rows[0]['text_tokens'] / 1e6:.1f} M tokens of Wikipedia, 20 per parameter of the uncut model."
     )
-    if Trainings(rows, not_copied).seeds(FULL_RANK):
-        told += f" In parentheses: over the tokens that are not copied; {COPIED}."
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
-            " *Tuned* models are sizes of one folder, tuned on a twentieth of the training text for "
-            f"{costs[0]:.0%} of the training's operations; the other cuts use no text."
+            f" *Tuned*: on a twentieth of the training text, for {costs[0]:.0%} of the training's operations; the "
+            "other cuts use no text."
         )
     told += (
-        " *Compressible* are the parameters of embedding and projections; the cuts have as many parameters as if these "
-        f"alone were cut, but split the LM head too. Small dense models have {rates_of_small(rows)}, "
-        "[searched for half and a fifth](results/methods/README.md#the-search), copy less from their context, and are "
-        "compared with the mean over the others' seeds. [All sizes, and how they were measured]"
-        f"({ELASTIC}); there the cuts are called *cut, head* and *rpca, head*."
+        f"{_not_copied(trainings, parts)} [All sizes, settings and searches]({ELASTIC}); there the cuts are called "
+        "*cut, head* and *rpca, head*."
     )
-    names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
-    columns = zip(names, columns_at(SHARES[-1]), strict=True)
-    header = ("size", "parameters", *(f"{name}{_seeds(trainings, model)}" for name, model in columns))
-    parts = [part for part, *_ in lines[2:]]
-    return f"{markdown_table(header, lines)}\n\n{headline(trainings, parts)}\n\n{told}"
+    return f"{markdown_table(('size', 'parameters', *names), lines)}\n\n{headline(trainings, parts)}\n\n{told}"
 
 
 def columns_at(share: float | None) -> list[Model]:
@@ -87,21 +65,27 @@ def columns_at(share: float | None) -> list[Model]:
 NOTHING = Model("")  # has no measurements
 
 
-def _seeds(trainings: Trainings, model: Model) -> str:
-    """Return in parentheses how many seeds a column is a mean of; of a small dense model its own seeds."""
-    count = len(trainings.seeds(model, FULL_RANK) if is_paired(model.label) else trainings.seeds(model))
-    return f" ({count} seeds)" if count > 1 else " (one seed)" if count else ""
+def _seeds(trainings: Trainings) -> str:
+    """Return over how many seeds the columns of the table are means: the cut models, and the small dense ones."""
+    *models, small = columns_at(SHARES[-1])
+    counts = sorted({len(trainings.seeds(model, FULL_RANK)) for model in models} - {0})
+    many = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"means over {many} seeds, of dense models over {len(trainings.seeds(small))}"
 
 
-def _besides(trainings: Trainings, model: Model, other: Model) -> str:
-    """Return in parentheses what a model is relative to another over the tokens not copied; empty if not measured.
-
-    It is empty too where the two are level, over these tokens and over all.
-    """
-    over = Trainings(trainings.rows, not_copied).over(model, other)
-    if over is None or max(abs(over), abs(trainings.over(model, other))) < LEVEL:
+def _not_copied(trainings: Trainings, parts: Sequence[str]) -> str:
+    """Return as a sentence how cuts compare with small dense models over the tokens not copied; "" if not measured."""
+    others = Trainings(trainings.rows, not_copied)
+    cuts = [(Model("SALAAD", CUTS["SALAAD"], share), Model(f"dense, {share:g}")) for share in SHARES[1:]]
+    found = [(part, over) for part, pair in zip(parts, cuts, strict=True) if (over := others.over(*pair)) is not None]
+    if not found:
         return ""
-    return f" ({compared(over).removesuffix(' than').removesuffix(' with')} over the tokens not copied)"
+    level = {part: compared(over).removesuffix(" than").removesuffix(" with") for part, over in found}
+    said = ", and ".join(f"{how} at {part}" for part, how in level.items())
+    return (
+        " Small dense models copy less from their context; over the tokens that are not copied, SALAAD's cuts are "
+        f"{said}."
+    )
 
 
 def _deviation(trainings: Trainings) -> float:
@@ -110,13 +94,9 @@ def _deviation(trainings: Trainings) -> float:
     return pstdev(ours[seed] / whole[seed] for seed in ours.keys() & whole.keys())
 
 
-def _cells(rows: Sequence[Row], models: Sequence[Model]) -> list[str]:
-    """Return what each model is relative to full-rank training, over all tokens and over those not copied."""
-    cells = []
-    for model in models:
-        over, besides = Trainings(rows).over(model), not_copied_over(rows, model)
-        cells.append("–" if over is None else f"{over:+.1%}" + ("" if besides is None else f" ({besides})"))
-    return cells
+def _cells(trainings: Trainings, models: Sequence[Model]) -> list[str]:
+    """Return what each model is relative to full-rank training."""
+    return ["–" if (over := trainings.over(model)) is None else f"{over:+.1%}" for model in models]
 
 
 def headline(trainings: Trainings, parts: Sequence[str]) -> str:
@@ -124,7 +104,7 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
 
     Args:
         trainings: the measurements.
-        parts: what half and a fifth of the compressible parameters are of all parameters, as text.
+        parts: the sizes of the two cuts as shares of all parameters, as text.
     """
     said = []
     for share in SHARES[1:]:
@@ -134,29 +114,24 @@ def headline(trainings: Trainings, parts: Sequence[str]) -> str:
             "a full-rank model cut the same way": Model("full-rank", CUTS["full-rank"], share),
         }
         found = {name: trainings.over(ours, rival) for name, rival in rivals.items()}
-        said.append(
-            " and ".join(
-                f"{compared(value)} {name}{_besides(trainings, ours, rivals[name])}"
-                for name, value in found.items()
-                if value is not None
-            )
-        )
-    half, fifth = said
+        said.append(" and ".join(f"{compared(value)} {name}" for name, value in found.items() if value is not None))
+    larger, smaller = said
     return (
-        f"**Cut to half of the compressible parameters ({parts[0]} of all), SALAAD's model is {half}; cut to a fifth "
-        f"({parts[1]} of all), it is {fifth}{_tuned(trainings)}; uncut, it is "
-        f"{compared(trainings.over(Model('SALAAD')))} full-rank training.**"
+        f"**Cut to {parts[0]} of its parameters, SALAAD's model is {larger}; cut to {parts[1]}, it is "
+        f"{smaller}{_tuned(trainings, parts)}; uncut, it is {compared(trainings.over(Model('SALAAD')))} full-rank "
+        "training.**"
     )
 
 
-def _tuned(trainings: Trainings) -> str:
+def _tuned(trainings: Trainings, parts: Sequence[str]) -> str:
     """Return what SALAAD's tuned sizes are relative to a full-rank model's, as a part of a sentence; else nothing."""
     over = [trainings.over(*(Model(label, way, share) for label, way in OF_ONE_FOLDER)) for share in SHARES[1:]]
     if None in over:
         return ""
-    half, fifth = map(compared, over)
+    larger, smaller = map(compared, over)
     rival = "a full-rank model tuned the same way"
-    sizes = f"{half} {rival} at both sizes" if half == fifth else f"{half} {rival} at half, and {fifth} it at a fifth"
+    both = f"{larger} {rival} at both sizes"
+    sizes = both if larger == smaller else f"{larger} {rival} at {parts[0]}, and {smaller} it at {parts[1]}"
     return f"; tuned on text, it is {sizes}"
 
 

@@ -6,10 +6,10 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-from salaad.methods.salaad import gpu_kernels, passes
+from salaad.methods.salaad import elementwise, gpu_kernels
 
 # Thresholds of three blocks; τ_L of a stack is above 0 for all blocks or for none.
-HIGH = passes.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
+HIGH = elementwise.Thresholds(*torch.tensor([[1, 0.4, 0.1], [0.5, 0.2, 0], [0.3, 0.1, 0]]))
 ZERO = HIGH._replace(tau_L=torch.zeros(3))
 
 
@@ -23,7 +23,7 @@ def matrices(dtype: torch.dtype, *shape: int):
 def used(monkeypatch):
     """A list that gets the name of every kernel that is launched."""
     names: list[str] = []
-    for name in ("second_half", "add_penalty"):
+    for name in ("sparse_and_dual", "add_penalty"):
         usual = getattr(gpu_kernels, name)
         monkeypatch.setattr(gpu_kernels, name, lambda *args, name=name, usual=usual: names.append(name) or usual(*args))
     return names
@@ -35,22 +35,24 @@ def test_an_update_is_that_of_torch_to_the_bit(dtype, shape, used):
     X, L, R = matrices(dtype, *shape)
     for tau, thresholded in ((HIGH, True), (ZERO, False)):
         found, wanted = (
-            passes.second_half(X, L, R, tau, thresholded),
-            passes.second_half_in_torch(X, L, R, tau, thresholded),
+            elementwise.sparse_and_dual(X, L, R, tau, thresholded),
+            elementwise.sparse_and_dual_in_torch(X, L, R, tau, thresholded),
         )
         assert torch.equal(found.R, wanted.R) and torch.equal(found.T, wanted.T)
         assert torch.equal(found.nnz, wanted.nnz)
         # Sums of up to 2257 numbers of size 1 in float32, added up program by program.
         torch.testing.assert_close(found[3:], wanted[3:], rtol=1e-5, atol=1e-3)
-    alone = passes.second_half(X[0], L[0], R[0], passes.Thresholds(*(tau[0] for tau in HIGH)), True)
-    together = passes.second_half(X, L, R, HIGH, True)
+    alone = elementwise.sparse_and_dual(X[0], L[0], R[0], elementwise.Thresholds(*(tau[0] for tau in HIGH)), True)
+    together = elementwise.sparse_and_dual(X, L, R, HIGH, True)
     assert all(torch.equal(one, many[0]) for one, many in zip(alone, together, strict=True))
-    assert used == ["second_half"] * 4
+    assert used == ["sparse_and_dual"] * 4
 
 
 def test_columns_of_another_layout_are_left_to_torch(used):
     X, L, R = matrices(torch.float32, 8, 8)
-    found, wanted = (way(X.mT, L, R, HIGH, True) for way in (passes.second_half, passes.second_half_in_torch))
+    found, wanted = (
+        way(X.mT, L, R, HIGH, True) for way in (elementwise.sparse_and_dual, elementwise.sparse_and_dual_in_torch)
+    )
     assert not used and torch.equal(found.T, wanted.T)
 
 
@@ -59,7 +61,7 @@ def test_columns_of_another_layout_are_left_to_torch(used):
 def test_what_is_not_finite_shows_in_the_statistics_of_its_block(wrong, place):
     X, L, R = matrices(torch.float32, 7, 13)
     (X, L)[place][0, 3, 4] = wrong
-    found = passes.second_half(X, L, R, HIGH, True)
+    found = elementwise.sparse_and_dual(X, L, R, HIGH, True)
     seen = found.delta + found.total
     assert not seen[0].isfinite() and seen[1:].isfinite().all()
 
@@ -86,7 +88,7 @@ def test_the_penalty_joins_a_gradient(used):
     X, T, _ = matrices(torch.float32, 37, 61)
     gradient = torch.randn(37, 61)
     expected = gradient.double() + 0.01 * (X[0].double() - T[0].double())
-    passes.add_penalty(gradient, X[0], T[0], 0.01, seed=1)
+    elementwise.add_penalty(gradient, X[0], T[0], 0.01, seed=1)
     assert used == ["add_penalty"]
     torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
 
@@ -97,11 +99,11 @@ def test_a_penalty_far_below_the_resolution_of_bfloat16_is_there_in_the_mean(use
     found = []
     for seed in range(4):
         gradient = torch.ones(300, 100).bfloat16()
-        passes.add_penalty(gradient, X, T, 1e-4, seed)
+        elementwise.add_penalty(gradient, X, T, 1e-4, seed)
         found.append(gradient)
     assert used == ["add_penalty"] * 4
     again = torch.ones(300, 100).bfloat16()
-    passes.add_penalty(again, X, T, 1e-4, 3)
+    elementwise.add_penalty(again, X, T, 1e-4, 3)
     assert torch.equal(again, found[3]) and not torch.equal(found[2], found[3])
     # 120 000 draws of 2⁻⁷ with probability 0.0128: the mean is off by 2.5e-6 in one standard deviation; 5 are allowed.
     assert abs(torch.stack(found).double().mean().item() - 1 - 1e-4) < 1.3e-5
@@ -110,5 +112,5 @@ def test_a_penalty_far_below_the_resolution_of_bfloat16_is_there_in_the_mean(use
 def test_a_nan_of_a_gpu_stays_one_when_it_is_rounded_at_random(used):
     T = torch.full((3, 5), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     gradient = torch.ones(3, 5).bfloat16()
-    passes.add_penalty(gradient, torch.ones(3, 5).bfloat16(), T, 0.1, seed=1)
+    elementwise.add_penalty(gradient, torch.ones(3, 5).bfloat16(), T, 0.1, seed=1)
     assert used == ["add_penalty"] and gradient.isnan().all()

@@ -364,3 +364,11 @@ def test_a_model_saved_at_the_end_beside_the_checkpoints_does_not_hide_l_and_s(
     assert ModelOnDisk.open(tmp_path).digest == before  # what is derived from the model does not need it
     shutil.rmtree(tmp_path / "checkpoint-6" / "surrogate")
     assert ModelOnDisk.open(tmp_path).folder.path == tmp_path
+
+
+def test_a_trainer_with_deepspeed_is_refused(tmp_path):
+    trainer, _ = trainer_in(tmp_path)
+    SalaadCallback(trainer, CONFIG)
+    trainer.is_deepspeed_enabled = True  # as the Trainer notes it, where the package is installed
+    with pytest.raises(UserError, match=r"the Trainer uses DeepSpeed, .*; leave out the deepspeed argument"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)

@@ -636,10 +636,20 @@ def test_a_model_in_fully_sharded_data_parallel_is_refused_by_that_name():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(toy(), device_id=torch.device("cpu"), use_orig_params=True)
-        with pytest.raises(UserError, match=r"in FullyShardedDataParallel, .* train with DistributedDataParallel"):
+        with pytest.raises(UserError, match=r"in FullyShardedDataParallel or .* train with DistributedDataParallel"):
             Salaad(model, CONFIG)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_of_deepspeed_is_refused_by_that_name():
+    """Its engine is a module around the model; ZeRO-3 takes the values out of the weights and marks these."""
+    engine = type("DeepSpeedEngine", (nn.Sequential,), {})
+    marked = toy()
+    next(marked.parameters()).ds_id = 0
+    for model in (engine(toy()), marked):
+        with pytest.raises(UserError, match=r"or DeepSpeed, .* train with DistributedDataParallel"):
+            Salaad(model, CONFIG)
 
 
 def test_a_step_says_that_a_weight_became_a_part_of_a_flat_vector():

@@ -8,7 +8,7 @@ import torch
 
 from salaad.common import native
 from salaad.factored import gpu_products
-from salaad.methods.salaad import passes
+from salaad.methods.salaad import elementwise
 from scripts.kernels import accuracy
 from scripts.on_device import kernels
 from tests.helpers.kernel_rows import taken_by
@@ -51,7 +51,7 @@ def test_every_kernel_is_a_check_on_a_device_and_passes(errors, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "what"),
     [
-        (passes, "_takes", "the update, the penalty"),
+        (elementwise, "_takes", "the update, the penalty"),
         (gpu_products, "products", r"few rows times U·V \+ S, rows of U·V \+ S"),
         (native, "uses_triton", "few rows .*, rows .*, the update, the penalty, the loss"),
     ],

@@ -1,6 +1,6 @@
 """The elementwise part of an ADMM update, and the penalty, in Triton: inputs are read once, outputs written once.
 
-`passes` says what is computed, and does the same computation in torch.
+`elementwise` says what is computed, and does the same computation in torch.
 """
 
 import torch
@@ -75,8 +75,8 @@ def penalty_kernel(gradient, X, T, factor, size, seed, ROUNDED: tl.constexpr, BL
     tl.store(gradient + i, total.to(gradient.dtype.element_ty), mask=inside)
 
 
-def second_half(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the fields of `passes.SecondHalf` in order, from the arguments of `passes.second_half`."""
+def sparse_and_dual(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Do what `elementwise.sparse_and_dual` does, by a kernel; return the fields of its result in order."""
     blocks, size = tau[0].numel(), X.shape[-2] * X.shape[-1]
     tiles = triton.cdiv(size, _BLOCK)
     after, T, partial = torch.empty_like(R), torch.empty_like(R), R.new_empty(blocks, tiles, 4)
@@ -88,7 +88,7 @@ def second_half(X: Tensor, L: Tensor, R: Tensor, tau: tuple[Tensor, Tensor, Tens
 
 
 def add_penalty(gradient: Tensor, X: Tensor, T: Tensor, factor: float, seed: int) -> None:
-    """Do what `passes.add_penalty` does, by a kernel."""
+    """Do what `elementwise.add_penalty` does, by a kernel."""
     size = gradient.numel()
     rounded = gradient.dtype == torch.bfloat16
     with native.device_context(gradient.device):

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from salaad.common import distributed
 from salaad.common.errors import UserError
-from salaad.methods.salaad.passes import add_penalties
+from salaad.methods.salaad.elementwise import add_penalties
 from salaad.methods.salaad.rounding import add_rounded
 from salaad.methods.salaad.surrogate import Surrogate
 from salaad.methods.salaad.weak_hooks import on_steps, weakly

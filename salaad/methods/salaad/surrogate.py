@@ -12,7 +12,7 @@ from torch import Tensor
 
 from salaad.common.errors import UserError
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.passes import add_penalty, entries
+from salaad.methods.salaad.elementwise import add_penalty, entries
 from salaad.methods.salaad.update import KEPT, Figures, State, advance, statistics
 from salaad.prox import clip, effective_ranks, soft_threshold, truncate
 from salaad.spectral import SvtResult, threshold

@@ -63,8 +63,14 @@ class SalaadCallback(TrainerCallback):
         """Make the `Salaad`, or load it from the checkpoint from which the Trainer resumes.
 
         Raises:
-            UserError: the callback was added to the Trainer once more, or the checkpoint holds no L and S.
+            UserError: the callback was added to the Trainer once more, the Trainer uses DeepSpeed, or the checkpoint
+                holds no L and S.
         """
+        if self._trainer.is_deepspeed_enabled:
+            raise UserError(
+                "the Trainer uses DeepSpeed, whose optimizer takes copies of the gradients that the penalty does not "
+                "reach; leave out the deepspeed argument, and train on several devices with torchrun"
+            )
         if self._trainer.callback_handler.callbacks.count(self) > 1:
             raise UserError(
                 "the Trainer has this SalaadCallback twice, so that each step would count twice; leave out "

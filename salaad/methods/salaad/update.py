@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad.passes import Thresholds, clip_each, second_half
+from salaad.methods.salaad.elementwise import Thresholds, clip_each, sparse_and_dual
 from salaad.prox import effective_ranks
 from salaad.spectral import SOLVERS as SPECTRAL_SOLVERS
 from salaad.spectral import SvtResult
@@ -127,19 +127,21 @@ def advance(
     """
     R, tau_R = state.R, state.tau_R
     for _ in range(config.inner):
+        # Eq. 3: X − S + dual = X − R + 2·dual, as S = R − dual.
         found = solve((X - R).add_(clip_each(R, tau_R), alpha=2))
-        half = second_half(X, found.L, R, Thresholds(state.tau_L, state.tau_S, tau_R), thresholded)
-        R, tau_R = half.R, state.tau_S
+        # Eqs. 4 and 5: the new S and dual, as their sum R.
+        rest = sparse_and_dual(X, found.L, R, Thresholds(state.tau_L, state.tau_S, tau_R), thresholded)
+        R, tau_R = rest.R, state.tau_S
     rank = found.rank if isinstance(found, StackResult) else effective_ranks(found.sigma, config.gamma, config.energy)
-    density = half.nnz / (X.shape[-2] * X.shape[-1])
+    density = rest.nnz / (X.shape[-2] * X.shape[-1])
     tau_L, tau_S = state.tau_L, state.tau_S
     if not held:
         excess = rank.double() / min(X.shape[-2:]) - config.rank_ratio
         tau_L = (tau_L + (excess * config.delta_alpha).float()).clamp_min(0)
         tau_S = (tau_S + (density - config.density) * config.delta_beta).clamp_min(0)
     # The dual is clipped, so it is finite even if L is not: only T shows an infinite L.
-    figures = Figures(rank, density, half.delta, half.norm, half.delta + half.total)
-    return State(half.T, R, tau_L, tau_S, tau_R), found, figures
+    figures = Figures(rank, density, rest.delta, rest.norm, rest.delta + rest.total)
+    return State(rest.T, R, tau_L, tau_S, tau_R), found, figures
 
 
 def statistics(state: State, figures: Figures, rho: float, bound: float | Tensor, solver: str) -> Tensor:

@@ -171,8 +171,9 @@ def refuse_flat_weights(model: nn.Module) -> None:
     """Raise a UserError if the weights of the model are not its own, in which case no block could be found."""
     if distributed.has_flat_weights(model):
         raise UserError(
-            "the model is in FullyShardedDataParallel, which spreads its weights over the processes, and a block is "
-            "updated as a whole matrix by its owner; train with DistributedDataParallel, which keeps weights whole"
+            "the model is in FullyShardedDataParallel or DeepSpeed, which train copies spread over the processes, and "
+            "a block is updated as a whole matrix by its owner; train with DistributedDataParallel, which keeps "
+            "weights whole"
         )
 
 

@@ -33,8 +33,8 @@ class Thresholds(NamedTuple):
     tau_R: Tensor
 
 
-class SecondHalf(NamedTuple):
-    """The result of the second half of an update (`second_half`); the numbers are 0-d or b.
+class SparseAndDual(NamedTuple):
+    """The new S and dual, as R and T, and their sums (`sparse_and_dual`); the numbers are 0-d or b.
 
     Args:
         R: S + dual, n×m or b×n×m.
@@ -53,8 +53,8 @@ class SecondHalf(NamedTuple):
     total: Tensor
 
 
-def second_half(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> SecondHalf:
-    """Compute the second half of an ADMM update (eqs. 4 and 5) of a block or a stack.
+def sparse_and_dual(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> SparseAndDual:
+    """Compute S and the dual (eqs. 4 and 5), as R and T, of a block or a stack whose L is found.
 
     Args:
         X: weight, n×m or b×n×m (float32 or bfloat16).
@@ -66,12 +66,12 @@ def second_half(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: b
     if _takes(X, L, R):
         from salaad.methods.salaad import gpu_kernels
 
-        return SecondHalf(*gpu_kernels.second_half(X, L, R, tau))
-    return second_half_in_torch(X, L, R, tau, thresholded)
+        return SparseAndDual(*gpu_kernels.sparse_and_dual(X, L, R, tau))
+    return sparse_and_dual_in_torch(X, L, R, tau, thresholded)
 
 
-def second_half_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> SecondHalf:
-    """Do what `second_half` does, in torch."""
+def sparse_and_dual_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thresholded: bool) -> SparseAndDual:
+    """Do what `sparse_and_dual` does, in torch."""
     X, before = X.to(L.dtype), clip_each(R, tau.tau_R)
     # Without a threshold L = X − S + dual, so R = S; computed from X and L, S would fill with rounding errors.
     R = (X - L).add_(before) if thresholded else R - before
@@ -79,7 +79,7 @@ def second_half_in_torch(X: Tensor, L: Tensor, R: Tensor, tau: Thresholds, thres
     T = (L + R).sub_(dual, alpha=2)
     delta = torch.linalg.vector_norm(dual - before, dim=(-2, -1))  # eq. 5 adds X − L − S to the dual
     norm = torch.linalg.vector_norm(X, dim=(-2, -1))
-    return SecondHalf(R, T, entries(R, dual), delta, norm, T.sum((-2, -1)))
+    return SparseAndDual(R, T, entries(R, dual), delta, norm, T.sum((-2, -1)))
 
 
 def entries(R: Tensor, dual: Tensor) -> Tensor:

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from salaad.config.methods import SalaadConfig
-from salaad.methods.salaad import passes
+from salaad.methods.salaad import elementwise
 from salaad.methods.salaad.surrogate import Surrogate
 
 
 def test_blocks_together_are_divided_as_by_the_three_equations():
     generator = torch.Generator().manual_seed(0)
     X, L, R = (torch.randn(3, 20, 30, generator=generator).double() for _ in range(3))
-    tau = passes.Thresholds(*torch.tensor([[0.7, 0.1, 2.0], [0.2, 0.0, 0.4], [0.3, 0.5, 0.1]]).double())
+    tau = elementwise.Thresholds(*torch.tensor([[0.7, 0.1, 2.0], [0.2, 0.0, 0.4], [0.3, 0.5, 0.1]]).double())
     dual = R.clamp(-tau.tau_R[:, None, None], tau.tau_R[:, None, None])
 
-    found = passes.second_half(X, L, R, tau, True)
+    found = elementwise.sparse_and_dual(X, L, R, tau, True)
     S = soft(X - L + dual, tau.tau_S[:, None, None])  # eq. 4
     Y = dual + X - L - S  # eq. 5
     torch.testing.assert_close(found.R, S + Y)
@@ -36,7 +36,7 @@ def test_the_penalty_is_that_of_a_block(dtype):
     X, gradient = torch.randn(9, 7), torch.randn(9, 7).to(dtype)
     expected = gradient.clone()
     block.add_penalty_gradient(expected, X, scale=2.0, seed=5)
-    passes.add_penalty(gradient, X, block.T, 2.0 * block.rho, seed=5)
+    elementwise.add_penalty(gradient, X, block.T, 2.0 * block.rho, seed=5)
     assert torch.equal(gradient, expected)
 
 
@@ -44,5 +44,5 @@ def test_a_nan_stays_one_in_a_gradient_that_is_rounded_at_random():
     """A GPU computes the NaN of the bits 0x7fffffff; a random number added to them gives those of -0."""
     T = torch.full((4, 8), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     gradient = torch.ones(4, 8).bfloat16()
-    passes.add_penalty(gradient, torch.ones(4, 8).bfloat16(), T, 0.1, seed=1)
+    elementwise.add_penalty(gradient, torch.ones(4, 8).bfloat16(), T, 0.1, seed=1)
     assert gradient.isnan().all()
