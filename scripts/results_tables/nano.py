@@ -1,13 +1,9 @@
 """The tables and pictures of results/nano: the ways to cut, the search of the settings."""
 
-from dataclasses import fields
-
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from salaad.evaluation.figures import elastic_figure
-from salaad.evaluation.structure import RpcaRow, structure_table
-from salaad.evaluation.sweep import best, ways_table
-from salaad.evaluation.tables import accuracy_table
+from salaad.evaluation.sweep import ways_table
 from scripts.results_tables import RESULTS
 from scripts.run_figures import frontier_figure
 
@@ -18,9 +14,6 @@ def sections() -> dict[str, str]:
     """Every table of the scale `nano`."""
     return {
         "cuts": f"{ways_table(elastic_rows())}\n\n{one_file()}",
-        "robust-pca": structure_tables(),
-        "lm-eval": accuracy_table(sorted(read_json(NANO / "lm-eval.json")["rows"], key=lambda row: row["task"])),
-        "candidates": candidates_table(),
         "search": f"{search_table(search_points())}\n\n{learning_rate_table()}",
     }
 
@@ -88,19 +81,6 @@ def learning_rate_table() -> str:
     return markdown_table(("vanilla, peak learning rate", "perplexity"), [(f"{lr:g}", f"{x:.2f}") for lr, x in rows])
 
 
-def candidates_table() -> str:
-    """Four points of the search, each cut by HPA to three budgets at the better of the measured κ."""
-    rows = read_json(NANO / "allocation" / "candidates.json")["rows"]
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model]
-        cuts = best(mine)
-        cells = (f"{row['perplexity']:.2f} (κ = {row['kappa']:g})" for row in cuts)
-        X = next(row["perplexity"] for row in mine if row["variant"] == "X")
-        lines.append((model.partition("/")[0].replace(",", " "), f"{X:.2f}", *cells))
-    return markdown_table(("settings", "X", *(millions(row["budget"]) for row in cuts)), lines)
-
-
 def vanilla_runs() -> list[tuple[float, float]]:
     """(peak learning rate, perplexity of X) of every vanilla run of the search."""
     results = [read_json(path) for path in (NANO / "search").glob("full_rank*.json")]
@@ -126,14 +106,3 @@ def one_file() -> str:
     rows = [row for row in read_json(NANO / "elastic" / "one_file" / "perplexity.json")["rows"] if row["budget"]]
     sizes = ", ".join(f"{row['perplexity']:.2f} at {millions(row['budget'])}" for row in rows)
     return f"One elastic folder of SALAAD's run, refined for {millions(rows[-1]['budget'])}: {sizes}."
-
-
-def structure_tables() -> str:
-    """What robust PCA finds in the two models, from results/nano/rpca.json."""
-    rows = read_json(NANO / "rpca.json")["rows"]
-    names = [f.name for f in fields(RpcaRow)]
-    tables = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [RpcaRow(**{name: row[name] for name in names}) for row in rows if row["model"] == model]
-        tables.append(f"{model}\n\n{structure_table(mine)}")
-    return "\n\n".join(tables)
