@@ -69,13 +69,13 @@ def fair_table(
     lines = list(_fair_lines(rows, costs))
     marks, legends = with_legend([mark_of(commits) for _, commits, _ in lines], "row")
     shown = [(label + mark, *cells) for mark, (label, _, cells) in zip(marks, lines, strict=True)]
-    tokens = rows[0]["text_tokens"]
     header = (
         "model",
         "share",
         "seeds",
         *RELATIVE,
         *PERPLEXITIES,
+        "tokens",
         "stored",
         "trained",
         "bytes",
@@ -86,13 +86,14 @@ def fair_table(
     header, *shown = ([*compress(line, measured)] for line in (header, *shown))
     copying = [_how_copying_is_left_out(rows)] if "not copied" in header else []
     told = [
-        f"After {tokens / 1e6:.1f} M tokens. Compare rows by *over full-rank*: perplexity relative to full-rank "
-        f"training, of SALAAD with the same seed, as a mean over the seeds; ± is the root mean square deviation of the "
-        f"seeds from their mean. A figure over fewer seeds than its row names them.{_how_seeds_differ(rows)}",
+        "Compare rows by *over full-rank*: perplexity relative to full-rank training, of SALAAD with the same seed, as "
+        "a mean over the seeds; ± is the root mean square deviation of the seeds from their mean. A figure over fewer "
+        f"seeds than its row names them.{_how_seeds_differ(rows)}",
         *_models_compared(rows, folder),
         "*Share* is the part of the compressible parameters (those of embedding and projections) that a cut keeps.",
         *copying,
-        "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text.",
+        "*Legacy* is the perplexity of older tables, from means of batches of 16 sequences, *C4* that on C4 text. "
+        "*Tokens* are those of the training, and of fitting a cut.",
         "*Stored* and *trained* count parameters, *stored* of L + S those of all its factors and entries, which may be "
         "more than X has; *bytes* is the size of the model in float32, where a block is stored dense if that is less.",
         *_how_costs_were_measured(rows, timed, bench),
@@ -116,7 +117,7 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
             "*Cut* is SALAAD's L + S, cut by energy; *rpca* and *godec* are the full-rank model, split after training "
             "and cut in the same way; *hpa*: cut by the paper's rule; *head*: the LM head is split too; *tuned*: "
             "fitted on more text, of SALAAD's cuts or the full-rank model's; *nested*: MatFormer's narrower models "
-            f"([definitions and commands]({folder}README.md))."
+            f"([definitions]({folder}README.md), [a command for each row]({folder}README.md#commands))."
         )
     if "SALAAD, as in the paper" in labels:
         yield (
@@ -140,8 +141,8 @@ def _how_costs_were_measured(rows: Sequence[Row], timed: Mapping[str, Any], benc
             relative += "; here both are of the paper's settings, with the embedding among the blocks"
         compiled = "" if timed["config"]["train"]["compile"] else ", of steps that were not compiled"
         yield (
-            f"*State* is the memory of the optimizer and the method; *step time* is relative to {relative}{compiled} "
-            f"(results/bench/{bench.name}, commit {timed['commit']})."
+            "*State* is the memory of the optimizer, plus that of the method; *step time* is relative to "
+            f"{relative}{compiled} (results/bench/{bench.name}, commit {timed['commit']})."
         )
 
 
@@ -179,9 +180,12 @@ def _fair_lines(
     """Yield label, commits and cells of every whole model, and of its cuts to half and to a fifth."""
     references = [references_of(rows, figure) for figure in RELATIVE.values()]
 
-    def figures(there: Sequence[Row], of: Callable[[Row], Row], share: str = "") -> tuple[str, ...]:
+    def figures(
+        there: Sequence[Row], of: Callable[[Row], Row], share: str = "", way: str | None = None
+    ) -> tuple[str, ...]:
         of_seeds = {row["seed"]: of(row) for row in there}
-        return share, seeds_text(there), *_figures(there[0]["label"], of_seeds, references)
+        perplexities, sizes = _figures(there[0]["label"], of_seeds, references)
+        return share, seeds_text(there), *perplexities, _tokens(there[0], way), *sizes
 
     for label, mine in by_label(rows).items():
         trained, cost = tuple(row["commit"] for row in mine), ("", "")
@@ -199,7 +203,7 @@ def _fair_lines(
                 yield (
                     f"{label}: {way}{_kappas(map(size, there))}",
                     (*trained, *made),
-                    (*figures(there, size, f"{share:.2g}"), "", ""),
+                    (*figures(there, size, f"{share:.2g}", way), "", ""),
                 )
 
 
@@ -262,8 +266,16 @@ def _deviation(values: Mapping[int, float]) -> float:
     return pstdev(values.values()) / fmean(values.values())
 
 
-def _figures(label: str, of: Mapping[int, Row], references: Sequence[Mapping[int, float]]) -> tuple[str, ...]:
-    """Return cells of perplexities over the seeds, parameters and bytes, from the figures of every seed.
+def _tokens(row: Row, way: str | None) -> str:
+    """Return the tokens of text that a model has read: in its training, and in that of a way to smaller models."""
+    costs = row.get("costs", {})
+    return f"{(row['text_tokens'] + costs.get(way, {}).get('tokens', 0)) / 1e6:.1f} M"
+
+
+def _figures(
+    label: str, of: Mapping[int, Row], references: Sequence[Mapping[int, float]]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return cells of perplexities over the seeds, and of parameters and bytes, from the figures of every seed.
 
     A perplexity that was not measured with all seeds names those with which it was. `references` has an entry for every
     figure in `RELATIVE`.
@@ -274,8 +286,7 @@ def _figures(label: str, of: Mapping[int, Row], references: Sequence[Mapping[int
         seeds = "" if found.keys() == of.keys() else f" ({named_seeds(found)})"
         cells.append(f"{with_deviation([*found.values()])}{seeds}" if found else "")
     first = ChainMap(*of.values())  # of every figure that of the first seed that has it
-    return (
-        *cells,
+    return cells, (
         millions(first["parameters"]),
         millions(first["trained"]) if "trained" in first else "",
         megabytes(first["bytes"]) if "bytes" in first else "",
@@ -286,4 +297,5 @@ def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:
     """Return the cells of a method's state and step time; empty if it was not timed."""
     if cost is None:
         return "", ""
-    return megabytes(cost["optimizer_bytes"] + cost["method_bytes"]), f"{cost['over_full_rank']:.2f}"
+    own = f" + {megabytes(cost['method_bytes'])}" if cost["method_bytes"] else ""
+    return f"{megabytes(cost['optimizer_bytes'])}{own}", f"{cost['over_full_rank']:.2f}"

@@ -8,7 +8,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, millions
 from scripts import in_context
 from scripts.research import probe_allocation
-from scripts.results_tables import RESULTS
+from scripts.results_tables import RESULTS, row_commands
 from scripts.results_tables.all_methods import bench_of, fair_table
 from scripts.results_tables.measured import (
     COPIED,
@@ -45,7 +45,7 @@ def sections() -> dict[str, str]:
     for path in sorted((ELASTIC / "in-context").glob("*.json")):
         found[f"in-context-{path.stem}"] = in_context_table(read_json(path))
     probed = {path.stem: read_json(path) for path in sorted((ELASTIC / "probes").glob("*.json"))}
-    return found | {"probes": probes_table(probed)}
+    return found | {"probes": probes_table(probed), f"commands-{REPORTED}": row_commands.section()}
 
 
 def probes_table(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -19,6 +19,8 @@ from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_trainings, elastic_ways
 from scripts.measured_text import MeasuredText
 from scripts.research.probe_allocation import dealt
+from scripts.results_tables import RESULTS, row_commands
+from scripts.results_tables.measured import REPORTED, rows_of
 from scripts.shares import NAMED
 from tests.helpers.deploying import compress
 from tests.helpers.training import train_here
@@ -361,3 +363,19 @@ def test_options_of_small_dense_models_need_their_labels(words, said, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["compare_elastic.py", *words, f"--runs={tmp_path}", output, "--list"])
     with pytest.raises(UserError, match=said):
         compare_elastic.main()
+
+
+def test_the_command_of_each_row_trains_and_measures_what_the_row_has(tmp_path, monkeypatch, capsys):
+    """Given the recorded rows, each command finds them trained with the settings it asks for, and nothing left."""
+    recorded = RESULTS / "elastic" / f"{REPORTED}.json"
+    rows, measured = rows_of(recorded), set()
+    for label, (_, script, *words) in row_commands.commands(rows, REPORTED):
+        assert script == "scripts/compare_elastic.py"
+        words[words.index("--output") + 1] = str(recorded)
+        monkeypatch.setattr(sys, "argv", [script, *words, "--list"])
+        compare_elastic.main()
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+        assert lines[2:] and all(name == label and left == "–" for name, _, left, _ in lines[2:])
+        asked = words[words.index("--ways") + 1].split(";") if "--ways" in words else []
+        measured |= {(label, int(line[1]), way) for line in lines[2:] for way in [None, *asked]}
+    assert measured == {(row["label"], row["seed"], way) for row in rows for way in [None, *row["ways"]]}

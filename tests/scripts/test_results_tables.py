@@ -126,6 +126,7 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
         one |= {"commit": "c", "text_tokens": 1e6, "method": "salaad"}
         one["X"] |= {"legacy_perplexity": 47.0, "in_context": {"other": (log(57), 900), "copied": (2, 100)}}
         one["ways"]["hpa"][1] |= {"legacy_perplexity": 52.5, "other_perplexity": 90.0, "bytes": 5e6, "kappa": 0.65}
+        one["costs"] = {"train": {"tokens": 1e6}, "hpa": {"tokens": 5e5}}
     whole = [row("full-rank", seed, 40.0 + 60 * seed) for seed in (0, 1)]
     again = [row("SALAAD, again", seed, perplexity) for seed, perplexity in ((0, 44.0), (1, 112.0), (2, 9.0))]
     galore = [row("galore", seed, perplexity) for seed, perplexity in ((0, 63.0), (2, 91.0))]
@@ -141,11 +142,12 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     # Other methods are relative to the mean of full-rank training's seeds, which is 70.
     assert next(line for line in lines if line[0] == "galore")[2:4] == ["0, 2", "≈ +10.0% ± 20.0%"]
     # SALAAD has the step time of its label; no row tells what is trained, and that column is left out.
-    assert ["SALAAD", "", "0", "+25.0%", "+14.0%", "50.00", "47.00", "", "2.00 M", "", "3.00 MB", "1.50"] in lines
-    paper = "SALAAD, as in the paper"
-    assert [paper, "", "0", "+25.0%", "+14.0%", "50.00", "47.00", "", "2.00 M", "", "4.00 MB", "1.25"] in lines
-    half = ["SALAAD: hpa, κ* 0.65", "0.5", "0", "+37.5%", "", "55.00", "52.50", "90.00", "1.50 M", "5.00 MB", "", ""]
-    assert half in lines and ["SALAAD: hpa", "0.2", "0", "+100.0%", "", "80.00", "", "", "1.20 M", "", "", ""] in lines
+    whole = ["", "0", "+25.0%", "+14.0%", "50.00", "47.00", "", "1.0 M", "2.00 M", ""]
+    assert ["SALAAD", *whole, "3.00 MB", "1.50"] in lines
+    assert ["SALAAD, as in the paper", *whole, "3.00 MB + 1.00 MB", "1.25"] in lines
+    half = ["0.5", "0", "+37.5%", "", "55.00", "52.50", "90.00", "1.5 M", "1.50 M", "5.00 MB", "", ""]
+    assert ["SALAAD: hpa, κ* 0.65", *half] in lines  # of whose tokens a third were read after the training
+    assert ["SALAAD: hpa", "0.2", "0", "+100.0%", "", "80.00", "", "", "1.5 M", "1.20 M", "", "", ""] in lines
 
 
 @pytest.mark.parametrize("timed", [None, {"lora": {"optimizer_bytes": 1, "method_bytes": 1, "over_full_rank": 1.0}}])
@@ -156,7 +158,7 @@ def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp
         bench.write_text(json.dumps({"methods": timed, "config": {"train": {"compile": False}}, "commit": "abc"}))
     rows = [row("full-rank", 0, 40.0) | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"}]
     page = all_methods.fair_table(rows, bench)
-    assert cells(page)[2:] == [["full-rank", "0", "+0.0%", "40.00", "2.00 M"]]
+    assert cells(page)[2:] == [["full-rank", "0", "+0.0%", "40.00", "1.0 M", "2.00 M"]]
     told = (
         "*step time* is relative to full-rank training, of SALAAD while its weights are pulled, of steps that were not "
     )
