@@ -17,7 +17,6 @@ from scripts.shares import is_same_size
 
 SEED = 0
 OURS = "SALAAD, as in the paper"
-LEAST_OF_SIZE = 0.9  # of a method's parameters that a cut has to have at least, to be compared with it
 FULL_SIZE = {"lora": "LoRA", "relora": "ReLoRA", "galore": "GaLore"}
 STRUCTURED = {"loro": "LORO", "cola": "CoLA", "sltrain": "SLTrain", "lost": "LOST"}
 
@@ -139,7 +138,7 @@ def other_methods(compared: Compared) -> Found:
     ]
     for method, name in STRUCTURED.items():
         most = rivals[method]["parameters"] if method in rivals else 0
-        near = [one for one in cuts if LEAST_OF_SIZE * most <= one["parameters"] <= most]
+        near = [one for one in cuts if criteria.LEAST_OF_SIZE * most <= one["parameters"] <= most]
         cut = max(near, key=lambda one: one["parameters"], default=None)
         what = f"PPL of L + S, cut by HPA to at most its size, over {name}'s"
         numbers.append(_beside(what, cut, rivals.get(method), criteria.CUT_OVER_METHODS))

@@ -13,6 +13,8 @@ WHOLE_OVER_FULL_RANK = 18.04 / 18.80 - 1
 # L + S relative to the best of LoRA, ReLoRA and GaLore, and its cut relative to the best of LORO, CoLA, SLTrain and
 # LOST (Table 1): perplexity at 350M.
 WHOLE_OVER_METHODS, CUT_OVER_METHODS = 18.04 / 18.95 - 1, 19.70 / 18.95 - 1
+# The part of a method's parameters that a cut has at least, if the two are compared; at most it has all of them.
+LEAST_OF_SIZE = 0.9
 # κ* over all sizes and budgets (section 5.3 and Table 1).
 LEAST_KAPPA, KAPPA_BAND = 0.55, 0.25
 # The embedding among the blocks: perplexity relative to that without it, of X at 130M and of L + S at 60M; its rank

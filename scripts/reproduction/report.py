@@ -42,7 +42,7 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "A claim agrees only if all parts of its measure hold. It is *not shown* where a part was not recorded, or holds "
     "only because the thing that it is about is missing.",
     "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
-    "or made stricter, when the results of nano and micro, and some of nano-20, were known.",
+    "or made stricter, when the results of nano and micro, and some of nano-20, were known, but none of micro-20.",
     "In the items of nano and micro all weights have one learning rate, as is usual in the field. Later searches found "
     "that a lower rate for the projections is far better for full-rank training and SALAAD alike, so these comparisons "
     "hold for a single rate only. What is compared on the elastic page has two rates, and so have claims that are "
