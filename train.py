@@ -51,7 +51,7 @@ from salaad.training.stopwatch import Stopwatch
 
 def main(config: RunConfig, options: TrainOptions) -> None:
     """Open data, model and method as configured, and train; with `options.dry_run` only print the plan."""
-    source, gone = source_of(config, options.output, options.resume)
+    source, source_remark = source_of(config, options.output, options.resume)
     accelerator = start_accelerator(config)
     check_run(config, source.config)
     if options.dry_run:
@@ -64,19 +64,21 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         leave_together(accelerator)
         return
     folder, checkpoint = run.open_run(config, options)
-    if said := distributed.first_decides(lambda: finished(folder, options.resume)):
-        accelerator.print(said)
+    if summary := distributed.first_decides(lambda: finished(folder, options.resume)):
+        accelerator.print(summary)
         leave_together(accelerator)
         return
     with distributed.first_on_its_machine(accelerator.is_local_main_process):
         text = open_text(run.with_own_tokenizer(config, source.path), vocab_size=source.config.vocab_size)
     require_same_text(text)
-    begun = (folder, config, text.corpus_hash, checkpoint, options.resume)
-    checkpoint = distributed.first_decides(lambda: run.begin(*begun))
+    checkpoint = distributed.first_decides(
+        lambda: run.begin(folder, config, text.corpus_hash, checkpoint, options.resume)
+    )
     run.require_shared_storage(folder)
     accelerator.print(f"method {config.method}; model: {sizes_in_words(source.config)}")
-    lost = "" if checkpoint else method_of(config).remark(rebuilt_outline(config, source.config), config)
-    for remark in filter(None, (gone, lost, short_patience(config, source.config, distributed.world_size()))):
+    method_remark = "" if checkpoint else method_of(config).remark(rebuilt_outline(config, source.config), config)
+    patience_remark = short_patience(config, source.config, distributed.world_size())
+    for remark in filter(None, (source_remark, method_remark, patience_remark)):
         accelerator.print(remark)
     with StopRequest() as request:
         trainer = Trainer(config, accelerator, source, text, folder, checkpoint, request)
@@ -158,7 +160,7 @@ class Trainer:
         )
         self.stopwatch = Stopwatch(self.device, state.seconds)
         self.saved_step = self.step if checkpoint else -1
-        self.unread: UserError | None = None  # why this rank could not read the validation text
+        self.validation_error: UserError | None = None  # why this rank could not read the validation text
 
     def train(self) -> None:
         """Run Algorithm 1 over the remaining steps; evaluate and save after the last one, and print the summary."""
@@ -284,8 +286,8 @@ class Trainer:
                 with suppress(Stopped), self.request.ends_waiting():
                     read_validation(self.text, self.config.data, **which)
             except UserError as error:
-                self.unread = error
-            if any(distributed.gather(self.request.asked or self.unread is not None)):
+                self.validation_error = error
+            if any(distributed.gather(self.request.asked or self.validation_error is not None)):
                 return
         found = []
         for variant, context, figures in self.method.variants():
@@ -304,7 +306,7 @@ class Trainer:
         self.save(last=True)
         self.recorder.say(f"stopped after step {self.step}; go on with the same command: {run.resume_command()}")
         self.recorder.close()
-        distributed.raise_first(self.unread or self.stream.error)
+        distributed.raise_first(self.validation_error or self.stream.error)
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint after this step; collective. If writing fails, go on, or raise a UserError if `last`."""

@@ -45,10 +45,10 @@ def rank() -> int:
 
 def machines() -> int:
     """Number of machines that the ranks run on; 1 when nothing was launched."""
-    return told("GROUP_WORLD_SIZE", 1)
+    return from_environment("GROUP_WORLD_SIZE", 1)
 
 
-def told(name: str, default: T, read: Callable[[str], T] | None = None) -> T:
+def from_environment(name: str, default: T, read: Callable[[str], T] | None = None) -> T:
     """Return what a launcher, or a user in its place, has set in the environment; `read` is by default its type.
 
     Raises:

@@ -47,7 +47,7 @@ def left_out(model: nn.Module, blocks: Weights) -> list[LeftOut]:
     return sorted(found.values(), key=lambda one: -one.parameters)
 
 
-def said(model: nn.Module, blocks: Weights) -> list[tuple[str, str]]:
+def coverage_rows(model: nn.Module, blocks: Weights) -> list[tuple[str, str]]:
     """Return rows (what, how much) of a table: the share of the blocks, then every group that is left out and why."""
     total = sum(parameter.numel() for parameter in model.parameters())
     inside = sum(X.numel() for X in blocks.values())

@@ -78,8 +78,8 @@ def _open_run(config: RunConfig, options: TrainOptions) -> tuple[Path, Path | No
     if _begun(folder):
         locks.claim(folder)
     asked = None if options.resume in ("auto", "none") else at_home(options.resume)
-    if asked and not _goes_on(folder, asked):
-        return folder, _named(folder, asked, config, tunable)
+    if asked and not _repeats_last_resume(folder, asked):
+        return folder, _checkpoint_named(folder, asked, config, tunable)
     if not _begun(folder):
         _require_ours(folder)
         return folder, None
@@ -110,7 +110,7 @@ def _own_name(checkpoint: Path) -> str:
     return checkpoint.resolve().name
 
 
-def _goes_on(folder: Path, asked: Path) -> bool:
+def _repeats_last_resume(folder: Path, asked: Path) -> bool:
     """Whether the last start had the same --resume, so that the run goes on, as a job that is queued again has to.
 
     The checkpoint `asked` for may be deleted by now.
@@ -128,7 +128,7 @@ def _goes_on(folder: Path, asked: Path) -> bool:
     return newest is not None and newest > int(_own_name(asked).rpartition("-")[2])
 
 
-def _named(folder: Path, checkpoint: Path, config: RunConfig, tunable: tuple[str, ...]) -> Path:
+def _checkpoint_named(folder: Path, checkpoint: Path, config: RunConfig, tunable: tuple[str, ...]) -> Path:
     """Return the checkpoint that --resume names, once it is found to be whole and to fit the run."""
     patience = patience_for([checkpoint])
     unseen(checkpoint, [CHECKSUMS], patience)
@@ -230,7 +230,7 @@ def begin(
     """Create the folder and its config.yaml, in which every start of the run leaves its versions and commit.
 
     A checkpoint to go on from becomes the newest of the folder, so that a later --resume auto goes on from it, too. If
-    `resume`, the option, names a checkpoint of this folder, config.yaml says so last (`_goes_on`).
+    `resume`, the option, names a checkpoint of this folder, config.yaml says so last (`_repeats_last_resume`).
 
     Returns:
         The checkpoint to go on from, in this folder; that of another run may be deleted from now on.

@@ -77,9 +77,9 @@ def require_devices() -> None:
     """
     # The last two are only looked at, as accelerate reads them.
     names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-    ranks, local, *_ = (distributed.told(name, 1) for name in names)
+    ranks, local, *_ = (distributed.from_environment(name, 1) for name in names)
     asked = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as cpu2.yaml has it for its processes
-    on_cpu = distributed.told("ACCELERATE_USE_CPU", False, str_to_bool) or asked
+    on_cpu = distributed.from_environment("ACCELERATE_USE_CPU", False, str_to_bool) or asked
     if ranks > 1 and not on_cpu and not torch.cuda.is_available():
         raise UserError(
             f"{ranks} processes were launched, {local} of them on this machine, where torch {torch.__version__} finds "

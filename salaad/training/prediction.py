@@ -111,7 +111,7 @@ def short_patience(config: RunConfig, description: PretrainedConfig, ranks: int)
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher of another kind, or none, waits
         return None
-    patience = distributed.told("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", float(PATIENCE))
+    patience = distributed.from_environment("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", float(PATIENCE))
     step = 0.0  # unknown on a CPU
     if torch.cuda.is_available():
         step = sum(predict(config, description, gpu_called(torch.cuda.get_device_name()), ranks).values())

@@ -10,7 +10,7 @@ from salaad import Salaad, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.factored.fixed_size import slr_modules
 from salaad.model.build import ModelFolder
-from salaad.model.coverage import left_out, said
+from salaad.model.coverage import coverage_rows, left_out
 from salaad.model.roles import find_blocks
 from tests.helpers.families import FAMILIES, IDS, model_of
 
@@ -110,7 +110,7 @@ def test_print_says_how_much_of_the_model_is_blocks_and_what_is_not():
     assert f"({share:.0%})" in text
     for what in ("embedding, not asked for", "lm_head, not asked for", "biases and norms", "without a role"):
         assert f"left out: {what}" in text or what in text
-    assert dict(said(model, salaad.weights))["blocks"] in text
+    assert dict(coverage_rows(model, salaad.weights))["blocks"] in text
 
 
 def test_a_model_of_no_known_family_is_asked_for_a_pattern():

@@ -114,7 +114,7 @@ class SalaadMethod(Method):
         counts = [list(owners.values()).count(rank) for rank in range(ranks)]
         imbalance = ownership.imbalance(ownership.costs_of(blocks), owners, ranks)
         return [
-            *coverage.said(model, blocks),
+            *coverage.coverage_rows(model, blocks),
             ("blocks per owner", ", ".join(map(str, counts))),
             ("imbalance of the owners", f"{imbalance:.3f} (largest cost over mean)"),
             ("targets", f"rank ratio {settings.rank_ratio:g}, density {settings.density:g}"),

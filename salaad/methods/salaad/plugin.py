@@ -128,7 +128,7 @@ class Salaad:
 
     def __repr__(self) -> str:
         """Describe what part of the model is in blocks, and what is left out for which reason."""
-        lines = [f"{what}: {how_much}" for what, how_much in coverage.said(self.model, self.weights)]
+        lines = [f"{what}: {how_much}" for what, how_much in coverage.coverage_rows(self.model, self.weights)]
         return "\n  ".join([f"Salaad after {self.steps:,} steps", *lines])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_InACopy":
