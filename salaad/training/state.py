@@ -22,6 +22,7 @@ from salaad.methods.low_rank_layers import projections
 from salaad.methods.optimizer import place_schedule
 from salaad.methods.registry import method_of
 from salaad.model.build import ModelFolder, NewModel, extend_positions, model_source
+from salaad.model.hashed_saves import hashed_saves
 from salaad.model.second_moments import Moments, save_second_moments, second_moments
 from salaad.runs.checkpoints import TRAINED, Checkpoints, RunState
 from salaad.runs.records import Recorder
@@ -159,9 +160,11 @@ class TrainingParts:
         saved = save_optimizer(self.optimizer, folder / "state", self.sharded, beside)
         hashed |= {f"state/{name}": digest for name, digest in saved.items()}
         if distributed.rank() == 0:
-            self._export(folder / "model", recorder)
-            if self.method.replaces_modules:
-                save_model(self.model, str(folder / TRAINED))
+            with hashed_saves(folder) as weights:
+                self._export(folder / "model", recorder)
+                if self.method.replaces_modules:
+                    save_model(self.model, str(folder / TRAINED))
+            hashed |= weights
             with tokenizer_errors(folder / "model"):
                 self.tokenizer.save_pretrained(folder / "model")
             for name, content in self.terms.items():

@@ -3,14 +3,17 @@
 import hashlib
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from salaad.common import files
-from salaad.common.files import verify, write_checksums
+from salaad.common.files import names_below, verify, write_checksums
 from salaad.common.hashed_files import HashedFile, write_tensors
+from salaad.model.hashed_saves import hashed_saves
 
 
 def sha256(path) -> str:
@@ -45,6 +48,31 @@ def test_tensors_are_written_as_the_library_writes_them(tmp_path):
     assert write_tensors(tensors, tmp_path / "ours") == sha256(tmp_path / "ours")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_saved_as_the_libraries_save_them(tmp_path, tied):
+    model = llama(tied)
+    folders = {name: tmp_path / name for name in ("ours", "theirs")}
+    with hashed_saves(folders["ours"]) as hashed:
+        save(model, folders["ours"])
+    save(model, folders["theirs"])
+    names = {str(path.relative_to(folders["theirs"])) for path in folders["theirs"].rglob("*.safetensors")}
+    assert len(names) > 3 and hashed.keys() == names
+    for name in names_below(folders["theirs"]):
+        assert (folders["ours"] / name).read_bytes() == (folders["theirs"] / name).read_bytes()
+        assert hashed.get(name) in (None, sha256(folders["theirs"] / name))
+
+
+def llama(tied: bool) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=tied))
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Save a model in the two ways that a checkpoint uses, the first in several files."""
+    model.save_pretrained(folder / "model", max_shard_size="20KB")
+    save_model(model, str(folder / "weights.safetensors"))
 
 
 def test_every_dtype_comes_back(tmp_path):
