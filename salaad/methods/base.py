@@ -130,6 +130,14 @@ class Method:
         return 0.0, False
 
     @classmethod
+    def bytes_beside(cls, model: PreTrainedModel, config: RunConfig) -> int:
+        """Return the bytes that the first rank saves beside the trained weights: those of `tensors` and of `export`.
+
+        `export` writes a second form of them with `replaces_modules` alone. `model` is the rebuilt model on "meta".
+        """
+        return count_parameters(model) * BYTES[config.train.precision][0] if cls.replaces_modules else 0
+
+    @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:
         """Return the rows that the method adds to --dry-run; `model` is the rebuilt model on "meta"."""
         return []

@@ -81,6 +81,12 @@ class Galore(Method):
         return memory | {"subspaces": sum(rank * (max(shape) + min(shape)) * weight for shape in shapes)}
 
     @classmethod
+    def bytes_beside(cls, model: PreTrainedModel, config: RunConfig) -> int:
+        """Return the bytes of P of all projections."""
+        weight = BYTES[config.train.precision][0]
+        return sum(config.settings.rank * min(layer.weight.shape) * weight for layer in projections(model).values())
+
+    @classmethod
     def work(cls, model: PreTrainedModel, config: RunConfig, ranks: int, rates: Rates) -> Work:  # noqa: D102
         weights = {name: layer.weight for name, layer in projections(model).items()}
         subspaces = {name: seconds("gram", *sorted(W.shape), rates) for name, W in weights.items()}

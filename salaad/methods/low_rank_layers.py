@@ -1,5 +1,6 @@
 """The common part of methods that train factors in place of projections: replacing, counting, merging."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -14,9 +15,9 @@ from salaad.common.formats import megabytes, millions
 from salaad.config.methods import MethodConfig, SalaadConfig
 from salaad.config.run import RunConfig
 from salaad.factored.slr import Slr
-from salaad.methods.base import Method
+from salaad.methods.base import BYTES, Method
 from salaad.methods.float32 import true_float32
-from salaad.model.parameters import trained_parameters
+from salaad.model.parameters import count_parameters, trained_parameters
 from salaad.model.roles import find_blocks
 from salaad.model.weights import tied_modules
 
@@ -140,6 +141,17 @@ class LowRankMethod(Method):
         """Put a `Layer` in the place of every projection, in the model's own order."""
         for name, linear in projections(model).items():
             model.set_submodule(name, cls.Layer(linear, config.settings))
+
+    @classmethod
+    def bytes_beside(cls, model: PreTrainedModel, config: RunConfig) -> int:
+        """Return the bytes of the exported model, and of positions in S beside the trained weights."""
+        layers = factored_layers(model).values()
+        positions = sum(places.nbytes for layer in layers for places in layer.buffers())
+        if any(getattr(layer, "activation", "linear") != "linear" for layer in layers):
+            return cls.stored(model)["bytes"] + positions
+        shapes = [layer.slr().shape if isinstance(layer, SlrFactored) else layer.weight.shape for layer in layers]
+        more = sum(map(math.prod, shapes)) - sum(map(count_parameters, layers))
+        return (count_parameters(model) + more) * BYTES[config.train.precision][0] + positions
 
     @classmethod
     def plan(cls, model: PreTrainedModel, config: RunConfig, ranks: int) -> list[tuple[str, str]]:  # noqa: D102

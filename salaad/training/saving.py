@@ -47,21 +47,23 @@ def plan_saving(config: RunConfig, model: PreTrainedModel, ranks: int) -> Saving
     """Return the sizes of a checkpoint of a run on `ranks` ranks; `model` is the rebuilt model on the meta device."""
     method = method_of(config)
     memory, admm = method.memory(model, config, 1), method.memory(model, config, ranks).get("ADMM", 0.0)
-    weights = memory["weights"] * (2 if method.replaces_modules else 1)
+    weights, beside = memory["weights"], method.bytes_beside(model, config)
     trained = [p for p in model.parameters() if p.requires_grad]
     each = memory["optimizer state"] / sum(p.numel() for p in trained)
     sizes = {i: round(each * p.numel()) for i, p in enumerate(trained)}
     if config.train.shard == "optimizer":
         writers = dict(enumerate(owners_of(trained, ranks)))
     else:
-        writers = writers_of(sizes, ranks, round(weights))
-    loads = [weights] + [0.0] * (ranks - 1)
+        writers = writers_of(sizes, ranks, round(weights + beside))
+    loads = [weights + beside] + [0.0] * (ranks - 1)
     for i, writer in writers.items():
         loads[writer] += sizes[i]
     parts = {"weights": weights, "optimizer state": memory["optimizer state"]}
     if "ADMM" in memory:
         parts["L, S and dual"] = memory["ADMM"]
-    return Saving(parts, max(loads) + admm, sum(sizes.values()) + weights + admm)
+    if beside:
+        parts[f"other tensors of {config.method}"] = beside
+    return Saving(parts, max(loads) + admm, sum(sizes.values()) + weights + beside + admm)
 
 
 def saving_rows(saving: Saving) -> list[tuple[str, str]]:

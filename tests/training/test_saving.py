@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from importlib import import_module
@@ -22,7 +23,7 @@ from salaad.methods.registry import method_of
 from salaad.model.build import describe_model, model_source, outline
 from salaad.model.loss import SummedLoss
 from salaad.runs.checkpoints import Checkpoints, RunState
-from salaad.training.plan import plan_table
+from salaad.training.plan import plan_table, rebuilt_outline
 from salaad.training.saving import plan_saving
 from salaad.training.sharding import shard
 from salaad.training.state import TrainingParts
@@ -66,8 +67,23 @@ def test_weights_in_another_form_are_saved_twice():
     config, model = setup("--method=cola")
     method_of(config).rebuild(model, config)
     weights = method_of(config).memory(model, config, 1)["weights"]
-    assert plan_saving(config, model, 1).parts["weights"] == 2 * weights
+    saving = plan_saving(config, model, 1)
+    assert saving.parts["weights"] == saving.parts["other tensors of cola"] == weights
     assert plain.parts == {"weights": 4 * PARAMETERS, "optimizer state": 8 * PARAMETERS}
+
+
+@pytest.mark.parametrize("method", ["full_rank", "lora", "galore", "loro", "sltrain", "lost", "cola"])
+def test_the_plan_counts_all_tensors_of_a_checkpoint(tmp_path, tiny_tokenizer_dir, method):
+    words = [f"--method={method}", *([] if method == "full_rank" else [f"--{method}.rank=16"])]
+    parts, recorder = small_run(tiny_tokenizer_dir, words=words)
+    saved = Checkpoints(tmp_path).save(1, parts.writer(RunState(), recorder))
+    files = [path for path in saved.rglob("*") if path.suffix in (".safetensors", ".pt")]
+    size = sum(path.stat().st_size for path in files if not path.name.startswith("random"))
+    config, _ = read_command_line([*SMALL, *words])
+    plan = plan_saving(config, rebuilt_outline(config, describe_model(config.model, config.data.sequence_length)), 1)
+    # Headers, names and step counts of the optimizer come on top.
+    assert size == pytest.approx(plan.whole, rel=0.04)
+    assert plan.most == plan.alone == pytest.approx(plan.whole, rel=1e-5)
 
 
 def test_the_plan_says_how_long_a_save_takes_and_a_launcher_waits():
@@ -85,10 +101,13 @@ SMALL += ["--model.num_hidden_layers=2", "--model.vocab_size=512", "--salaad.emb
 ALONE = 8.0  # seconds that the slow disk would take if the first of two ranks wrote the weights and all moments
 
 
-def small_run(tokenizer: str, sharded: bool = False) -> tuple[TrainingParts, SimpleNamespace]:
+def small_run(
+    tokenizer: str, sharded: bool = False, words: Sequence[str] = ()
+) -> tuple[TrainingParts, SimpleNamespace]:
     """Return the parts of a small run after one step, and a stand-in for its recorder."""
-    config, _ = read_command_line(SMALL)
+    config, _ = read_command_line([*SMALL, *words])
     model = model_source(config.model, config.data.sequence_length).build(config.seed, None, None)
+    method_of(config).rebuild(model, config)
     method = method_of(config)(model, config)
     optimizer, schedule = method.build_optimizer()
     if sharded:
