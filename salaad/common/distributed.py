@@ -16,7 +16,6 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -228,16 +227,9 @@ def together(action: Callable[[], T], only: int | None = None) -> list[T]:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace each gradient by its mean over the ranks, in the gradient's own dtype; many at once.
-
-    A gradient that a rank has not computed, such as that of an expert that no token reached, counts as zero there.
-    """
+    """Replace each gradient by its mean over the ranks, in the gradient's own dtype; many at once."""
     if world_size() == 1:
         return
-    parameters = list(parameters)
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     for bucket in _buckets([parameter.grad for parameter in parameters]):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)

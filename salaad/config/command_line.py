@@ -142,8 +142,8 @@ def _as_options(settings: Mapping[str, Any]) -> list[str]:
 def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words of a command line with the method's own settings added, which later options override.
 
-    The settings override the --config files that were written for another method: all before the first that names this
-    method. If there are none, they are returned as defaults of the parser.
+    The settings override all --config files before the first that names this method, as those were written for another
+    one or for none. If there are none, the settings are returned as defaults of the parser.
 
     Raises:
         UserError: an option before these files would be overridden without a word.

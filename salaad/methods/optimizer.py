@@ -33,8 +33,8 @@ def require_optimizer(config: OptimizerConfig) -> None:
     accepted = inspect.signature(optimizer_class(config.name)).parameters
     if config.weight_decay and "weight_decay" not in accepted:
         raise UserError(
-            f"optimizer.weight_decay is {config.weight_decay:g}, but {config.name} has none; leave it out, or give "
-            "another optimizer.name"
+            f"optimizer.weight_decay is {config.weight_decay:g}, but {config.name} has none; give "
+            "--optimizer.weight_decay 0, or another optimizer.name"
         )
 
 

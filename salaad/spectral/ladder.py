@@ -20,19 +20,27 @@ L̂ = Û diag(1 − τ/σ) ÛᵀZ is exactly SVT_τ(Z − E). A proximal operato
 
     ‖L̂ − SVT_τ(Z)‖_F ≤ ‖E‖_F.
 
-To first order the error is smaller. E maps out of the span of all Ritz vectors, kept or not. If Z has no singular value
-above s outside that span, column i of E moves L by at most (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²) times its length, so vectors
-near the threshold, which a filter resolves worst, hardly count. The second-order part stays below ‖E‖_F‖E‖₂ over the
-gap σₖ − s. The bound is the smaller of ‖E‖_F and the sum of both parts, plus what is missing where ‖F‖₂ > τ (below).
+To first order the error is smaller. Along a singular vector of F with the value s, column i of E moves L by its length
+times the weight
+
+    g(σᵢ, s) = (σᵢ − τ)·√(σᵢ² + s²)/(σᵢ² − s²)  if s ≤ τ,        √((σᵢ + s − τ)² + τ²)/(σᵢ + s)  if s > τ,
+
+which grows with s. E maps out of the span of all Ritz vectors, kept or not, where Z has no singular value above s. So
+vectors near the threshold, which a filter resolves worst, hardly count. A singular vector of F with a larger value sⱼ
+may lie in part outside that span too; with its share cⱼ there, the square of the weight is at most
+
+    g(σᵢ, s)² + Σⱼ cⱼ·(g(σᵢ, sⱼ)² − g(σᵢ, s)²).
+
+The second-order part stays below ‖E‖_F‖E‖₂ over the gap σₖ − s. The bound is the smaller of ‖E‖_F and the sum of both
+parts, plus what is missing where ‖F‖₂ > τ: there L̂ lacks SVT_τ(F), whose length is at most (‖F‖₂ − τ)·√p, as no more
+than p = ‖F‖_F²/τ² singular values of F exceed τ, and ‖F‖_F² ≤ ‖Z‖_F² − Σσ².
 
 E is computed, and s is estimated in a small Krylov space. A singular vector that is new since the last update may lie
-half inside and half outside the span, each half below τ. Therefore ‖F‖₂² is bounded by the largest eigenvalue of
-everything outside the span of Û: the Ritz values that are not kept, the residuals that couple them to the rest, and
-s². If the bound exceeds the tolerance, a second filter is applied, then the next solver takes over and reuses A. The
-noise N of `regularised` moves L by at most ‖N‖_F, again because a proximal operator is non-expansive.
-
-Where ‖F‖₂ > τ, L̂ lacks SVT_τ(F), whose length is at most (‖F‖₂ − τ)·√p: no more than p = ‖F‖_F²/τ² singular values
-of F exceed τ, and ‖F‖_F² ≤ ‖Z‖_F² − Σσ². The weight of column i of E then is √((σᵢ + s − τ)² + τ²)/(σᵢ + s) if s > τ.
+half inside and half outside the span, each half below τ. Therefore sⱼ² and cⱼ are taken from everything outside the
+span of Û, as eigenvalues and their vectors' shares: the Ritz values that are not kept, the residuals that couple them
+to the rest, and s². The largest sⱼ bounds ‖F‖₂. If the bound exceeds the tolerance, a second filter is applied, then
+the next solver takes over and reuses A. The noise N of `regularised` moves L by at most ‖N‖_F, again because a proximal
+operator is non-expansive.
 """
 
 import math
@@ -263,7 +271,8 @@ def _basis(U: Tensor, k: int, least: int) -> Tensor | None:
 
 def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> SvtResult | None:
     """Solve from the basis of the last update; None if the bound stays too large or the rank outgrows the basis."""
-    size = float(torch.linalg.vector_norm(Z))
+    whole = float(A.diagonal().sum(dtype=torch.float64))  # ‖Z‖_F², which a sum in float32 would miss by up to 1 %
+    size, rounding = whole**0.5, ROUNDING * torch.finfo(Z.dtype).eps
     # A few random vectors beside the basis let the filter find singular vectors that are new. Ritz vectors are used, as
     # the vectors of the basis itself are mixtures, in which a filter would let the largest term hide the others.
     fresh = _random(len(A), _PROBES, A, seed=1)
@@ -278,11 +287,10 @@ def _subspace(Z: Tensor, A: Tensor, tau: float, basis: Tensor, least: int) -> Sv
         bound = _bound(E, sigma[:k], tau, float(sigma[-1 - _PROBES])) / size
         if bound <= TOLERANCE:
             outside = _outside(A, U)
-            beside = _beside(AU[:, k:] - U[:, k:] * squares[k:], squares[k:], outside)
-            rest = max(0.0, size**2 - float(squares[:k].sum()))
-            missed = max(0.0, beside - tau) * min(len(Z) - k, max(1.0, rest / tau**2)) ** 0.5
-            rounding = ROUNDING * torch.finfo(Z.dtype).eps
-            bound = max((_bound(E, sigma[:k], tau, outside) + missed) / size, rounding)
+            beside, shares = _beside(AU[:, k:] - U[:, k:] * squares[k:], squares[k:], outside)
+            rest = max(0.0, whole - float(squares[:k].sum(dtype=torch.float64))) + rounding * whole
+            missed = max(0.0, float(beside[-1]) - tau) * min(len(Z) - k, rest / tau**2 + 1) ** 0.5
+            bound = max((_bound(E, sigma[:k], tau, outside, beside, shares) + missed) / size, rounding)
             if bound <= TOLERANCE:
                 L = _shrunk(Z, U[:, :k], sigma[:k], tau)
                 shrunk = torch.zeros(len(Z), dtype=Z.dtype, device=Z.device)
@@ -335,25 +343,46 @@ def _orthonormal(Y: Tensor) -> Tensor:
     return Y
 
 
-def _bound(E: Tensor, sigma: Tensor, tau: float, outside: float) -> float:
-    """The bound of ‖L̂ + SVT_τ(F) − SVT_τ(Z)‖_F from E (n×k), σ (k) and s, the spectral norm outside the span."""
+def _bound(
+    E: Tensor,
+    sigma: Tensor,
+    tau: float,
+    outside: float,
+    beside: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> float:
+    """The bound of ‖L̂ + SVT_τ(F) − SVT_τ(Z)‖_F from E (n×k), σ (k), s outside the span, and sⱼ and cⱼ of F (each p)."""
     lengths = torch.linalg.vector_norm(E, dim=0)
-    size, s = float(torch.linalg.vector_norm(lengths)), outside
-    if s <= tau:
-        weights = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s**2)
-    else:
-        weights = ((sigma + s - tau) ** 2 + tau**2).sqrt() / (sigma + s)
+    size, weights = float(torch.linalg.vector_norm(lengths)), _weights(sigma, sigma.new_full((1,), outside), tau)[:, 0]
+    if beside is not None:
+        more = _weights(sigma, beside, tau).square() - weights.square()[:, None]
+        weights = (weights.square() + more.clamp_min(0) @ shares).sqrt()
     largest = float(torch.linalg.vector_norm(E.mT @ E)) ** 0.5
-    gap = max(float(sigma[-1]) - s, torch.finfo(E.dtype).tiny)
+    gap = max(float(sigma[-1]) - outside, torch.finfo(E.dtype).tiny)
     return min(size, float(torch.linalg.vector_norm(weights * lengths)) + size * largest / gap)
 
 
-def _beside(residuals: Tensor, squares: Tensor, outside: float) -> float:
-    """A bound of ‖F‖₂ from the residuals (n×p) and Ritz values (p) that are not kept, and from s."""
+def _weights(sigma: Tensor, s: Tensor, tau: float) -> Tensor:
+    """The weights g(σᵢ, sⱼ) (k×p) of σ (k, all above τ) and s (p)."""
+    sigma = sigma[:, None]
+    below = (sigma - tau) * (sigma**2 + s**2).sqrt() / (sigma**2 - s.clamp_max(tau) ** 2)
+    above = ((sigma + s - tau) ** 2 + tau**2).sqrt() / (sigma + s)
+    return torch.where(s <= tau, below, above)
+
+
+def _beside(residuals: Tensor, squares: Tensor, outside: float) -> tuple[Tensor, Tensor]:
+    """Bounds sⱼ of the singular values of F, ascending, and their vectors' shares cⱼ outside the span (each 2p).
+
+    Args:
+        residuals: those of the Ritz vectors that are not kept (n×p).
+        squares: their Ritz values (p).
+        outside: s.
+    """
     coupling = torch.linalg.qr(residuals, mode="r")[1]
     rest = torch.eye(len(coupling), dtype=squares.dtype, device=squares.device) * outside**2
     block = torch.cat([torch.cat([squares.diag(), coupling.mT], 1), torch.cat([coupling, rest], 1)])
-    return float(torch.linalg.eigvalsh(block)[-1].clamp_min(0).sqrt())
+    values, vectors = torch.linalg.eigh(block)
+    return values.clamp_min(0).sqrt(), vectors[len(squares) :].square().sum(0)
 
 
 def _outside(A: Tensor, U: Tensor) -> float:

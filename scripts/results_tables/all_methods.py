@@ -12,6 +12,7 @@ from typing import Any
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts.elastic_trainings import DENSE_LIKE
+from scripts.elastic_ways import FOLDERS, way_of_tuning
 from scripts.reproduction.freshness import with_legend
 from scripts.results_tables import RESULTS
 from scripts.results_tables.measured import (
@@ -268,8 +269,9 @@ def _deviation(values: Mapping[int, float]) -> float:
 
 def _tokens(row: Row, way: str | None) -> str:
     """Return the tokens of text that a model has read: in its training, and in that of a way to smaller models."""
-    costs = row.get("costs", {})
-    return f"{(row['text_tokens'] + costs.get(way, {}).get('tokens', 0)) / 1e6:.1f} M"
+    more = row.get("costs", {}).get(way, {}).get("tokens", 0)
+    folders = FOLDERS.get(way_of_tuning(way or ""), ("one",))  # which have read as much each
+    return f"{(row['text_tokens'] + more / len(folders)) / 1e6:.1f} M"
 
 
 def _figures(

@@ -166,20 +166,6 @@ def dense_of_size(trainings: Trainings, way: Way, share: float) -> Model | None:
     return Model(min(near, key=near.get)) if near else None
 
 
-def not_copied_over(rows: Sequence[Mapping[str, Any]], model: Model, other: Model = FULL_RANK) -> str | None:
-    """Return as text what `Trainings.over` gives over the tokens that are not copied; None if it was not measured.
-
-    The text names the seeds where they are not those of the figure over all tokens.
-    """
-    over_others = Trainings(rows, not_copied)
-    value, seeds = over_others.over(model, other), over_others.seeds(model, other)
-    if value is None:
-        return None
-    alike = seeds == Trainings(rows).seeds(model, other) or not is_paired(model.label)
-    named = "" if alike else f", {named_seeds(seeds)}"
-    return f"{value:+.1%}{named}"
-
-
 def elastic_score(trainings: Trainings, way: Way) -> MeanOver | None:
     """Return the elastic score of SALAAD's model."""
     return trainings.score("SALAAD", way.salaad)

@@ -67,10 +67,11 @@ NOTHING = Model("")  # has no measurements
 
 def _seeds(trainings: Trainings) -> str:
     """Return over how many seeds the columns of the table are means: the cut models, and the small dense ones."""
-    *models, small = columns_at(SHARES[-1])
-    counts = sorted({len(trainings.seeds(model, FULL_RANK)) for model in models} - {0})
-    many = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    return f"means over {many} seeds, of dense models over {len(trainings.seeds(small))}"
+    columns = [columns_at(share) for share in SHARES]
+    cut = {len(trainings.seeds(model, FULL_RANK)) for *models, _ in columns for model in models} - {0}
+    small = {len(trainings.seeds(model)) for *_, model in columns} - {0}
+    many, dense = (" to ".join(map(str, sorted({min(counts), max(counts)}))) for counts in (cut or {1}, small or {0}))
+    return f"means over {many} seeds" + (f", of dense models over {dense}" if small else "")
 
 
 def _not_copied(trainings: Trainings, parts: Sequence[str]) -> str:

@@ -174,16 +174,33 @@ def test_the_basis_follows_the_rank_up_and_down():
     assert widths[-1] < widths[3]
 
 
-@pytest.mark.parametrize("new", [1.02, 1.06])
-def test_many_new_singular_values_just_above_the_threshold_are_part_of_the_bound(new):
+def with_spectrum(sigma: Tensor, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix (n×m) with n singular values, in float64 before it is rounded, and its left vectors."""
+    n, generator = len(sigma), torch.Generator().manual_seed(seed)
+    U, V = (torch.linalg.qr(torch.randn(size, n, generator=generator).double())[0] for size in (n, m))
+    return ((U * sigma) @ V.mT).float(), U.float()
+
+
+@pytest.mark.parametrize(("n", "m", "kept", "new"), [(400, 400, 60, 4), (400, 400, 60, 300), (700, 1100, 200, 480)])
+def test_many_new_singular_values_just_above_the_threshold_are_part_of_the_bound(n, m, kept, new):
     """None of them shows in a basis that is exact: each lacks little in L, all of them together a lot."""
-    n = 400
-    generator = torch.Generator().manual_seed(0)
-    U, V = (torch.linalg.qr(torch.randn(n, n, generator=generator).double())[0] for _ in range(2))
-    sigma = torch.cat([torch.full((10,), 90.0), torch.full((8,), 0.5), torch.full((n - 18,), new)]).double()
-    Z = ((U * sigma) @ V.mT).float()
-    found = threshold(Z, 1.0, U[:, :18].float(), "subspace")
+    parts = ((95.0, kept), (0.5, 8), (1.02, new), (0.01, n - kept - 8 - new))
+    sigma = torch.cat([torch.full((count,), value) for value, count in parts]).double()
+    Z, U = with_spectrum(sigma, m)
+    found = threshold(Z, 1.0, U[:, : kept + 8], "subspace")
     assert error(found, Z, 1.0) <= found.bound
+    assert (found.solver == "subspace") == (new == 4)  # of four the bound is within the tolerance
+
+
+def test_a_vector_half_inside_the_basis_counts_with_its_own_value():
+    """Its half outside is what a kept vector is off by: this kept vector moves as if the value outside were 0.975."""
+    sigma = torch.cat([torch.tensor([50.0, 1.03, 0.975]), torch.full((61,), 1e-3)]).double()
+    Z, U = with_spectrum(sigma, 64)
+    halves = (U[:, 2] + U[:, 3]) / 2**0.5
+    off = U[:, 1] + 0.02 * (U[:, 2] - U[:, 3]) / 2**0.5
+    basis = torch.linalg.qr(torch.stack([U[:, 0], off, halves], 1))[0]
+    found = threshold(Z, 1.0, torch.cat([basis, U[:, 60:]], 1), "subspace")
+    assert error(found, Z, 1.0) <= max(found.bound, 1e-6)
 
 
 def test_random_columns_do_not_depend_on_the_default_device():

@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from salaad import Salaad, SalaadConfig
 from salaad.common import distributed
 from salaad.common.errors import UserError
+from salaad.methods.registry import method_of
 from salaad.methods.salaad import ownership
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_llama import config_of, llama
 
 CONFIG = SalaadConfig(roles=("re:.",), rho=0.3, every=2, rank_ratio=0.4, density=0.3, delta_alpha=1.0, delta_beta=0.05)
 BLOCKS = ("0", "2", "4")
@@ -348,21 +350,27 @@ def averaged_together(limit: int) -> tuple[int, list[Tensor]]:
     return len(calls), [weight.grad for weight in weights]
 
 
-def averaged_where_some_are_missing() -> list[Tensor]:
-    weights = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(3)]
-    for i, weight in enumerate(weights):
-        weight.grad_dtype = torch.float32
-        if i > distributed.rank():
-            weight.grad = torch.full((3,), 2.0)
-    distributed.average_gradients(weights)
-    return [weight.grad for weight in weights]
+def averaged_where_a_rank_reaches_nothing() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of all blocks where the first rank's are 1, and the weights less T of this rank's blocks."""
+    config = config_of("salaad", "--train.precision=bf16", "--salaad.rho=1", "--salaad.rank_ratio=0.2")
+    model = llama().bfloat16()
+    method = method_of(config)(model, config)
+    weights = method.salaad.weights
+    if distributed.rank() == 0:
+        sum(X.sum() for X in weights.parameters.values()).backward()
+    method.after_backward()
+    apart = {name: weights[name].detach().float() - one.T for name, one in method.salaad.surrogates.items()}
+    return {name: X.grad for name, X in weights.parameters.items()}, apart
 
 
-def test_a_gradient_that_a_rank_lacks_counts_as_zero(tmp_path):
-    """An expert that no token of a rank has reached has none there."""
-    for found in run_ranks(averaged_where_some_are_missing, 2, tmp_path):
-        assert [gradient.tolist() for gradient in found] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
-        assert {gradient.dtype for gradient in found} == {torch.float32}
+def test_the_penalty_joins_a_gradient_that_its_owner_did_not_compute(tmp_path):
+    """In pure bfloat16; an expert that no token of its owner has reached has no gradient there."""
+    (found, first), (again, second) = run_ranks(averaged_where_a_rank_reaches_nothing, 2, tmp_path)
+    assert first and second and first.keys().isdisjoint(second)
+    for name, apart in (first | second).items():
+        assert apart.abs().max() > 0.01
+        torch.testing.assert_close(found[name], 0.5 + apart, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[name], again[name])
 
 
 @pytest.mark.parametrize(("limit", "calls"), [(2**20, 3), (12, 4)])  # by runs of one dtype; each gradient alone

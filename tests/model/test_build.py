@@ -325,7 +325,7 @@ def test_an_unknown_optimizer_is_refused_with_those_that_exist(name):
 
 
 def test_a_weight_decay_that_an_optimizer_does_not_have_is_refused():
-    with pytest.raises(UserError, match=r"optimizer.weight_decay is 0.1, but Rprop has none; leave it out"):
+    with pytest.raises(UserError, match=r"optimizer.weight_decay is 0.1, but Rprop has none; give --optimizer.w"):
         require_optimizer(OptimizerConfig(name="Rprop", weight_decay=0.1))
     require_optimizer(OptimizerConfig(name="Rprop"))
     require_optimizer(OptimizerConfig(name="SGD", weight_decay=0.1))

@@ -123,6 +123,18 @@ class SalaadMethod(Method):
             ("ADMM updates", f"{_updates(config, max(counts))} per block, {settings.schedule}"),
         ]
 
+    def after_backward(self) -> None:
+        """Average the float32 gradients of blocks over the ranks, once the penalty has joined all of them; collective.
+
+        The gradient of a weight that no token of this rank has reached, as of an expert, counts as zero.
+        """
+        missing = [X for X in self.float32_gradients() if X.grad is None]
+        for X in missing:
+            X.grad = torch.zeros_like(X, dtype=torch.float32)
+        if missing:
+            self.salaad.join_gradients()
+        super().after_backward()
+
     def float32_gradients(self) -> list[nn.Parameter]:  # noqa: D102
         parameters = {id(X): X for X in self.salaad.weights.parameters.values()}
         return [X for X in parameters.values() if X.dtype == torch.bfloat16]
