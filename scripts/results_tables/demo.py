@@ -30,17 +30,18 @@ def summary_table() -> str:
     trainings = Trainings(rows)
     first = {label: mine[0] for label, mine in by_label(rows).items()}
     whole = first[FULL_RANK.label]["X"]
-    lines = [("uncut", millions(whole["parameters"]), *_cells(trainings, columns_at(None)))]
+    parts, lines = [], [("uncut", millions(whole["parameters"]), *_cells(trainings, columns_at(None)))]
     for share in SHARES:
         size = size_of(first["SALAAD"], CUTS["SALAAD"], share)
-        part = f"{100 * size['parameters'] / whole['parameters']:.0f} %"
-        lines.append((part, millions(size["parameters"]), *_cells(trainings, columns_at(share))))
+        parts.append(f"{100 * size['parameters'] / whole['parameters']:.0f} %")
+        lines.append((f"{parts[-1]} ({share:g})", millions(size["parameters"]), *_cells(trainings, columns_at(share))))
     names = ("SALAAD", "SALAAD, tuned", "full-rank, cut", "full-rank, cut, tuned", "dense, trained small")
-    parts = [part for part, *_ in lines[2:]]
+    parts = parts[1:]
     told = (
         f"Perplexity relative to full-rank training ({_seeds(trainings)}; ± {_deviation(trainings):.1%} for uncut "
-        f"SALAAD); lower is better, and less than {LEVEL:.0%} apart is *level*. All models saw "
-        f"{rows[0]['text_tokens'] / 1e6:.1f} M tokens of Wikipedia, 20 per parameter of the uncut model."
+        f"SALAAD); lower is better, and less than {LEVEL:.0%} apart is *level*. All trainings saw "
+        f"{rows[0]['text_tokens'] / 1e6:.1f} M tokens of Wikipedia, 20 per parameter of the uncut model. A size has in "
+        f"parentheses its share of what can be cut (embedding and projections).{_as_in_the_paper(trainings)}"
     )
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
@@ -87,6 +88,14 @@ def _not_copied(trainings: Trainings, parts: Sequence[str]) -> str:
         " Small dense models copy less from their context; over the tokens that are not copied, SALAAD's cuts are "
         f"{said}."
     )
+
+
+def _as_in_the_paper(trainings: Trainings) -> str:
+    """Return as a sentence what the uncut model of the paper's settings is relative to full-rank training; or ""."""
+    over = trainings.over(Model("SALAAD, as in the paper"))
+    if over is None:
+        return ""
+    return f" SALAAD has our settings (`--preset elastic`); with the paper's, the uncut model is {over:+.1%}."
 
 
 def _deviation(trainings: Trainings) -> float:

@@ -71,7 +71,7 @@ def search_table(points: list[dict]) -> str:
         ]
         rows.append([f"**{cell}**" for cell in cells] if point["shipped"] else cells)
     header = ("lr", "c", "K", "Δα", "Δβ", "X (vs. vanilla)", "L + S (vs. X)")
-    header += ("blocks kept", "parameters", "rank ratio", "density")
+    header += ("parameters kept of the blocks", "parameters", "rank ratio", "density")
     return markdown_table(header, rows)
 
 

@@ -61,7 +61,7 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     assert re.search(f"and {alike} (than|with) {other}cut to 60 %, it is {fifth} than", page)
     assert f"and {alike_too} than {other}uncut, it is {whole} than full-rank training" in page
     assert "for 21% of the training's operations" in page
-    assert "All models saw 40.1 M tokens of Wikipedia, 20 per parameter" in page
+    assert "All trainings saw 40.1 M tokens of Wikipedia, 20 per parameter" in page
     assert "tuned on text" not in page  # of the full-rank model there is no tuned size
     for one, tuned in zip(rows[:2], ([50.2] * 3, [50.0, 50.0, 55.0]), strict=True):
         one["ways"] |= row("", 0, 1.0, rpca_head_tuned=tuned)["ways"]
@@ -76,7 +76,7 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     assert "(means over 2 seeds, of dense models over 1; ± 0.0% for uncut SALAAD)" in page
     assert lines["uncut"] == [f"{salaad / 50 - 1:+.1%}", "–", "+0.0%", "–", "–"]
     # The tuned model has 50 with seeds 1 and 2, where full-rank training has 50 and 62.5.
-    assert lines["60 %"][1] == "-10.0%" and lines["75 %"][4] == "+20.0%"
+    assert lines["60 % (0.2)"][1] == "-10.0%" and lines["75 % (0.5)"][4] == "+20.0%"
     # Over the tokens not copied both have exp(4) and exp(4.2) with the seed that was measured.
     assert f"SALAAD's cuts are {100 * (1 - exp(-0.2)):.1f} % better at 75 %." in page
 
