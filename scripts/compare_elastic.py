@@ -224,9 +224,7 @@ def main() -> None:
     runs = options.runs.absolute() if options.runs else ROOT / "runs" / f"elastic-{options.config}"
     comparison = Comparison(options.config, runs, extra, options.tokens, options.other_text, options.ways)
     searched = results_in(options.search, "--search")["methods"] if options.search else {}
-    rates = {
-        name: best_rates(entry["search"]) for name, entry in searched.items() if name not in ("full_rank", "salaad")
-    }
+    rates = {name: best_rates(entry["search"]) for name, entry in searched.items()}
     small = dict.fromkeys(options.small_rows, tuple(options.small.split()))
     settings = Settings(tuple(options.dense.split()), small, tuple(options.salaad.split()), rates)
     every = trainings(options.config, extra, settings)

@@ -42,7 +42,7 @@ class Settings(NamedTuple):
         small: label of a dense model of a smaller size → options of it alone, which count more than those in `dense`.
         salaad: options of the recommended SALAAD; if empty, those that `--preset elastic` suggests for the run's
             length, with the embedding left whole.
-        rates: name → rates of the other methods; methods without rates are left out, except for MatFormer.
+        rates: method → the best rates of its search; methods without rates are left out, except for MatFormer.
     """
 
     dense: tuple[str, ...]
@@ -73,7 +73,8 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         )
         for name, size in sizes.items()
     ]
-    others = {name: (f"--method={name}", *rates.words) for name, rates in settings.rates.items()}
+    others = {name: (f"--method={name}", *rates.words) for name, rates in settings.rates.items() if name != "salaad"}
+    searched = others.pop("full_rank", ())
     return [
         Training("full-rank", whole, tuple(way for split in SPLITS for way in of_a_split(split))),
         Training("SALAAD", (*settings.dense, *settings.recommended(run.train.steps)), (*CUTS, *TUNED)),
@@ -81,6 +82,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
         Training("full-rank, one rate", (*whole, *ONE_RATE), ()),
+        *([Training("full-rank, as searched", searched, ())] if searched else []),
         *(Training(name, words, ()) for name, words in others.items()),
     ]
 

@@ -23,7 +23,7 @@ PAIR = ("salaad", "full_rank")
 PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
 ALL_SCALES = (*PREFERRED, "micro")
 # Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
-NO_CHOICE = ("dense, ", "full-rank, one rate")
+NO_CHOICE = ("dense, ", "full-rank, one rate", "full-rank, as searched")
 ABOUT = (
     f"Figures are perplexities relative to the uncut full-rank model at {REPORTED}, unless they name another, with the "
     "seeds of the tables that they link; those in parentheses are over the tokens that are not copied. *Half* and *a "

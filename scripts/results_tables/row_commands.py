@@ -36,7 +36,7 @@ def commands(rows: Sequence[Row], config: str) -> Iterator[tuple[str, list[str]]
             if label.startswith(SMALL):
                 own = [word for word in options if word.startswith("--optimizer.")]
                 words += [f"--small={' '.join(own)}", "--small-rows", label] if own else []
-            if mine[0]["method"] not in ("full_rank", "salaad"):
+            if mine[0]["method"] not in ("full_rank", "salaad") or label == "full-rank, as searched":
                 words += ["--search", f"results/methods/{config}.json"]
             words += ["--other-text", OTHER_TEXT] if "other_perplexity" in mine[0]["X"] else []
             yield label, words

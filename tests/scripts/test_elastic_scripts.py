@@ -17,6 +17,7 @@ import yaml
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
 from scripts import compare_elastic, elastic_trainings, elastic_ways
+from scripts.compare_methods import Rates
 from scripts.measured_text import MeasuredText
 from scripts.research.probe_allocation import dealt
 from scripts.results_tables import RESULTS, row_commands
@@ -151,6 +152,15 @@ def test_small_dense_models_can_have_settings_of_their_own():
     }
     assert len(of_dense) == 9
     assert of_dense == {label: 2e-3 if label == "dense, 0.5" else 1e-3 for label in of_dense}
+
+
+def test_full_rank_training_has_a_row_with_the_rates_of_its_search_too():
+    rates = {name: Rates(0.01 + i, 0.5) for i, name in enumerate(("full_rank", "salaad", "galore"))}
+    settings = elastic_trainings.Settings(("--optimizer.lr=1e-3",), {}, (), rates)
+    every = {one.label: one.words for one in elastic_trainings.trainings("nano", (), settings)}
+    config, _ = read_command_line(["--config=nano", *every["full-rank, as searched"]])
+    assert (config.method, config.optimizer.lr, config.optimizer.projection_lr) == ("full_rank", 0.01, 0.5)
+    assert {"galore"} == every.keys() & rates.keys()
 
 
 def test_a_full_rank_model_is_split_in_two_ways_and_cut_to_the_same_sizes(toy, tmp_path, monkeypatch):
