@@ -9,6 +9,7 @@ from salaad.methods.registry import method_of
 from salaad.model.build import model_source
 from salaad.model.loss import IGNORED, SummedLoss
 from salaad.model.parameters import cast
+from salaad.training.compiled import compile_transformer
 from scripts.devices import Marks
 from scripts.live_tensors import most_bytes
 
@@ -26,8 +27,10 @@ class Contender:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.period = getattr(config.settings, "every", None)
         if self.period is not None:
-            often = {"every": ROUND, **({"rewarmup": 1} if hasattr(config.settings, "rewarmup") else {})}
-            config = replace(config, sections={config.method: replace(config.settings, **often)})
+            # Restarts take a step, and SALAAD pulls in every one, as in the part of a run that has all the work.
+            steady = {"every": ROUND, "rewarmup": 1, "onset": 0.0, "release": 0.0}
+            steady = {name: value for name, value in steady.items() if hasattr(config.settings, name)}
+            config = replace(config, sections={config.method: replace(config.settings, **steady)})
         self.config, self.device = config, device
         method, source = method_of(config), model_source(config.model, config.data.sequence_length)
         self.model = source.build(config.seed, 0, 1)
@@ -38,7 +41,7 @@ class Contender:
         self.steps, self.taken = 0, torch.zeros((), device=device)
         self.loss = SummedLoss(self.model)
         if config.train.compile:
-            self.model.base_model.compile()
+            compile_transformer(self.model)
         self._marks = Marks(device)
         self.seconds: list[float] = []
         self.updates: list[float] = []  # the part of each step's seconds that can contain periodic work

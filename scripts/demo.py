@@ -175,8 +175,11 @@ def train_side_by_side(output: Path, steps: int) -> None:
                 process.terminate()
             process.wait()
     for method, process in processes.items():
-        if process.returncode > 0:
+        if process.returncode:  # below zero: the number of the signal that killed it
             raise UserError(f"the {method} run ended with exit code {process.returncode}; see {output / method}.log")
+    for method in METHODS:
+        if not (output / method / "summary.json").exists():
+            raise UserError(f"the {method} run ended before its last step; the same command goes on with it")
 
 
 def deployment_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -70,6 +70,8 @@ def sample(sources: Sequence[str], count: int, least: int) -> Iterator[str]:
     left = count
     with tqdm(total=count, unit="article", disable=not sys.stdout.isatty()) as progress:
         for number, source in enumerate(sources):
+            if not left:
+                break
             share = -(-left // (len(sources) - number))
             documents = (text for _, text in read_documents(source, retries=RETRIES) if isinstance(text, str))
             for text in documents:

@@ -225,6 +225,7 @@ def rates(results: Path) -> str | None:
     """Return the sentence on what a higher learning rate of embedding and head is worth, both searched."""
     searched = _json(results / "methods" / f"{REPORTED}.json")
     runs = [row for row in searched["methods"]["full_rank"]["search"] if row["variants"]] if searched else []
+    runs = [row for row in runs if not row.get("settings")]  # which would count as a gain by the rates
     of_kind = {kind: [row for row in runs if (row["projection_lr"] == 1) is kind] for kind in (True, False)}
     if not all(of_kind.values()):
         return None

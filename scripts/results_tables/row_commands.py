@@ -28,7 +28,7 @@ def commands(rows: Sequence[Row], config: str) -> Iterator[tuple[str, list[str]]
     """
     for label, mine in by_label(rows).items():
         for seeds, ways in _measured_alike(mine):
-            options = mine[0]["command"].split()
+            options = shlex.split(mine[0]["command"])
             shared = [*takewhile(lambda word: not word.startswith(_OWN), options)]
             words = ["python", "scripts/compare_elastic.py", *shared, "--rows", label, "--output", OUTPUT]
             words += ["--seeds", ",".join(map(str, seeds))]

@@ -85,6 +85,19 @@ def test_a_step_is_counted_whole_and_an_update_on_a_gpu_by_all_that_it_delays(de
     assert contender.seconds == [2.0] * 4 and contender.updates == updates
 
 
+def test_salaad_pulls_in_every_step_that_is_timed():
+    """Steps of a benchmark would else lie in the first part of a run, in which nothing draws X yet."""
+    config = read_command_line([*small_run(True), "--salaad.onset=0.25", "--salaad.release=0.5"])[0]
+    contender = bench_training.Contender(config, torch.device("cpu"))
+    *first, last = batches_of(config, bench_training.ROUND)
+    for batch in first:
+        contender.step(batch)
+    salaad = contender.method.salaad
+    assert float(salaad.penalty()) > 0
+    contender.step(last)
+    assert {name for _, name, _ in salaad.drain_records()} == set(salaad.blocks)
+
+
 def test_periodic_work_is_found_amid_a_round_and_shared_over_its_period(toy, monkeypatch):
     """Steps take 1 s; the fifth in a round of ten has 3 s of periodic work on top."""
 

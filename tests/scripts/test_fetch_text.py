@@ -59,6 +59,13 @@ def test_every_part_gives_the_same_number_of_long_articles_and_none_is_in_both(f
     assert sum(bool(texts(file)) for file in fetched.glob("train-*.jsonl.xz")) == 10
 
 
+def test_fewer_articles_than_parts_are_taken_from_the_first(encyclopedia, tmp_path):
+    options = ("--documents", 2, "--least", 300, "--output", tmp_path / "few")
+    done = script("fetch_text.py", "--files", f"{encyclopedia}/*", *options)
+    assert done.returncode == 0, done.stderr
+    assert sorted(texts(*(tmp_path / "few").glob("*.xz"))) == [article(part, 0, 100) for part in range(2)]
+
+
 def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_said(fetched, encyclopedia, tmp_path):
     again = script("fetch_text.py", "--files", f"{encyclopedia}/*", "--output", fetched)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1) and "nothing is overwritten" in again.stderr
