@@ -143,20 +143,25 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tupl
     """Return the words of a command line with the method's own settings added, which later options override.
 
     The settings override all --config files before the first that names this method, as those were written for another
-    one or for none. If there are none, the settings are returned as defaults of the parser.
+    one or for none, but not what these files have in the method's own section. Without such files, the settings are
+    returned as defaults of the parser.
 
     Raises:
         UserError: an option before these files would be overridden without a word.
     """
-    last = None  # of these files, the place of the last one among the words
+    last, given = None, set()  # of these files, the place of the last one among the words, and their settings
     for i, word in enumerate(words):
         if word.startswith("--config"):
             at = i + (word == "--config")
-            if read_plain_yaml(Path(words[at].removeprefix("--config="))).get("method") == method:
+            content = read_plain_yaml(Path(words[at].removeprefix("--config=")))
+            if content.get("method") == method:
                 break
+            own = content.get(method)
+            given |= {f"{method}.{name}" for name in own} if isinstance(own, dict) else set()
             last = at
     if last is None:
         return words, dict(table)
+    table = {key: value for key, value in table.items() if key not in given}
     for word in words[:last]:
         is_overridden = word.removeprefix("--").partition("=")[0] in table
         said = f"{word} stands before --config, and the settings of {method} after it; give it after --config"

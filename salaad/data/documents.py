@@ -204,7 +204,7 @@ def _text_of(record: object, field: str) -> str:
         raise _BadRecord(f"larger than {LARGEST_DOCUMENT / 2**20:g} MiB")
     try:
         if isinstance(record, _JsonLine):
-            value = json.loads(record)
+            value = json.loads(record.decode("utf-8-sig"))  # of bytes, it would guess other encodings
             if not isinstance(value, dict):
                 raise _BadRecord("no JSON object, as every line has to be")
             if field not in value:

@@ -23,6 +23,7 @@ UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # piece types of the sentence
 SPACE = "▁"
 # Names that tokenizer_config.json gives the class of a tokenizer that is all in its tokenizer.json.
 _ALL_IN_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_HIDDEN = "\0no part of a text\0"  # before the names of special tokens, so that no text has them
 _LARGEST_CONFIG = 2**22  # bytes of a file other than the vocabulary; reading it takes a hundred times as much memory
 
 
@@ -119,6 +120,7 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer {path} is no sentencepiece model ({error}); give another file") from error
     if proto.trainer_spec.model_type not in (spm.TrainerSpec.UNIGRAM, spm.TrainerSpec.BPE):
         raise UserError(f"tokenizer {path} is neither unigram nor BPE; give a sentencepiece model of these types")
+    _require_same_ids(path, proto)
     backend = Tokenizer(_model(proto))
     steps = _normalizers(proto)
     backend.normalizer = normalizers.Sequence(steps) if steps else None
@@ -137,6 +139,19 @@ def from_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     ids = {"bos": trainer.bos_id, "eos": trainer.eos_id, "unk": trainer.unk_id, "pad": trainer.pad_id}
     special = {f"{name}_token": proto.pieces[index].piece for name, index in ids.items() if index >= 0}
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
+
+def _require_same_ids(path: Path, proto: spm.ModelProto) -> None:
+    """Raise a UserError for settings with which a fast tokenizer would give other ids than the sentencepiece model."""
+    cure = "give a folder with its tokenizer.json instead"
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        raise UserError(f"tokenizer {path} has spaces at the ends of its pieces, which no fast tokenizer has; {cure}")
+    spec, own = proto.normalizer_spec, [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
+    if own and (spec.add_dummy_prefix or spec.remove_extra_whitespaces):
+        raise UserError(
+            f"tokenizer {path} has user-defined pieces such as {own[0]!r}, and adds or removes spaces once in a text, "
+            f"which a fast tokenizer would do around each of these pieces; {cure}"
+        )
 
 
 def train_tokenizer(sentences: Iterable[str], vocab_size: int) -> bytes:
@@ -263,7 +278,7 @@ class Encoder:
         # Those of the vocabulary would be looked up there, and are left out.
         kept = special - _pieces(parts["model"])
         parts["added_tokens"] = [
-            token | {"content": "\0" + token["content"]} if token["special"] else token
+            token | {"content": _HIDDEN + token["content"]} if token["special"] else token
             for token in parts["added_tokens"]
             if not token["special"] or token["content"] in kept
         ]
@@ -271,7 +286,7 @@ class Encoder:
         if parts["model"]["type"] == "Unigram":
             # A unigram model may list special tokens among its pieces (T5 lists all), so they would match text.
             parts["model"]["vocab"] = [
-                ["\0" + piece if piece in special else piece, score] for piece, score in parts["model"]["vocab"]
+                [_HIDDEN + piece if piece in special else piece, score] for piece, score in parts["model"]["vocab"]
             ]
         self.backend = Tokenizer.from_str(json.dumps(parts))
 

@@ -88,8 +88,13 @@ class Siblings:
 
 
 def _versions(layers: tuple[SlrLinear, ...], x: Tensor) -> tuple[int, ...] | None:
-    """The numbers of writes to x and to each weight; None for inference tensors, whose writes are not counted."""
-    weights = (each._parameters[name] for each in layers for name in ("U", "V", "S_values"))
+    """The numbers of writes to x and to each weight; None where writes are not counted.
+
+    That is of inference tensors, and of weights that are computed anew in each pass, as pruning does.
+    """
+    weights = [each._parameters.get(name) for each in layers for name in ("U", "V", "S_values")]
+    if any(weight is None for weight in weights):
+        return None
     tensors = (x, *weights, *(each.bias for each in layers if each.bias is not None))
     return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 

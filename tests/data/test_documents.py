@@ -185,6 +185,7 @@ def test_what_cannot_be_a_text_file_is_refused(tmp_path, monkeypatch, pattern, s
             json.dumps({"text": "x"}, indent=1).encode(),
             "line 1: broken JSON, of which every line has to",
         ),
+        ("two-bytes.jsonl", '{"text": "日本語の文 (a)."}\n'.encode("utf-16-le") * 3, r"\(. bad, .* line 1: not UTF-8"),
         ("latin.txt", "zwölf".encode("latin-1"), r"\(1 bad, .* line 1: not UTF-8\)"),
         ("cut.jsonl.gz", gzip.compress(json_lines(TEXTS) * 999, mtime=0)[:9], "damaged or cut off"),
         ("cut.jsonl.xz", lzma.compress(json_lines(TEXTS))[:20], "damaged or cut off"),

@@ -20,7 +20,7 @@ from scripts.reliability.toy_run import make_documents
 SPELT_OUT = "the </s> ends, <pad> fills, <unk> and <0x41> are spelt out"
 TEXTS = [
     "the low rank of a matrix", " leading and trailing ", "two  spaces", "a\nnew line\tand a tab", "", " ",
-    "日本 é ﬁ ½ 👩‍👩‍👧", SPELT_OUT, *make_documents(50, seed=3),
+    "日本 é ﬁ ½ 👩‍👩‍👧", "a<sep>b <sep> c", SPELT_OUT, *make_documents(50, seed=3),
 ]  # fmt: skip
 
 
@@ -44,6 +44,7 @@ KINDS = {
     "t5": {"character_coverage": 1.0},  # folds spaces and compatibility characters, knows no bytes
     "no dummy prefix": PLAIN | {"add_dummy_prefix": False},
     "bos": PLAIN | {"bos_id": 3},
+    "user-defined pieces": PLAIN | {"add_dummy_prefix": False, "user_defined_symbols": ["<sep>", "\n"]},
     "pieces with spaces inside": PLAIN | {"split_by_whitespace": False},
 }
 
@@ -107,6 +108,12 @@ def test_special_tokens_spelt_out_in_a_text_stay_text(lossless, tiny_tokenizer_d
         ids = Encoder(tokenizer)([SPELT_OUT])[0].tolist()
         assert not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids)
         assert tokenizer.decode(ids) == SPELT_OUT
+
+
+def test_a_text_with_nul_and_the_name_of_a_special_token_has_no_special_token(lossless):
+    ids = Encoder(lossless.tokenizer)(["a\0</s>b", "\0<pad>"])
+    special = {lossless.tokenizer.eos_token_id, lossless.tokenizer.pad_token_id}
+    assert not any(special & set(each.tolist()) for each in ids)
 
 
 def t5_like(folder, sentinels=100):
@@ -249,3 +256,18 @@ def test_what_is_no_tokenizer_is_refused_in_a_sentence(tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="neither unigram nor BPE"):
         load_tokenizer(train(tmp_path, model_type="char", vocab_size=90))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"user_defined_symbols": ["<sep>"]},
+            r"has user-defined pieces such as '<sep>', .*; give a folder with its tok",
+        ),
+        ({"treat_whitespace_as_suffix": True}, "has spaces at the ends of its pieces, .*; give a folder with its tok"),
+    ],
+)
+def test_a_model_of_which_a_fast_tokenizer_gives_other_ids_is_refused(tmp_path, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_tokenizer(train(tmp_path, **PLAIN, **options))

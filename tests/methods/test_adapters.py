@@ -52,6 +52,10 @@ def test_a_method_brings_its_settings_for_the_size_and_an_option_overrides_each(
         config, _ = read_command_line([*words, "--config", str(tmp_path / "mine.yaml"), "--galore.rank", "8"])
         assert (config.optimizer.lr, config.optimizer.clip, config.optimizer.eps) == (1e-2, 0.0, 1e-7)
         assert (config.galore.rank, config.model.hidden_size) == (8, 512)
+    # What a file has in the method's own section stays, whatever method it names.
+    (tmp_path / "own.yaml").write_text("galore: {rank: 64, every: 50}\n")
+    config, _ = read_command_line(["--config", "60m", "--config", str(tmp_path / "own.yaml"), "--method", "galore"])
+    assert (config.galore.rank, config.galore.every, config.optimizer.lr) == (64, 50, 1e-2)
     config, _ = read_command_line(["--config", "nano", "--method", "sltrain"])
     assert (config.sltrain.rank, config.optimizer.lr) == (32, 3e-3)  # a quarter of nano's width
     salaad, _ = read_command_line(["--config", "350m"])
