@@ -22,6 +22,7 @@ METHODS = "[methods](methods/README.md#the-search)"
 PAIR = ("salaad", "full_rank")
 PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
 ALL_SCALES = (*PREFERRED, "micro")
+PAPERS_TOKENS = (REPORTED, "micro-20")  # 20 per parameter
 # Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
 NO_CHOICE = ("dense, ", "full-rank, one rate", "full-rank, as searched")
 ABOUT = (
@@ -191,18 +192,21 @@ def way_to_cut(results: Path) -> str | None:
 
 
 def headline(results: Path) -> str | None:
-    """Return the sentence on L + S against X and full-rank training."""
-    scale, table = _first(results, "table1")
-    if table is None:
-        return None
-    rows = table["rows"]
+    """Return the sentence on L + S against X and full-rank training, of every scale with the paper's tokens."""
+    tables = {scale: _json(SCALES[scale].results_in(results) / "table1.json") for scale in PAPERS_TOKENS}
+    told = [f"at {scale} {_whole(table['rows'])} ({_page(scale)})" for scale, table in tables.items() if table]
+    return f"**The paper's L + S** is {'; '.join(told)}." if told else None
+
+
+def _whole(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what L + S is relative to X and to full-rank training, from the rows of Table 1."""
     X, whole = (the_row(rows, method="salaad", variant=name) for name in ("X", "L+S"))
     dense = the_row(rows, method="full_rank")
-    of = {name: row["perplexity"]["mean"] for name, row in (("X", X), ("L+S", whole), ("full", dense))}
+    of_x, of_dense = (whole["perplexity"]["mean"] / other["perplexity"]["mean"] - 1 for other in (X, dense))
     share = whole["parameters"]["mean"] / X["parameters"]["mean"]
     return (
-        f"**The paper's L + S** at {scale} is {of['L+S'] / of['X'] - 1:+.1%} relative to X, with {share:.0%} of its "
-        f"parameters, and {of['L+S'] / of['full'] - 1:+.1%} relative to full-rank training ({_page(scale)})."
+        f"{of_x:+.1%} relative to X, with {share:.0%} of its parameters, and {of_dense:+.1%} relative to full-rank "
+        "training"
     )
 
 

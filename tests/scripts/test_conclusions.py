@@ -187,9 +187,13 @@ def test_items_of_the_paper_give_the_rest_by_the_longer_training(tmp_path):
     short = [*table, trained("salaad", "L+S", 99.0, 90.0)]
     both = [{**one, "precision": name} for name, some in (("bf16", rounded), ("fp32", table)) for one in some]
     write("nano", table1=short, bf16=both)
-    headline, bfloat16 = conclusions(tmp_path)
-    assert "at nano is -1.0% relative to X, with 90% of its parameters, and +23.8% relative to full" in headline
+    [bfloat16] = conclusions(tmp_path)  # L + S is told of scales with the paper's tokens
     assert "cost +3.0% at nano for SALAAD's X, and +2.5% for full-rank training" in bfloat16
     write("nano-20", table1=[*table, trained("salaad", "L+S", 80.0, 50.0)])
     headline, bfloat16 = conclusions(tmp_path)
-    assert "at nano-20 is -20.0% relative to X, with 50%" in headline and "at nano for" in bfloat16
+    assert "at nano-20 -20.0% relative to X, with 50%" in headline and "micro" not in headline
+    assert "at nano for" in bfloat16
+    write("micro-20", table1=short)
+    headline, _ = conclusions(tmp_path)
+    longer = "at micro-20 -1.0% relative to X, with 90% of its parameters, and +23.8% relative to full-rank training"
+    assert "at nano-20 -20.0% relative to X" in headline and longer in headline
