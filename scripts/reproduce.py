@@ -94,7 +94,7 @@ def listing_table(rows: list[dict], whole: dict[str, float]) -> str:
     left = (f"{whole[machine]:.2g} h" for machine in MACHINES)
     lines.append(("all", "each training once", "", "", "", *left, ""))
     header = ("item", "what", "paper", "trainings done", "FLOPs", *(f"left, {one}" for one in MACHINES), "result")
-    legends = [f"{mark}: {legend}" for mark, legend in LEGENDS.items() if any(row["mark"] == mark for row in rows)]
+    legends = [f"{mark}: {legend}" for mark, legend in LEGENDS.items() if any(mark in row["mark"] for row in rows)]
     return "\n\n".join([markdown_table(header, lines), *legends])
 
 
@@ -131,10 +131,11 @@ def left_to_do(items: list[Item], scale: Scale, quiet: bool) -> list[Item]:
     """Return the items without a result; print the kept results of the others unless `quiet`."""
     for item in items:
         if item.done(scale):
+            result = item.kept(item.result(scale))
             if not quiet:
-                print_result(read_json(item.result(scale)))
+                print_result(result)
             repeated = "; some of its trainings were repeated since, on another machine or commit"
-            place = f"{item.result(scale).relative_to(ROOT)}{repeated if item.outdated(scale) else ''}"
+            place = f"{item.result(scale).relative_to(ROOT)}{repeated if item.outdated(scale, result) else ''}"
             told = f"{item.name} is kept in {place}; --again measures it anew"
             print(told, file=sys.stderr)  # so that printed commands stand alone
     return [item for item in items if not item.done(scale)]

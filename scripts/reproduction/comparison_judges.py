@@ -157,6 +157,8 @@ def _beside(what: str, ours: Row | None, theirs: Row | None, most: float) -> Num
     if ours is None:
         return Number(what, "there is no cut of this size", limit, NOT_SHOWN)
     over = finite(ours["perplexity"]) / theirs["perplexity"] - 1
+    if ours["parameters"] > theirs["parameters"]:
+        return Number(what, f"{percent(over)}, with more parameters", limit, False)
     return Number(what, percent(over), limit, over <= most if isfinite(theirs["perplexity"]) else NOT_SHOWN)
 
 

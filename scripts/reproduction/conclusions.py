@@ -18,6 +18,7 @@ from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, LEVEL, Model
 from scripts.results_tables.measured import REPORTED, not_copied, rows_of
 
 FIRST = "[first table](#methods-at-the-papers-tokens-per-parameter-nano-20)"
+COSTS = f"[costs](elastic/README.md#costs-at-{REPORTED})"
 METHODS = "[methods](methods/README.md#the-search)"
 PAIR = ("salaad", "full_rank")
 PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
@@ -28,7 +29,8 @@ NO_CHOICE = ("dense, ", "full-rank, one rate", "full-rank, as searched")
 ABOUT = (
     f"Figures are perplexities relative to the uncut full-rank model at {REPORTED}, unless they name another, with the "
     "seeds of the tables that they link; those in parentheses are over the tokens that are not copied. *Half* and *a "
-    f"fifth* are shares of the compressible parameters. Models less than {LEVEL:.0%} apart count as equally good."
+    f"fifth* are shares of the compressible parameters. Models less than {LEVEL:.0%} apart count as equally good; "
+    "another seed could move a model of one seed by more."
 )
 
 
@@ -111,7 +113,8 @@ def many_sizes_with_text(results: Path) -> str | None:
     return (
         f"**Many sizes, with text**: train {advice}; then make one folder of all sizes ({megabytes(costs[1])}), "
         f"matched and distilled on a twentieth of the tokens, for {costs[0]:.0%} of the training's operations. Half "
-        f"and a fifth are {ours} in SALAAD's folder, and {theirs} in one made of the full-rank model ({FIRST})."
+        f"and a fifth are {ours} in SALAAD's folder, and {theirs} in one made of the full-rank model ({FIRST}, "
+        f"{COSTS})."
     )
 
 
@@ -137,7 +140,7 @@ def trained_small(results: Path) -> str | None:
         f"**One size, known beforehand**: {advice}. Dense models trained at half and at a fifth are {reached} after as "
         f"many tokens, for {operations} of the large one's operations, and have "
         f"{' and '.join(f'{of:.0%}' for of in of_bytes)} of the bytes of SALAAD's cuts without text, which store "
-        f"positions too ({FIRST})."
+        f"positions too ({FIRST}, {COSTS})."
     )
 
 
@@ -194,7 +197,7 @@ def way_to_cut(results: Path) -> str | None:
 def headline(results: Path) -> str | None:
     """Return the sentence on L + S against X and full-rank training, of every scale with the paper's tokens."""
     tables = {scale: _json(SCALES[scale].results_in(results) / "table1.json") for scale in PAPERS_TOKENS}
-    told = [f"at {scale} {_whole(table['rows'])} ({_page(scale)})" for scale, table in tables.items() if table]
+    told = [f"{_whole(table['rows'])} at {scale} ({_page(scale)})" for scale, table in tables.items() if table]
     return f"**The paper's L + S** is {'; '.join(told)}." if told else None
 
 

@@ -13,7 +13,10 @@ BEHIND = (
     *("train.py", "configs", "salaad"),
     *(
         f"scripts/{one}.py"
-        for one in ("compare_elastic", "elastic_trainings", "elastic_ways", "in_context", "outlines", "shares")
+        for one in (
+            *("compare_elastic", "elastic_trainings", "elastic_ways", "in_context", "outlines", "shares"),
+            *("compare_methods", "own_settings", "measured_text", "trainings"),
+        )
     ),
     *(
         f"scripts/reproduction/{one}.py"

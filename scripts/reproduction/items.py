@@ -119,10 +119,11 @@ class Item:
         """Return the command that measures the item."""
         return scale.command(self.name, reads=self.reads)
 
-    def outdated(self, scale: Scale) -> bool:
-        """Return whether a training behind the stored result has been recorded anew since."""
-        kept = self.kept(self.result(scale))["trainings"]
-        return any(run.recorded(scale) and trained_by(run, scale) not in kept for run in self.runs(scale))
+    def outdated(self, scale: Scale, result: Mapping[str, Any]) -> bool:
+        """Return whether a training behind a result has been recorded anew since."""
+        return any(
+            run.recorded(scale) and trained_by(run, scale) not in result["trainings"] for run in self.runs(scale)
+        )
 
     def write(self, scale: Scale) -> dict[str, Any]:
         """Measure the item, write the result as JSON and return it."""

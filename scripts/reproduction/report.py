@@ -11,7 +11,7 @@ from scripts.outlines import outline_of
 from scripts.reproduction.claims import CLAIMS, NOT_MEASURED, text_table, verdicts
 from scripts.reproduction.conclusions import ABOUT as CONCLUDED
 from scripts.reproduction.conclusions import conclusions, recorded
-from scripts.reproduction.freshness import mark_of, with_legend
+from scripts.reproduction.freshness import with_legend
 from scripts.reproduction.grid import Scale
 from scripts.reproduction.items import Item
 from scripts.reproduction.scale_page import Result, scale_page
@@ -42,7 +42,7 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "A claim agrees only if all parts of its measure hold. It is *not shown* where a part was not recorded, or holds "
     "only because the thing that it is about is missing.",
     "The limits (scripts/reproduction/criteria.py) are the paper's own numbers wherever it prints one. They were set, "
-    "or made stricter, when the results of nano and micro, and some of nano-20, were known, but none of micro-20.",
+    "or made stricter, when the results of nano, micro and most of nano-20 were known, but none of micro-20.",
     "In the items of nano and micro all weights have one learning rate, as is usual in the field. Later searches found "
     "that a lower rate for the projections is far better for full-rank training and SALAAD alike, so these comparisons "
     "hold for a single rate only. What is compared on the elastic page has two rates, and so have claims that are "
@@ -160,7 +160,7 @@ def fair(results: Path) -> list[str]:
     measured = results / "elastic" / f"{REPORTED}.json"
     if not measured.exists():
         return []
-    table = fair_table(rows_of(measured), bench_of(results, REPORTED), mark_of, "elastic/")
+    table = fair_table(rows_of(measured), bench_of(results, REPORTED), "elastic/")
     picture = f"![Perplexity over parameters of every way to a smaller model](elastic/{REPORTED}.png)"
     return [f"## Methods at the paper's tokens per parameter ({REPORTED})", table, picture]
 

@@ -13,7 +13,7 @@ from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts.elastic_trainings import DENSE_LIKE
 from scripts.elastic_ways import FOLDERS, way_of_tuning
-from scripts.reproduction.freshness import with_legend
+from scripts.reproduction.freshness import mark_of, with_legend
 from scripts.results_tables import RESULTS
 from scripts.results_tables.measured import (
     COPIED,
@@ -54,15 +54,12 @@ def bench_of(results: Path, scale: str) -> Path:
     return own if own.exists() else own.with_name(f"methods-{scale.partition('-')[0]}.json")
 
 
-def fair_table(
-    rows: Sequence[Row], bench: Path, mark_of: Callable[[Sequence[str]], str] = lambda _: "", folder: str = ""
-) -> str:
+def fair_table(rows: Sequence[Row], bench: Path, folder: str = "") -> str:
     """Return the table of all methods: each model whole, and its best cuts to half and to a fifth, with their costs.
 
     Args:
         rows: rows of compare_elastic.py.
         bench: JSON file with the step time of every method at these shapes; without it nothing is said of costs.
-        mark_of: the mark of measurements at some commits, of code that has changed since or was not committed.
         folder: path to results/elastic from the page of the table.
     """
     timed = read_json(bench) if bench.exists() else {"methods": {}}
@@ -127,10 +124,10 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
         )
     if any(label.startswith(SMALL) for label in labels):
         like = ", and *dense, as m* with as many parameters as method m stores," if LIKE & labels else ","
-        searched = ", [searched for half and a fifth](methods/README.md#the-search)" if folder else ""
+        searched = " It was [searched for half and a fifth](methods/README.md#the-search)." if folder else ""
         yield (
             f"*Dense, s* was trained small, with the share s of the compressible parameters{like} at "
-            f"{rates_of_small(rows)}{searched}."
+            f"{rates_of_small(rows)}.{searched}"
         )
 
 
@@ -142,7 +139,8 @@ def _how_costs_were_measured(rows: Sequence[Row], timed: Mapping[str, Any], benc
             relative += "; here both are of the paper's settings, with the embedding among the blocks"
         compiled = "" if timed["config"]["train"]["compile"] else ", of steps that were not compiled"
         yield (
-            "*State* is the memory of the optimizer, plus that of the method; *step time* is relative to "
+            "*State* is the memory of the optimizer, plus that of the method (of small dense models by their "
+            "parameters); *step time* is relative to "
             f"{relative}{compiled} (results/bench/{bench.name}, commit {timed['commit']})."
         )
 
@@ -189,9 +187,10 @@ def _fair_lines(
         return share, seeds_text(there), *perplexities, _tokens(there[0], way), *sizes
 
     for label, mine in by_label(rows).items():
-        trained, cost = tuple(row["commit"] for row in mine), ("", "")
-        if not label.startswith(SMALL):  # a small dense model has other shapes than those timed
-            cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
+        trained = tuple(row["commit"] for row in mine)
+        cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
+        if label.startswith(SMALL):  # other shapes than those timed, so only the same state per parameter is known
+            cost = _state_of_small(mine[0]["X"]["parameters"], costs), ""
         if "X" in mine[0]:
             yield label, trained, (*figures(mine, itemgetter("X")), *cost)
         if "L+S" in mine[0]:
@@ -293,6 +292,15 @@ def _figures(
         millions(first["trained"]) if "trained" in first else "",
         megabytes(first["bytes"]) if "bytes" in first else "",
     )
+
+
+def _state_of_small(parameters: int, costs: Mapping[str, Any]) -> str:
+    """Return the cell of a small dense model's state: per parameter as much as full-rank training's, if that is known.
+
+    Both are pretrained by the same optimizer, which keeps as much for every parameter.
+    """
+    large = costs.get("full_rank", {})
+    return megabytes(large["optimizer_bytes"] / large["trained"] * parameters) if "trained" in large else ""
 
 
 def _cost(cost: Mapping[str, Any] | None) -> tuple[str, str]:

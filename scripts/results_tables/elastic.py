@@ -5,8 +5,9 @@ from statistics import fmean
 from typing import Any
 
 from salaad.common.files import read_json
-from salaad.common.formats import markdown_table, millions
+from salaad.common.formats import markdown_table, megabytes, millions
 from scripts import in_context
+from scripts.reproduction.freshness import mark_of, with_legend
 from scripts.research import probe_allocation
 from scripts.results_tables import RESULTS, row_commands
 from scripts.results_tables.all_methods import bench_of, fair_table
@@ -87,10 +88,13 @@ def samples_table(rows: Sequence[Row]) -> str:
 
 def curves_table(rows: Sequence[Row]) -> str:
     """Perplexity of X and at every share of the compressible parameters, and the elastic score."""
-    lines, columns = [], all_shares()
-    for label, mine in by_label(rows).items():
+    lines, columns, models = [], all_shares(), by_label(rows)
+    marks, legends = with_legend([mark_of(_commits(mine)) for mine in models.values()], "row")
+    for mark, (label, mine) in zip(marks, models.items(), strict=True):
         whole = with_deviation([row["X"]["perplexity"] for row in mine])
-        lines.append((label, seeds_text(mine), millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), ""))
+        lines.append(
+            (f"{label}{mark}", seeds_text(mine), millions(mine[0]["X"]["parameters"]), whole, *("",) * len(columns), "")
+        )
         for way in ways_of(mine):
             there = [row for row in mine if way in row["ways"]]
             measured = ([size for row in there if (size := size_of(row, way, share))] for share in columns)
@@ -100,26 +104,28 @@ def curves_table(rows: Sequence[Row]) -> str:
                 (f"{label}: {way}", seeds_text(there), "", "", *sizes, f"{fmean(scores):.2%}" if scores else "–")
             )
     tokens = rows[0]["X"]["tokens"]
-    commits = ", ".join(sorted({commit for row in rows for commit in _commits(row)}))
+    commits = ", ".join(sorted({*_commits(rows)}))
     machines = ", ".join(sorted({row["machine"] for row in rows}))
     told = (
         f"Perplexity over {tokens:,} validation tokens after {rows[0]['steps']:,} steps, by share of the "
         "compressible parameters, as means over the seeds, which can differ by more than models do: compare rows with "
         "the same seeds. ± is the root mean square deviation of the seeds from their mean. Commits of trainings and "
         "cuts: "
-        f"{commits}; {machines}."
+        f"{' '.join([f'{commits}; {machines}.', *legends])}"
     )
     header = ("model", "seeds", "parameters", "X", *(f"{share:.2f}" for share in columns), "elastic score")
     return f"{markdown_table(header, lines)}\n\n{told}"
 
 
-def _commits(row: Row) -> tuple[str, ...]:
-    """Return the commits of a row: of its training, and of its cuts where they were recorded."""
-    return row["commit"], *row.get("commits", {}).values()
+def _commits(rows: Sequence[Row]) -> list[str]:
+    """Return the commits of rows: of their trainings, and of their cuts where they were recorded."""
+    return [commit for row in rows for commit in (row["commit"], *row.get("commits", {}).values())]
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """Tokens, operations, minutes and machines of every training and every way to its sizes, measurements included.
+    """Tokens, operations, bytes, minutes and machines of every training and every way to its sizes.
+
+    Minutes include the measurements, bytes are those of the folders of all sizes that a way makes.
 
     Rows of older versions have no machines of ways; theirs are those of the trainings.
     """
@@ -128,8 +134,9 @@ def cost_table(rows: Sequence[Row]) -> str:
         for what in dict.fromkeys(what for row in mine for what in row["minutes"]):
             costs = [row["costs"][what] for row in mine if what in row.get("costs", {})]
             counts = (f"{costs[0]['tokens'] / 1e6:.2f} M", f"{costs[0]['operations']:.1e}") if costs else ("", "")
+            folders = megabytes(costs[0]["bytes"]) if costs and "bytes" in costs[0] else ""
             minutes = fmean(row["minutes"][what] for row in mine if what in row["minutes"])
             named = (row.get("machines", {}).get(what, row["machine"]) for row in mine if what in row["minutes"])
             machines = sorted({machine.partition(",")[0] for machine in named})
-            lines.append((label, what, *counts, f"{minutes:.1f}", ", ".join(machines)))
-    return markdown_table(("model", "step", "tokens", "operations", "minutes", "machine"), lines)
+            lines.append((label, what, *counts, folders, f"{minutes:.1f}", ", ".join(machines)))
+    return markdown_table(("model", "step", "tokens", "operations", "folders", "minutes", "machine"), lines)

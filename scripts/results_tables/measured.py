@@ -55,9 +55,13 @@ def results() -> dict[str, Path]:
 
 def rates_of_small(rows: Sequence[Row]) -> str:
     """Return words on the learning rates of small dense models, beside that of the large one."""
-    of_small = sorted({row["config"]["optimizer"]["lr"] for row in rows if row["label"].startswith(SMALL)})
+    named: dict[float, list[str]] = {}
+    for label, [row, *_] in by_label(rows).items():
+        if label.startswith(SMALL):
+            named.setdefault(row["config"]["optimizer"]["lr"], []).append(label.removeprefix(SMALL))
     large = next(row["config"]["optimizer"]["lr"] for row in rows if row["label"] == REFERENCE)
-    return f"a learning rate of {' or '.join(f'{rate:g}' for rate in of_small)} (the large model's: {large:g})"
+    of_small = [f"{rate:g}" + (f" ({', '.join(labels)})" if len(named) > 1 else "") for rate, labels in named.items()]
+    return f"a learning rate of {' or '.join(of_small)}; the large model's is {large:g}"
 
 
 def seeds_text(rows: Sequence[Row]) -> str:

@@ -1,12 +1,14 @@
 """The tables of results/methods: every way to train at one scale, and the search of its learning rate."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from salaad.common.files import read_json
 from salaad.common.formats import markdown_table, megabytes, millions
 from scripts.compare_methods import Rates, best_rates
+from scripts.reproduction.freshness import CHANGED, mark_of
 from scripts.results_tables import RESULTS
 
 METHODS = RESULTS / "methods"
@@ -56,17 +58,22 @@ def comparison_table(result: dict[str, Any], costs: Path) -> str:
     finished = [entry["full"] for entry in result["methods"].values() if entry["full"]["variants"]]
     if not finished:
         return markdown_table(header, rows)
-    some, commits = finished[0], ", ".join(sorted({full["commit"] for full in finished}))
-    tokens = some["variants"]["X"]["tokens"]
+    some = finished[0]
     told = (
-        f"Perplexity over {tokens:,} validation tokens after {some['steps']:,} steps, one seed. *Stored* and *trained* "
-        "count parameters (in brackets the count in the method's paper, where it differs); *bytes* is the size of the "
-        "model in float32; *state* is the memory of the optimizer and the method; *step time* is relative to full-rank "
-        "training. "
-        f"{some['machine']}, commits {commits}."
+        f"Perplexity over {some['variants']['X']['tokens']:,} validation tokens after {some['steps']:,} steps, one "
+        "seed. *Stored* and *trained* count parameters (in brackets the count in the method's paper, where it "
+        "differs); *bytes* is the size of the model in float32; *state* is the memory of the optimizer and the method; "
+        f"*step time* is relative to full-rank training. {_measured_at(finished)}"
     )
     told += _SECOND_FACTOR if any("×" in row[1] for row in rows) else ""
     return f"{markdown_table(header, rows)}\n\n{told}"
+
+
+def _measured_at(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return sentences on the commits and machines of runs, and on changes of the code since."""
+    commits, machines = (sorted({run[key] for run in runs}) for key in ("commit", "machine"))
+    changed = " Some of the code behind these runs has changed since." if CHANGED in mark_of(commits) else ""
+    return f"Commits: {', '.join(commits)}; {'; '.join(machines)}.{changed}"
 
 
 def search_table(result: dict[str, Any]) -> str:
@@ -80,7 +87,11 @@ def search_table(result: dict[str, Any]) -> str:
         tried = (f"{rates}: " + (f"**{text}**" if rates == best else text) for rates, text in shown.items())
         rows.append((method, f"{entry['own_lr']:g}", len(found), ", ".join(tried) + _at_the_edge(entry["search"])))
     some = next(row for entry in result["methods"].values() for row in entry["search"] if row["variants"])
-    told = f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens."
+    runs = [row for entry in result["methods"].values() for row in entry["search"]]
+    told = (
+        f"Perplexity of X after {some['steps']} steps over {some['variants']['X']['tokens']:,} validation tokens. "
+        f"{_measured_at(runs)}"
+    )
     told += _SECOND_FACTOR if any("×" in row[3] for row in rows) else ""
     return f"{markdown_table(('method', 'default rate', 'runs', 'learning rate: perplexity'), rows)}\n\n{told}"
 

@@ -62,9 +62,10 @@ def link(claim: int) -> str:
 def results(tmp_path, rows, monkeypatch):
     """A folder of results at nano in which one item is missing, all of commits since which nothing has changed.
 
-    The made-up names of trainings count as those that the items need.
+    The made-up trainings count as those that the items need, and as not repeated.
     """
     monkeypatch.setattr(freshness, "changed_since", lambda commit: [])
+    monkeypatch.setattr(Item, "outdated", lambda *_: False)
     monkeypatch.setattr(Item, "is_of_others", lambda *_: False)
     folder = tmp_path / "results" / "nano" / "reproduce"
     folder.mkdir(parents=True)
@@ -127,6 +128,9 @@ def test_the_report_says_what_changed_since_an_item_was_measured(results, monkey
     changed.clear()
     text = pages(results)["nano/reproduce/README.md"]
     assert "changed since" not in text and "All items were measured with the code as it is." in text
+    monkeypatch.setattr(Item, "outdated", lambda item, *_: item.name in ("kappa", "time"))
+    text = pages(results)["nano/reproduce/README.md"]
+    assert "Trainings were repeated since, on another machine or commit: time, kappa." in text
 
 
 def test_an_older_item_with_perplexities_says_that_they_are_of_the_whole_text(results, monkeypatch):

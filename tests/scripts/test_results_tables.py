@@ -165,6 +165,24 @@ def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp
     assert (f"{told}compiled (results/bench/methods-again.json, commit abc)" in page) == bool(timed)
 
 
+def test_small_dense_models_have_their_rates_and_a_state_by_their_parameters(tmp_path):
+    timed = {"optimizer_bytes": 16e6, "method_bytes": 0, "over_full_rank": 1.0, "trained": 2e6}  # 8 bytes a parameter
+    bench = tmp_path / "methods.json"
+    bench.write_text(
+        json.dumps({"methods": {"full_rank": timed}, "config": {"train": {"compile": True}}, "commit": "c"})
+    )
+    small = [row("dense, 0.5", 0, 60.0, parameters=1.5e6), row("dense, 0.2", 0, 70.0, parameters=1.2e6)]
+    small[1]["config"] = {"optimizer": {"lr": 0.02}}
+    rows = [
+        one | {"commit": "c", "text_tokens": 1e6, "method": "full_rank"} for one in (row("full-rank", 0, 40.0), *small)
+    ]
+    page = all_methods.fair_table(rows, bench)
+    found = {line[0]: line[-2:] for line in cells(page)}
+    assert found["full-rank"] == ["16.00 MB", "1.00"]
+    assert found["dense, 0.5"] == ["12.00 MB", ""] and found["dense, 0.2"] == ["9.60 MB", ""]
+    assert "at a learning rate of 0.01 (0.5) or 0.02 (0.2); the large model's is 0.005." in page
+
+
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
     rows = [
         row("full-rank", 0, 60.0, rpca_head=[50.0, 50.0, 50.0]),
