@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from jsonargparse import ActionConfigFile
 
 from salaad.common.budgets import parse_budget
 from salaad.common.errors import UserError
-from salaad.common.files import CHECKOUT, is_file, replacing
+from salaad.common.files import CHECKOUT, at_home, is_file, replacing
 from salaad.common.validation import check
 from salaad.config.method_sizes import settings_of
 from salaad.config.methods import SETTINGS
@@ -71,10 +71,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         is_typed = any(word.startswith("--preset") for word in words)
         method = instantiated["method"]
         check(not is_typed or method == "salaad", f"--preset is of method salaad, but method is {method}; leave it out")
-        words, defaults = _with_preset(parsed.preset, instantiated["train"].steps, words)
+        words = _with_preset(parsed.preset, instantiated["train"].steps, words)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
-        words, more = _with_table(table, instantiated["method"], words)
-        defaults |= more
+        words, defaults = _with_table(table, instantiated["method"], words)
     if defaults:
         parser = _training_parser.__wrapped__(tuple(settings.items()))
         parser.set_defaults(defaults)
@@ -109,11 +108,10 @@ def _training_parser(settings: tuple[tuple[str, type], ...]) -> OptionParser:
     return parser
 
 
-def _with_preset(preset: str, steps: int, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words of a command line with the settings that a preset stands for, right after it, and no defaults.
+def _with_preset(preset: str, steps: int, words: list[str]) -> list[str]:
+    """Return the words of a command line with the settings that a preset stands for, right after it.
 
-    The preset of a --config file has no place among the words; its settings are returned as defaults of the parser,
-    beneath those that the file gives.
+    The preset of a --config file stands where the file does, beneath what this file itself sets.
 
     Raises:
         UserError: the preset stands before a --config that overrides parts of it, or after options that it overrides.
@@ -121,22 +119,17 @@ def _with_preset(preset: str, steps: int, words: list[str]) -> tuple[list[str], 
     elastic = preset == "elastic"
     suggested = _NO_OTHER_PULL | settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
     settings = {f"salaad.{name}": value for name, value in suggested.items()}
-    last = max((i + (word == "--preset") for i, word in enumerate(words) if word.startswith("--preset")), default=None)
-    if last is None:
-        return words, settings
-    for word in words[last + 1 :]:
-        check(
-            not word.startswith("--config"), f"{word} stands after --preset and overrides parts of it; give it before"
-        )
-    for word in words[:last]:
-        is_overridden = word.removeprefix("--").partition("=")[0] in settings
-        check(not is_overridden, f"{word} stands before --preset {preset}, which overrides it; give it after")
-    return [*words[: last + 1], *_as_options(settings), *words[last + 1 :]], {}
-
-
-def _as_options(settings: Mapping[str, Any]) -> list[str]:
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-    return [f"--{key}={text}" for key, text in texts.items()]
+    place = max((i + (word == "--preset") for i, word in enumerate(words) if word.startswith("--preset")), default=None)
+    given = f"--preset {preset}"
+    if place is None:
+        given = f"--config, whose preset is {preset}"
+        place, content = [(at, file) for at, file in _given_files(words) if file.get("preset") is not None][-1]
+        settings = {key: value for key, value in settings.items() if key not in _own_settings(content, "salaad")}
+    else:
+        for word in words[place + 1 :]:
+            said = f"{word} stands after --preset and overrides parts of it; give it before"
+            check(not word.startswith("--config"), said)
+    return _inserted(settings, place, words, f"{given}, which overrides it; give it after")
 
 
 def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -150,23 +143,42 @@ def _with_table(table: Mapping[str, Any], method: str, words: list[str]) -> tupl
         UserError: an option before these files would be overridden without a word.
     """
     last, given = None, set()  # of these files, the place of the last one among the words, and their settings
-    for i, word in enumerate(words):
-        if word.startswith("--config"):
-            at = i + (word == "--config")
-            content = read_plain_yaml(Path(words[at].removeprefix("--config=")))
-            if content.get("method") == method:
-                break
-            own = content.get(method)
-            given |= {f"{method}.{name}" for name in own} if isinstance(own, dict) else set()
-            last = at
+    for place, content in _given_files(words):
+        if content.get("method") == method:
+            break
+        last, given = place, given | _own_settings(content, method)
     if last is None:
         return words, dict(table)
     table = {key: value for key, value in table.items() if key not in given}
-    for word in words[:last]:
-        is_overridden = word.removeprefix("--").partition("=")[0] in table
-        said = f"{word} stands before --config, and the settings of {method} after it; give it after --config"
-        check(not is_overridden, said)
-    return [*words[: last + 1], *_as_options(table), *words[last + 1 :]], {}
+    said = f"--config, and the settings of {method} after it; give it after --config"
+    return _inserted(table, last, words, said), {}
+
+
+def _given_files(words: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield of every --config file among the words of a command line its place and its content."""
+    for i, word in enumerate(words):
+        if word.startswith("--config"):
+            place = i + (word == "--config")
+            yield place, read_plain_yaml(Path(words[place].removeprefix("--config=")))
+
+
+def _own_settings(content: Mapping[str, Any], section: str) -> set[str]:
+    """Return the keys, such as salaad.every, that a file has in a section of its own."""
+    own = content.get(section)
+    return {f"{section}.{name}" for name in own} if isinstance(own, dict) else set()
+
+
+def _inserted(settings: Mapping[str, Any], place: int, words: Sequence[str], said: str) -> list[str]:
+    """Return the words with settings as options after the one at `place`.
+
+    Raises:
+        UserError: an option before them would be overridden without a word; `said` is what it stands before.
+    """
+    for word in words[:place]:
+        is_overridden = word.removeprefix("--").partition("=")[0] in settings
+        check(not is_overridden, f"{word} stands before {said}")
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return [*words[: place + 1], *(f"--{key}={text}" for key, text in texts.items()), *words[place + 1 :]]
 
 
 def _with_sizes(model: ModelConfig) -> ModelConfig:
@@ -290,7 +302,7 @@ def _find_configs(arguments: list[str]) -> list[str]:
 
 
 def _config_path(name: str, option: str = "--config") -> Path:
-    places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
+    places = [at_home(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
     for place in places:
         if is_file(place):
             read_plain_yaml(place)  # raises a UserError for content that jsonargparse cannot handle
@@ -299,11 +311,15 @@ def _config_path(name: str, option: str = "--config") -> Path:
     raise UserError(f"{option} {name} is no file and not in {CONFIGS.name}/; give a path or one of {known}")
 
 
-def read_plain_yaml(path: Path) -> dict[str, Any]:
+def read_plain_yaml(path: Path, largest: int = _LARGEST_YAML) -> dict[str, Any]:
     """Read a YAML file that has to be a plain tree of named sections with one value a key.
 
     A small file can exhaust a YAML reader: aliases of aliases turn a line into gigabytes, and a parser follows brackets
     in brackets until its stack is full. A configuration needs neither, and both are found before a value is made.
+
+    Args:
+        path: the file.
+        largest: bytes that it has at most.
 
     Raises:
         UserError: the file is no such tree, or no YAML.
@@ -312,20 +328,20 @@ def read_plain_yaml(path: Path) -> dict[str, Any]:
     sections = {*SETTINGS, *(f.name for f in fields(RunConfig) if is_dataclass(getattr(RunConfig(), f.name)))}
     try:
         size = path.stat().st_size
-        check(size <= _LARGEST_YAML, f"{path} has {size:,} bytes, more than {_LARGEST_YAML:,}; {cure}")
+        check(size <= largest, f"{path} has {size:,} bytes, more than {largest:,}; {cure}")
         text, depth = path.read_text(), 0
         for event in yaml.parse(text, yaml.SafeLoader):
             check(not isinstance(event, yaml.AliasEvent), f"{path} has an alias (*); write the value out")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             check(depth <= _DEEPEST_YAML, f"{path} has brackets in brackets; {cure}")
         root = yaml.compose(text, yaml.SafeLoader)
-        check(root is None or isinstance(root, yaml.MappingNode), f"{path} holds no sections; {cure}")
+        check(isinstance(root, yaml.MappingNode), f"{path} holds no settings; {cure}")
         _require_single_keys(root, path)
-        for key, value in root.value if root else ():
+        for key, value in root.value:
             # jsonargparse would take a text in place of a section for the name of another file, and read that file.
             section = key.value in sections and not isinstance(value, yaml.MappingNode)
             check(not section, f"{path} has {key.value} without keys of its own below it; {cure}")
-        return yaml.safe_load(text) or {}
+        return yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read ({error}); {cure}") from None
 

@@ -116,7 +116,7 @@ def _one_word(values: list[str], kind: Any) -> str:
             items = [str(item) for item in yaml.safe_load(text)]
     if not is_list(kind):
         return ",".join(items)
-    return json.dumps(items) if str in _leaves(kind) else f"[{','.join(items)}]"
+    return json.dumps(items, ensure_ascii=False) if str in _leaves(kind) else f"[{','.join(items)}]"
 
 
 def _leaves(kind: Any) -> set[Any]:

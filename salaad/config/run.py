@@ -64,7 +64,8 @@ class DataConfig:
 
     Args:
         source: `python-docs` (documentation found on this machine), `c4` (streamed from the hub) or `files`.
-        files: training files as globs: .jsonl/.json, .txt/.md (plain or .gz .zst .xz .bz2) or .parquet.
+        files: training files as globs: .jsonl/.json, .txt/.md, where a blank line ends a document (plain or .gz .zst
+            .xz .bz2), or .parquet.
         validation_files: validation files, the same kinds; needed when the source is `files`.
         tokenizer: a hub name, a folder or a sentencepiece .model file. Unless told otherwise a run from `model.path`
             takes that folder's own, c4 and files take t5-base, python-docs trains its own.

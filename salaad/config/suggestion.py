@@ -10,8 +10,10 @@ the run costs X far less, and its cuts are about as good (results/elastic/tried.
 times as large, so that α and β move as fast.
 """
 
+from operator import index
 from typing import Any
 
+from salaad.common.errors import UserError
 from salaad.common.validation import check
 
 _NANO = 2000  # steps of the run at which the settings were found
@@ -33,8 +35,12 @@ def settings_for(steps: int, *, elastic: bool = False) -> dict[str, Any]:
         elastic: whether the model is to be cut, so that the pull is to cost X little; else L + S is small by itself.
 
     Raises:
-        UserError: `steps` is below 1.
+        UserError: `steps` is no whole number, or below 1.
     """
+    try:
+        steps = int(steps) if isinstance(steps, float) and steps.is_integer() else index(steps)
+    except TypeError:
+        raise UserError(f"steps is {steps!r}, but a run has a whole number of them; give one such as 1000") from None
     check(steps >= 1, f"steps is {steps}, but a run has at least 1; give 1 or more")
     every = min(_LONGEST, max(1, steps // _UPDATES))
     further = max(steps / _NANO, (_NANO / steps) ** (1 / 6))

@@ -254,8 +254,8 @@ class RowStream:
         if self._epochs_without_document > 1:
             raise UserError(
                 f"stream {self.number} of {self.plan.streams} finds no document in {len(self.plan.files)} file(s), "
-                f"which hold too few for so many streams ({cursor.lost} parts could not be read); lower data.streams "
-                f"or give more text"
+                f"which hold too few for so many streams ({cursor.lost} parts could not be read); lower data.streams, "
+                "give more text, or in .txt and .md end every document with a blank line"
             )
 
     def _tokenised(self, position: int) -> np.ndarray:

@@ -160,7 +160,13 @@ class Recorder:
                 f"{counts['lost']} parts of files lost"
             )
         if counts["passes"] > self._read.get("passes", 0):
-            self.say(f"step {step:,}: the training text repeats; pass {counts['passes'] + 1} over it has begun")
+            cut = counts.get("long", 0)
+            ends = (
+                f"; {cut:,} documents so far did not fit into a row: --data.packing true reads them whole"
+                if cut
+                else ""
+            )
+            self.say(f"step {step:,}: the training text repeats; pass {counts['passes'] + 1} over it has begun{ends}")
         self._read = counts
 
     def say(self, text: str) -> None:

@@ -55,6 +55,7 @@ _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip
 
 
 BEGUN_FROM, GONE_BACK = "begun from", "asked to go back to"
+_LARGEST_RECORD = 2**24  # bytes of a run's own config.yaml, which lists every file of text and every start
 # What a run that took no step leaves in its folder.
 _OURS = {"checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 
@@ -158,7 +159,7 @@ def _checkpoint_named(folder: Path, checkpoint: Path, config: RunConfig, tunable
 def _begun_with(folder: Path) -> dict[str, Any]:
     """Return the configuration of the run in `folder`, as its last start left it."""
     try:
-        return read_plain_yaml(folder / "config.yaml")
+        return read_plain_yaml(folder / "config.yaml", largest=_LARGEST_RECORD)
     except UserError as error:
         said = f"--output {folder} holds a run without a readable config.yaml ({error})"
         raise UserError(f"{said}; give another folder") from None

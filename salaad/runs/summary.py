@@ -115,9 +115,14 @@ def save_result(folder: Path, path: Path, command: str) -> None:
     write_json(result, path)
 
 
-def finished(folder: Path, resume: str) -> str | None:
-    """Return what to say of a run that is finished and asked to go on; None of any other."""
+def finished(folder: Path, checkpoint: Path | None) -> str | None:
+    """Return what to say of a run that is finished and goes on from its last checkpoint; None of any other.
+
+    `checkpoint` is what `open_run` found; None of a finished run means that its checkpoints were deleted.
+    """
     path = folder / "summary.json"
-    if resume != "auto" or not path.exists():
+    if not path.exists():
         return None
-    return f"{folder} is finished:\n\n{summary_table(read_json(path, cure=_WHOLE))}"
+    summary = read_json(path, cure=_WHOLE)
+    is_last = checkpoint is None or checkpoint.name == f"step-{summary['step']:07d}"
+    return f"{folder} is finished:\n\n{summary_table(summary)}" if is_last else None

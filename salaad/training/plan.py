@@ -86,9 +86,10 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
         require_positions(description, config.data.sequence_length, f"model.path {config.model.path}")
     model, method = outline(description), method_of(config)
     entry = getattr(description, "quantization_config", None)
-    if method.replaces_modules and (is_fixed_size(entry) or is_any_size(entry)):
+    trains_factors = config.method == "full_rank" or (config.method == "salaad" and config.settings.roles)
+    if (is_fixed_size(entry) or is_any_size(entry)) and not trains_factors:
         raise UserError(
-            f"model.path {config.model.path} is a compressed folder, but method {config.method} replaces dense layers; "
+            f"model.path {config.model.path} is a compressed folder, but method {config.method} takes dense layers; "
             "give a dense model, such as this one after dequantize() and save_pretrained(), or method full_rank"
         )
     SummedLoss(model)

@@ -78,6 +78,21 @@ def test_globs_that_begin_with_a_bracket_are_a_list(globs):
         assert read_command_line([*given, *words])[0].data.files == tuple(globs)
 
 
+def test_a_name_may_have_any_character():
+    words = ["--data.source", "files", "--data.files", "🙂.jsonl", "数.txt", "--data.validation_files", "ü🙂.txt"]
+    data = read_command_line(words)[0].data
+    assert (data.files, data.validation_files) == (("🙂.jsonl", "数.txt"), ("ü🙂.txt",))
+
+
+def test_a_configuration_may_lie_at_home_and_is_refused_if_it_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("seed: 7\n")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert read_command_line(["--config=~/own.yaml"])[0].seed == 7
+    with pytest.raises(UserError, match=r"empty.yaml holds no settings; give a plain YAML file"):
+        read_command_line(["--config", "nano", "--config=~/empty.yaml"])
+
+
 def test_a_pattern_keeps_its_commas():
     config, _ = read_command_line(["--salaad.roles", "q", "re:^h[.][0-3]{1,2}[.]mlp$"])
     assert config.salaad.roles == ("q", "re:^h[.][0-3]{1,2}[.]mlp$")

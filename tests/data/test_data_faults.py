@@ -312,6 +312,17 @@ def test_lost_parts_are_told_with_the_skipped_documents(tmp_path, capsys):
     ]
 
 
+def test_text_that_repeats_tells_of_documents_that_did_not_fit(tmp_path, capsys):
+    before = {"bad": 0, "empty": 0, "long": 0, "lost": 0, "passes": 0}
+    recorder = Recorder(tmp_path, RunConfig(), 0, 0, True, read=before)
+    recorder.text_read(3, before | {"passes": 1})
+    recorder.text_read(6, before | {"passes": 2, "long": 1200})
+    recorder.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step 3: the training text repeats; pass 2 over it has begun"
+    assert second.endswith("begun; 1,200 documents so far did not fit into a row: --data.packing true reads them whole")
+
+
 def test_lost_validation_text_is_always_an_error(config):
     config = replace(config, max_lost_files=9, retries=0)
     text = open_text(config, vocab_size=512)

@@ -1,7 +1,9 @@
 """Suggested settings by the length of a run: trainings of three lengths, and the rules behind the settings."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,6 +118,14 @@ def test_what_is_given_holds_instead_of_what_is_suggested():
         salaad.suggest(model, 0)
 
 
+def test_a_number_of_steps_may_be_any_whole_number():
+    model = llama()
+    assert salaad.suggest(model, 1000.0) == salaad.suggest(model, np.int64(1000)) == salaad.suggest(model, 1000)
+    for steps in (1.5, "100", None):
+        with pytest.raises(UserError, match=r"steps is .*, but a run has a whole number of them; give one such as"):
+            salaad.suggest(model, steps)
+
+
 def test_a_large_embedding_becomes_a_block_and_a_tied_or_small_one_does_not():
     assert salaad.suggest(llama(2000), 100).embedding
     assert not salaad.suggest(llama(2000), 100, elastic=True).embedding  # it is split when the model is cut
@@ -142,6 +152,21 @@ def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
     assert (
         own.salaad.delta_alpha == suggested["delta_alpha"] and own.salaad.rho_constant == 0.2 and own.salaad.embedding
     )
+
+
+def test_a_preset_of_a_file_stands_where_the_file_does(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("preset: elastic\nsalaad: {delta_alpha: 0.5}\n")
+    over, _ = read_command_line(["--config", "micro", "--config", str(path), "--salaad.every", "4"])
+    typed, _ = read_command_line(["--config", "micro", "--preset", "elastic"])
+    assert over.salaad == replace(typed.salaad, delta_alpha=0.5, every=4)
+    under, _ = read_command_line(["--config", str(path), "--config", "micro"])
+    micro, _ = read_command_line(["--config", "micro"])
+    assert (under.salaad.rho_constant, under.salaad.onset) == (micro.salaad.rho_constant, typed.salaad.onset)
+    with pytest.raises(UserError, match=r"--salaad.every.* stands before --config, whose preset is elastic, which"):
+        read_command_line(["--salaad.every", "4", "--config", str(path)])
+    other, _ = read_command_line(["--config", "micro", "--config", str(path), "--method", "galore"])
+    assert other.method == "galore"
 
 
 def test_a_preset_leaves_no_other_pull_of_a_file_in_force(tmp_path):

@@ -24,6 +24,7 @@ from transformers import (
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
+from salaad.config.methods import SalaadConfig
 from salaad.config.run import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from salaad.methods.optimizer import build_optimizer, load_optimizer_state, projection_weights, require_optimizer
 from salaad.methods.registry import method_of
@@ -392,10 +393,12 @@ def test_a_compressed_folder_is_refused_by_a_method_that_replaces_dense_layers(f
     description.quantization_config = {"quant_method": format, "blocks": {}}
     config = RunConfig(method="full_rank", model=ModelConfig(path="compressed"))
     check_run(config, description)
-    with pytest.raises(
-        UserError, match=r"model.path compressed is a compressed folder, but method lora .* give a dense"
-    ):
-        check_run(replace(config, method="lora"), description)
+    for method in ("lora", "salaad", "galore", "matformer"):
+        said = rf"model.path compressed is a compressed folder, but method {method} .* give a dense"
+        with pytest.raises(UserError, match=said):
+            check_run(replace(config, method=method), description)
+    own = SalaadConfig(roles=("lm_head",), lm_head=True)
+    check_run(replace(config, method="salaad", sections={"salaad": own}), description)
 
 
 SIZES_OF_RATES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}

@@ -305,13 +305,18 @@ def test_a_run_that_goes_back_gives_up_what_came_after(trained, toy, tmp_path, c
     assert lines(run) == lines(trained)
 
 
-def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy, tmp_path):
+def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy, tmp_path, capsys):
     arguments = [*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000002"]
     run_training(arguments, tmp_path / "new")
     (tmp_path / "new" / "summary.json").unlink()
     (tmp_path / "new" / "checkpoints" / "latest").write_text("step-0000004\n")
     run_training(arguments, tmp_path / "new")
     assert [row["step"] for row in lines(tmp_path / "new")] == [4, 6]
+    whole = (tmp_path / "new" / "summary.json").read_bytes()  # with the time of all starts
+    capsys.readouterr()
+    run_training(arguments, tmp_path / "new")
+    assert "is finished" in capsys.readouterr().out
+    assert (tmp_path / "new" / "summary.json").read_bytes() == whole
     with pytest.raises(UserError, match="already holds a run"):
         run_training([*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new")
 
@@ -448,6 +453,15 @@ def test_a_line_that_a_power_cut_spoiled_is_dropped(trained, toy, run):
     (run / "checkpoints" / "latest").write_text("step-0000004\n")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\0\0\0\xff\n")
+    run_training(toy(**SAVED), run)
+    assert lines(run) == lines(trained)
+
+
+def test_a_run_with_a_long_list_of_files_goes_on(trained, toy, run):
+    """Its configuration may have more bytes than a file that a user gives."""
+    told = run / "config.yaml"
+    (run / "checkpoints" / "latest").write_text("step-0000004\n")
+    told.write_text(told.read_text() + f"# {'a file' * 2**16}\n")
     run_training(toy(**SAVED), run)
     assert lines(run) == lines(trained)
 
