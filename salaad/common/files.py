@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,6 +86,11 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def only_finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with None in place of numbers that are not finite, for which JSON has no word."""
+    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
 
 
 def write_json(value: Any, path: Path, to_disk: bool = False) -> None:

@@ -115,10 +115,13 @@ def second_moments_of_text(
     places = weights_of(model, blocks).places
     modules = {name: place.module for name, place in places.items() if place.index is None}
     with_head = [name for name, module in modules.items() if module.weight is head_module.weight]
+    embedding = model.get_input_embeddings()
+    if embedding.weight is head_module.weight:  # by whichever name it is a block
+        modules |= dict.fromkeys(with_head, embedding)
     watched = _Watched({name: module for name, module in modules.items() if module is not head_module})
     of_head, tokens = [torch.zeros(side, dtype=torch.float64, device=device) for side in head_module.weight.shape], 0
     # Gradients are needed of the activations, not of the weights.
-    begin = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    begin = embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     hooks = [begin, *watched.hooks()]
     try:
         with torch.enable_grad():

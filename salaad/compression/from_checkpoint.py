@@ -187,6 +187,11 @@ class CheckpointDeployment(Deployment):
                 f"{self.source.name} {self._between_factors} and no L and S, so nothing is cut that --match and "
                 "--distill could fit; leave both out"
             )
+        if self.in_parts and self.source.surrogate:
+            raise UserError(
+                f"{self.source.name} was trained from a folder with blocks in parts, beside which no others can be "
+                "cut; train from the dense model, such as that folder after dequantize() and save_pretrained()"
+            )
         if self.in_parts and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "

@@ -81,7 +81,8 @@ class ElasticDeployment(Deployment):
         model = self.source.folder.load(dtype, best_device(), variant.budget)
         index, kept = self._kept(variant)
         blocks = {name: tuple(sizes) for name, sizes in self.entry.ranges[index].items()}
-        kappa = implied_kappa(blocks, kept) if variant.budget is not None else None
+        whole = {name: tuple(sizes) for name, sizes in self.entry.blocks.items()}
+        kappa = implied_kappa(whole, kept) if variant.budget is not None else None
         yield OpenedVariant(model, self.fixed + least_parameters(blocks, kept), kappa)
 
     def sized(self, variant: Variant, dtype: torch.dtype, factored: bool) -> SizedModel:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from salaad.common.files import read_json, write_json
+from salaad.common.files import only_finite, read_json, write_json
 from salaad.common.formats import markdown_table, millions
 from salaad.common.provenance import provenance
 
@@ -96,5 +96,5 @@ def keep_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     ordered = [next((new for new in rows if replaces(new, old)), old) for old in before]
     merged = {json.dumps(settings(row), sort_keys=True): row for row in (*ordered, *rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json({**provenance(), "rows": list(merged.values())}, path)
+    write_json({**provenance(), "rows": [only_finite(row) for row in merged.values()]}, path)
     return path

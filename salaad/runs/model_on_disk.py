@@ -3,6 +3,7 @@
 `Salaad.save` and `SalaadCallback` write a Hugging Face folder with L and S in its subfolder `surrogate`.
 """
 
+import filecmp
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class ModelOnDisk:
 
         Args:
             path: a run, a checkpoint, a Hugging Face folder, the output folder of a Trainer, whose newest checkpoint is
-                taken if that has L and S or the folder itself no model, or the name of a model on the hub.
+                taken if that has L and S or the folder itself no model, and in its place the best one if that is the
+                folder's own model, or the name of a model on the hub.
             option: the option by which the user gave `path`, for error messages.
 
         Raises:
@@ -83,7 +85,7 @@ class ModelOnDisk:
         if is_file(path / "model" / "config.json"):
             return _checkpoint(path)
         if (newest := _newest_of_trainer(path)) and not _is_whole(path, newest):
-            return _model_folder(newest)
+            return _model_folder(_best_of_trainer(path, newest))
         if is_file(path / "config.json"):
             return _model_folder(path)
         if (path / "checkpoints").is_dir() and is_file(path / "config.yaml"):
@@ -111,6 +113,21 @@ def _newest_of_trainer(path: Path) -> Path | None:
     return max(
         numbered, key=lambda place: (_has_surrogate(place), int(place.name.removeprefix("checkpoint-"))), default=None
     )
+
+
+def _best_of_trainer(path: Path, newest: Path) -> Path:
+    """Return the checkpoint that a Trainer found best if its output folder has the same weights, else the `newest`.
+
+    They are the same after a training with `load_best_model_at_end` and `Trainer.save_model`.
+    """
+    state = newest / "trainer_state.json"
+    named = read_object(state).get("best_model_checkpoint") if is_file(state) else None
+    best = path / Path(str(named)).name
+    weights = [file.name for file in path.glob("*.safetensors")]
+    if best == newest or not weights or not _has_surrogate(best):
+        return newest
+    same, _, _ = filecmp.cmpfiles(path, best, weights, shallow=False)
+    return best if len(same) == len(weights) else newest
 
 
 def _is_whole(path: Path, newest: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from salaad.common.errors import UserError
-from salaad.common.files import replacing
+from salaad.common.files import only_finite, replacing
 from salaad.config.run import RunConfig, WandbConfig
 from salaad.model.perplexity import Perplexity
 
@@ -136,10 +136,7 @@ class Recorder:
             "precision": precision,
             **figures,
         }
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
-        self._files["evaluations.jsonl"].add(finite)
+        self._files["evaluations.jsonl"].add(only_finite(row))
         self._write_out("evaluations.jsonl")
         if self._wandb:
             values = {"loss": result.loss, "perplexity": result.perplexity, **figures}

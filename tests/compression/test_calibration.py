@@ -141,6 +141,10 @@ def test_an_embedding_has_the_squares_of_its_weight_s_gradient_token_by_token_th
     [name] = [name for name, module in model.named_modules() if module is embedding]
     tied = head.weight is embedding.weight
     found = moments(model, [name], 3, 4)[name]
+    if tied:  # by whichever of its names the weight is a block
+        [as_head] = [name for name, module in model.named_modules() if module is head]
+        by_head = moments(model, [as_head], 3, 4)[as_head]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, by_head, strict=True))
     model, real = model.double(), text["labels"] != -100
     W, scale = embedding.weight.detach().clone(), float(getattr(embedding, "embed_scale", 1))
     square, of_head = torch.zeros_like(W), [torch.zeros(side, dtype=torch.float64) for side in W.shape]

@@ -1,6 +1,7 @@
 """A row of results knows its settings and its device, with or without Triton, and the cache knows them too."""
 
 import json
+import math
 import shutil
 import warnings
 from dataclasses import replace
@@ -146,6 +147,13 @@ def test_a_row_of_an_older_version_is_replaced_where_it_agrees_in_all_that_it_te
     keep_rows(older, path)
     keep_rows([now], path)
     assert json.loads(path.read_text())["rows"] == [older[0], now, older[2]]
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_file(tmp_path):
+    path = keep_rows([{"variant": "X", "perplexity": math.nan, "loss": math.inf}], tmp_path / "perplexity.json")
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["rows"] == [
+        {"variant": "X", "perplexity": None, "loss": None}
+    ]
 
 
 def test_a_score_measured_again_replaces_the_row_with_its_other_metrics(tmp_path):

@@ -13,12 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, logging
 
 from salaad.common.errors import UserError
+from salaad.compression.opening import open_deployment
+from salaad.compression.variants import Variant
 from salaad.energy_allocation import UnitQueue
 from salaad.factored.any_size import save_elastic
-from salaad.factored.elastic_file import SizeRange
+from salaad.factored.elastic_file import ElasticFile, SizeRange
 from salaad.factored.slr import Slr
 from salaad.model.build import ModelFolder
 from salaad.model.parameters import count_parameters
+from salaad.model.weight_headers import weight_files
+from salaad.runs.model_on_disk import ModelOnDisk
 from tests.helpers.deploying import compress, evaluate, refused, rows_of
 from tests.helpers.models import logits, open_folder
 
@@ -52,6 +56,20 @@ def test_every_range_is_the_folder_that_begins_where_it_does(ranges, alone, size
     found, expected = (open_folder(folder, budget=size).state_dict() for folder in (ranges, alone[begins]))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("size", [0.4, 0.64, 0.7])
+def test_kappa_is_the_share_of_l_in_what_is_removed_from_l_plus_s_in_every_range(ranges, size):
+    deployment = open_deployment(ModelOnDisk.open(ranges))
+    variant = Variant(str(size), int(size * deployment.dense), stored=True)
+    with ElasticFile.opened(weight_files(ranges)) as file:
+        _, kept = deployment.entry.keep(file, variant.budget)
+    from_l = removed = 0
+    for name, (n, m, rank, nnz) in deployment.entry.blocks.items():
+        l_part = (rank - kept[name][0]) * (n + m)
+        from_l, removed = from_l + l_part, removed + l_part + nnz - kept[name][1]
+    with deployment.opened(variant, torch.float32) as opened:
+        assert opened.kappa == pytest.approx(from_l / removed)
 
 
 def test_no_range_holds_more_than_sizes_below_the_next_need(ranges):

@@ -253,6 +253,33 @@ def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.state_dict().items())
 
 
+def test_the_commands_take_the_best_checkpoint_if_the_output_folder_has_its_model(tmp_path):
+    trainer, _ = trainer_in(
+        tmp_path,
+        save_strategy="steps",
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    scores = iter((2.0, 1.0, 3.0))
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: {**evaluate(*args, **kwargs), "eval_loss": next(scores)}
+    SalaadCallback(trainer, CONFIG)
+    trainer.train()
+    assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-12"  # the newest, as there is no model beside
+    trainer.save_model()
+    assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-8"
+
+
+def test_a_trainer_that_saves_nothing_says_that_l_and_s_are_not_saved(tmp_path):
+    trainer, _ = trainer_in(tmp_path, max_steps=1, save_strategy="no")
+    SalaadCallback(trainer, CONFIG)
+    with pytest.warns(UserWarning, match=r"saves no checkpoints .*; call callback\.salaad\.save"):
+        trainer.train()
+
+
 def test_a_second_training_into_the_folder_of_a_first_replaces_its_l_and_s(tmp_path):
     train(tmp_path, max_steps=4, save_strategy="steps", save_steps=4)
     surrogate = tmp_path / "checkpoint-4" / "surrogate"

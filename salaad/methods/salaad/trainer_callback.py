@@ -10,6 +10,7 @@ Each `checkpoint-N` of the Trainer gets a folder `surrogate` beside its weights,
 """
 
 import shutil
+import warnings
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,12 @@ class SalaadCallback(TrainerCallback):
             raise UserError(
                 "the Trainer has this SalaadCallback twice, so that each step would count twice; leave out "
                 "trainer.add_callback, as the callback adds itself"
+            )
+        if args.save_strategy == "no" and state.is_world_process_zero:
+            warnings.warn(
+                "the Trainer saves no checkpoints (save_strategy), so L and S are not saved either; call "
+                "callback.salaad.save(folder, tokenizer) after the training, or set save_strategy",
+                stacklevel=2,
             )
         if self.salaad is not None:  # left by an exception, such as that after which the Trainer halves its batches
             self.salaad.close()
