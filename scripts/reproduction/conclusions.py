@@ -15,7 +15,7 @@ from scripts.reproduction.evidence import the_row
 from scripts.reproduction.grid import SCALES
 from scripts.results_tables.all_methods import bench_of
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, LEVEL, Model, Trainings
-from scripts.results_tables.measured import REPORTED, not_copied, rows_of
+from scripts.results_tables.measured import OTHER_RATES, REPORTED, not_copied, rows_of
 
 FIRST = "[first table](#methods-at-the-papers-tokens-per-parameter-nano-20)"
 COSTS = f"[costs](elastic/README.md#costs-at-{REPORTED})"
@@ -24,8 +24,7 @@ PAIR = ("salaad", "full_rank")
 PREFERRED = (REPORTED, "nano")  # in order of preference: the longer training, if it is measured
 ALL_SCALES = (*PREFERRED, "micro")
 PAPERS_TOKENS = (REPORTED, "micro-20")  # 20 per parameter
-# Beginnings of labels: of smaller models, and of the training with one learning rate for all weights.
-NO_CHOICE = ("dense, ", "full-rank, one rate", "full-rank, as searched")
+NO_CHOICE = ("dense, ", *OTHER_RATES)  # beginnings of labels: smaller models, and full-rank training at other rates
 ABOUT = (
     f"Figures are perplexities relative to the uncut full-rank model at {REPORTED}, unless they name another, with the "
     "seeds of the tables that they link; those in parentheses are over the tokens that are not copied. *Half* and *a "
@@ -68,10 +67,15 @@ def full_size(results: Path) -> str | None:
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
+    searched = Model("full-rank, as searched")
+    more = ""
+    if trainings.seeds(searched):
+        more = f" At the best rates of the search it is {_with_others(trainings, searched)}."
+    longer = methods["salaad"]["over_full_rank"]
     return (
-        f"**The best model at full size**: train {how}. SALAAD's X is {_with_others(trainings, Model('SALAAD'))}; its "
-        f"steps take {methods['salaad']['over_full_rank']:.2f} times as long, and optimizer and method keep "
-        f"{state['salaad']} in memory instead of {state['full_rank']} ({FIRST})."
+        f"**The best model at full size**: train {how}.{more} SALAAD's X is "
+        f"{_with_others(trainings, Model('SALAAD'))}; its steps take {longer:.2f} times as long, and optimizer and "
+        f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({FIRST})."
     )
 
 

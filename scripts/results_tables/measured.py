@@ -18,6 +18,7 @@ COPIED = "a token is *copied* if it and the token before it already stood side b
 # Prefixes of the labels of trainings that begin to copy when full-rank training with the same seed does, since they
 # begin like it; for others a common seed says nothing.
 PAIRED = ("full-rank", "SALAAD")
+OTHER_RATES = ("full-rank, one rate", "full-rank, as searched")  # labels of those that do not begin like it
 Row = Mapping[str, Any]
 
 
@@ -100,7 +101,7 @@ def figure_by_seed(of: Mapping[int, Row], figure: Callable[[Row], float | None])
 
 def is_paired(label: str) -> bool:
     """Return whether a training is compared with another seed by seed if that is paired too; else by their means."""
-    return label.startswith(PAIRED)
+    return label.startswith(PAIRED) and label not in OTHER_RATES
 
 
 def over_reference(
