@@ -42,6 +42,7 @@ def summary_table() -> str:
         f"SALAAD); lower is better, and less than {LEVEL:.0%} apart is *level*. All trainings saw "
         f"{rows[0]['text_tokens'] / 1e6:.1f} M tokens of Wikipedia, 20 per parameter of the uncut model. A size has in "
         f"parentheses its share of what can be cut (embedding and projections).{_as_in_the_paper(trainings)}"
+        f"{_at_searched_rates(trainings)}"
     )
     if (costs := trainings.costs("SALAAD", FITTED["SALAAD"])) is not None:
         told += (
@@ -96,6 +97,18 @@ def _as_in_the_paper(trainings: Trainings) -> str:
     if over is None:
         return ""
     return f" SALAAD has our settings (`--preset elastic`); with the paper's, the uncut model is {over:+.1%}."
+
+
+def _at_searched_rates(trainings: Trainings) -> str:
+    """Return as a sentence what full-rank training at the best rates of its search is; "" if it was not measured."""
+    searched = Model("full-rank, as searched")
+    over, besides = (one.over(searched) for one in (trainings, Trainings(trainings.rows, not_copied)))
+    if None in (over, besides):
+        return ""
+    return (
+        f" With the best learning rate of a search full-rank training is {over:+.1%} (one seed), and {besides:+.1%} "
+        "over the tokens that are not copied."
+    )
 
 
 def _deviation(trainings: Trainings) -> float:

@@ -150,6 +150,14 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     assert ["SALAAD: hpa", "0.2", "0", "+100.0%", "", "80.00", "", "", "1.5 M", "1.20 M", "", "", ""] in lines
 
 
+def test_full_rank_training_at_searched_rates_is_told_with_and_without_copying():
+    rows = [row("full-rank", 0, 50.0), row("full-rank", 1, 70.0), row("full-rank, as searched", 0, 54.0)]
+    assert demo._at_searched_rates(Trainings(rows)) == ""
+    for one, other in zip(rows, (60.0, 60.0, 63.0), strict=True):
+        one["X"]["in_context"] = {"other": (log(other), 10)}
+    assert "is -10.0% (one seed), and +5.0% over the tokens" in demo._at_searched_rates(Trainings(rows))
+
+
 @pytest.mark.parametrize("timed", [None, {"lora": {"optimizer_bytes": 1, "method_bytes": 1, "over_full_rank": 1.0}}])
 def test_the_table_of_all_methods_leaves_out_the_costs_of_what_was_not_timed(tmp_path, timed):
     """As of results in a file of their own, of which no benchmark has the name."""
