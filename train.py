@@ -64,7 +64,7 @@ def main(config: RunConfig, options: TrainOptions) -> None:
         leave_together(accelerator)
         return
     folder, checkpoint = run.open_run(config, options)
-    if summary := distributed.first_decides(lambda: finished(folder, checkpoint)):
+    if summary := distributed.first_decides(lambda: finished(folder, options.resume, checkpoint)):
         accelerator.print(summary)
         leave_together(accelerator)
         return

@@ -11,7 +11,7 @@ from salaad.model.roles import find_blocks
 from scripts.compare_methods import Rates
 from scripts.elastic_ways import BLOCKS, SPLITS
 from scripts.outlines import outline_of
-from scripts.shares import SMALL
+from scripts.shares import SEARCHED, SMALL
 
 DENSE_SHARES = (0.75, 0.5, 0.35, 0.2)  # of the compressible parameters, at which small dense models are trained
 DENSE_LIKE = ("loro", "sltrain")  # methods at whose sizes dense models are trained too; CoLA has the size of LORO
@@ -82,7 +82,7 @@ def trainings(config: str, extra: tuple[str, ...], settings: Settings) -> list[T
         *small,
         Training("matformer", others.pop("matformer", ("--method=matformer",)), ("nested",)),
         Training("full-rank, one rate", (*whole, *ONE_RATE), ()),
-        *([Training("full-rank, as searched", searched, ())] if searched else []),
+        *([Training(SEARCHED, searched, ())] if searched else []),
         *(Training(name, words, ()) for name, words in others.items()),
     ]
 

@@ -2,6 +2,7 @@
 
 SIZES, MOST, LEAST = 8, 0.75, 0.2
 SMALL = "dense, "  # prefix of the labels of dense models that are trained at a smaller size
+SEARCHED = "full-rank, as searched"  # label of full-rank training at the best rates of its search
 NAMED = (0.5, 0.2)  # the shares that tables show beside the elastic score
 # Relative difference of parameters below which two models are of one size: a cut may be off by a unit, a dense model by
 # half a step of its width, and the dense model of a share of 0.35 stands beside the cut to 0.352 on the curve, 0.6 % of

@@ -89,8 +89,14 @@ def flush(path: Path) -> None:
 
 
 def only_finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with None in place of numbers that are not finite, for which JSON has no word."""
-    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
+    """Return a row, and rows in it, with None in place of numbers that are not finite, for which JSON has no word."""
+
+    def only(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return only_finite(value)
+        return None if isinstance(value, float) and not isfinite(value) else value
+
+    return {key: only(value) for key, value in row.items()}
 
 
 def write_json(value: Any, path: Path, to_disk: bool = False) -> None:

@@ -187,11 +187,6 @@ class CheckpointDeployment(Deployment):
                 f"{self.source.name} {self._between_factors} and no L and S, so nothing is cut that --match and "
                 "--distill could fit; leave both out"
             )
-        if self.in_parts and self.source.surrogate:
-            raise UserError(
-                f"{self.source.name} was trained from a folder with blocks in parts, beside which no others can be "
-                "cut; train from the dense model, such as that folder after dequantize() and save_pretrained()"
-            )
         if self.in_parts and (options.match or options.distill):
             raise UserError(
                 f"{self.source.name} holds no dense original that --match and --distill could learn from; give the "
@@ -204,6 +199,11 @@ class CheckpointDeployment(Deployment):
         refine, calibrated = options.alternations, options.calibrate > 0
         if self.in_parts and budget is None and not (refine or calibrated or options.elastic):
             return Variant("X")  # the folder as it is, dense again or in another dtype
+        if self.in_parts and self.source.surrogate:
+            raise UserError(
+                f"{self.source.name} was trained from a folder with blocks in parts, beside which no others can be "
+                "cut; train from the dense model, such as that folder after dequantize() and save_pretrained()"
+            )
         if budget is None:
             return Variant("L+S", refine=refine, calibrated=calibrated, capped=options.by_energy)
         kappa = None if options.by_energy else options.kappa or 0.0  # if it is not given, until it is settled

@@ -71,7 +71,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> tuple[RunConfig
         is_typed = any(word.startswith("--preset") for word in words)
         method = instantiated["method"]
         check(not is_typed or method == "salaad", f"--preset is of method salaad, but method is {method}; leave it out")
-        words = _with_preset(parsed.preset, instantiated["train"].steps, words)
+        if method == "salaad":
+            words = _with_preset(parsed.preset, instantiated["train"].steps, words)
     if table := settings_of(instantiated["method"], _with_sizes(instantiated["model"])):
         words, defaults = _with_table(table, instantiated["method"], words)
     if defaults:
@@ -114,7 +115,8 @@ def _with_preset(preset: str, steps: int, words: list[str]) -> list[str]:
     The preset of a --config file stands where the file does, beneath what this file itself sets.
 
     Raises:
-        UserError: the preset stands before a --config that overrides parts of it, or after options that it overrides.
+        UserError: a typed preset stands before a --config that overrides parts of it, or any after options that it
+            overrides.
     """
     elastic = preset == "elastic"
     suggested = _NO_OTHER_PULL | settings_for(steps, elastic=elastic) | ({"embedding": False} if elastic else {})
@@ -164,8 +166,8 @@ def _given_files(words: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _own_settings(content: Mapping[str, Any], section: str) -> set[str]:
     """Return the keys, such as salaad.every, that a file has in a section of its own."""
-    own = content.get(section)
-    return {f"{section}.{name}" for name in own} if isinstance(own, dict) else set()
+    own, dotted = content.get(section), {key for key in content if key.startswith(f"{section}.")}
+    return dotted | ({f"{section}.{name}" for name in own} if isinstance(own, dict) else set())
 
 
 def _inserted(settings: Mapping[str, Any], place: int, words: Sequence[str], said: str) -> list[str]:

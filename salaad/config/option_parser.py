@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -116,7 +115,11 @@ def _one_word(values: list[str], kind: Any) -> str:
             items = [str(item) for item in yaml.safe_load(text)]
     if not is_list(kind):
         return ",".join(items)
-    return json.dumps(items, ensure_ascii=False) if str in _leaves(kind) else f"[{','.join(items)}]"
+    return (
+        yaml.safe_dump(items, default_flow_style=True, width=10**9).strip()
+        if str in _leaves(kind)
+        else f"[{','.join(items)}]"
+    )
 
 
 def _leaves(kind: Any) -> set[Any]:

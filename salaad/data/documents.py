@@ -46,9 +46,7 @@ class _BadRecord(Exception):
 
 
 def expand(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The files that paths and globs match, each once, however often and by whatever path it is named.
-
-    They are sorted by their names, so that text that is moved to other folders is read in the same order.
+    """The files that paths and globs match, sorted, each once, however often and by whatever path it is named.
 
     Raises:
         UserError: a pattern matches nothing or a folder, or a file is of an unknown kind.
@@ -67,7 +65,7 @@ def expand(patterns: Iterable[str]) -> tuple[str, ...]:
             raise UserError(f"{pattern} matches no file here ({Path.cwd()}); give an existing path or a glob")
         found.update(files)
     once: dict[Path, str] = {}
-    for file in sorted(found, key=lambda file: (Path(file).name, file)):
+    for file in sorted(found):
         kind_of(file)
         once.setdefault(Path(file).resolve(), file)
     return tuple(once.values())

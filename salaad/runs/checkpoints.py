@@ -43,6 +43,11 @@ UNSEEN = 60  # seconds for which one machine may not see what another wrote
 NAME = re.compile(r"step-\d{7,}")
 
 
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint after a step."""
+    return f"step-{step:07d}"
+
+
 @dataclass(frozen=True)
 class RunState:
     """The state of a run apart from tensors: `state/trainer.json` of a checkpoint; by default before the first step.
@@ -189,7 +194,7 @@ class Checkpoints:
         Raises:
             NotSavedError: on every rank, if any could not write. `latest` is then unchanged.
         """
-        final = self.folder / f"step-{step:07d}"
+        final = self.folder / name_of(step)
         partial = self.folder / f".partial-{final.name}"
         try:
             distributed.together(lambda: self._prepare(partial), only=0)
@@ -210,7 +215,7 @@ class Checkpoints:
             UserError: it cannot be copied, and the folder then holds no part of it; or `latest` cannot be written, and
                 the whole copy stays, from which the same command goes on.
         """
-        adopted = self.folder / f"step-{RunState.read(checkpoint).step:07d}"  # its own folder may have any name
+        adopted = self.folder / name_of(RunState.read(checkpoint).step)  # its own folder may have any name
         partial = self.folder / f".partial-{adopted.name}"
         try:
             shutil.rmtree(partial, ignore_errors=True)

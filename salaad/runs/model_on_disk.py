@@ -4,6 +4,7 @@
 """
 
 import filecmp
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,11 @@ def _best_of_trainer(path: Path, newest: Path) -> Path:
 
     They are the same after a training with `load_best_model_at_end` and `Trainer.save_model`.
     """
-    state = newest / "trainer_state.json"
-    named = read_object(state).get("best_model_checkpoint") if is_file(state) else None
-    best = path / Path(str(named)).name
-    weights = [file.name for file in path.glob("*.safetensors")]
-    if best == newest or not weights or not _has_surrogate(best):
+    weights, state = [file.name for file in path.glob("*.safetensors")], {}
+    with suppress(UserError):  # a long log or a damaged one, of which nothing else is read
+        state = read_object(newest / "trainer_state.json") if weights else {}
+    best = path / Path(str(state.get("best_model_checkpoint"))).name
+    if best == newest or not _has_surrogate(best):
         return newest
     same, _, _ = filecmp.cmpfiles(path, best, weights, shallow=False)
     return best if len(same) == len(weights) else newest

@@ -157,13 +157,10 @@ class Recorder:
                 f"{counts['lost']} parts of files lost"
             )
         if counts["passes"] > self._read.get("passes", 0):
-            cut = counts.get("long", 0)
-            ends = (
-                f"; {cut:,} documents so far did not fit into a row: --data.packing true reads them whole"
-                if cut
-                else ""
-            )
-            self.say(f"step {step:,}: the training text repeats; pass {counts['passes'] + 1} over it has begun{ends}")
+            told = f"step {step:,}: the training text repeats; pass {counts['passes'] + 1} over it has begun"
+            if cut := counts.get("long", 0):
+                told += f"; {cut:,} documents did not fit into a row; a new run with --data.packing true reads all"
+            self.say(told)
         self._read = counts
 
     def say(self, text: str) -> None:

@@ -55,7 +55,7 @@ _TUNABLE = (*(f"optimizer.{name}" for name in ("lr", "warmup", "final_lr", "clip
 
 
 BEGUN_FROM, GONE_BACK = "begun from", "asked to go back to"
-_LARGEST_RECORD = 2**24  # bytes of a run's own config.yaml, which lists every file of text and every start
+_LARGEST_RECORD = 2**22  # bytes of a run's own config.yaml, which lists every file of text and every start
 # What a run that took no step leaves in its folder.
 _OURS = {"checkpoints", "diagnosis.json", "wandb", "wandb_id", ".lock", *RECORDS}
 

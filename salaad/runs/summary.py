@@ -10,6 +10,7 @@ import yaml
 from salaad.common.errors import UserError
 from salaad.common.files import json_lines, read_json, read_json_lines, write_json
 from salaad.common.formats import markdown_table, millions
+from salaad.runs.checkpoints import name_of
 from salaad.runs.records import PHASES
 from salaad.runs.run import BEGUN_FROM, GONE_BACK
 
@@ -115,14 +116,15 @@ def save_result(folder: Path, path: Path, command: str) -> None:
     write_json(result, path)
 
 
-def finished(folder: Path, checkpoint: Path | None) -> str | None:
-    """Return what to say of a run that is finished and goes on from its last checkpoint; None of any other.
+def finished(folder: Path, resume: str, checkpoint: Path | None) -> str | None:
+    """Return what to say of a run that is finished and asked to go on; None of any other.
 
-    `checkpoint` is what `open_run` found; None of a finished run means that its checkpoints were deleted.
+    `checkpoint` is what `open_run` found for `resume`: a named one is gone back to, unless the run has ended with it.
     """
     path = folder / "summary.json"
     if not path.exists():
         return None
     summary = read_json(path, cure=_WHOLE)
-    is_last = checkpoint is None or checkpoint.name == f"step-{summary['step']:07d}"
-    return f"{folder} is finished:\n\n{summary_table(summary)}" if is_last else None
+    if resume != "auto" and (checkpoint is None or checkpoint.name != name_of(summary["step"])):
+        return None
+    return f"{folder} is finished:\n\n{summary_table(summary)}"

@@ -90,7 +90,8 @@ def check_run(config: RunConfig, description: PretrainedConfig) -> None:
     if (is_fixed_size(entry) or is_any_size(entry)) and not trains_factors:
         raise UserError(
             f"model.path {config.model.path} is a compressed folder, but method {config.method} takes dense layers; "
-            "give a dense model, such as this one after dequantize() and save_pretrained(), or method full_rank"
+            "give a dense model, such as this one after dequantize() and save_pretrained(), or method full_rank, or "
+            "method salaad with --salaad.roles for weights that are still dense"
         )
     SummedLoss(model)
     method.check(model, config)

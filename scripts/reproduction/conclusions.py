@@ -16,6 +16,7 @@ from scripts.reproduction.grid import SCALES
 from scripts.results_tables.all_methods import bench_of
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, LEVEL, Model, Trainings
 from scripts.results_tables.measured import OTHER_RATES, REPORTED, not_copied, rows_of
+from scripts.shares import SEARCHED
 
 FIRST = "[first table](#methods-at-the-papers-tokens-per-parameter-nano-20)"
 COSTS = f"[costs](elastic/README.md#costs-at-{REPORTED})"
@@ -67,10 +68,10 @@ def full_size(results: Path) -> str | None:
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
-    searched = Model("full-rank, as searched")
+    searched = Model(SEARCHED)
     more = ""
     if trainings.seeds(searched):
-        more = f" At the best rates of the search it is {_with_others(trainings, searched)}."
+        more = f" At the best rates of its search full-rank training is {_with_others(trainings, searched)}."
     longer = methods["salaad"]["over_full_rank"]
     return (
         f"**The best model at full size**: train {how}.{more} SALAAD's X is "

@@ -93,10 +93,10 @@ def outdated_note(scale: Scale, measured: Mapping[str, Result], items: Sequence[
             f"Measured or trained with changes that were not committed ({UNCOMMITTED}): {', '.join(uncommitted)}."
         )
     mine = [item for item in items if item.name in measured]
-    repeated = [item.name for item in mine if item.outdated(scale, measured[item.name])]
+    others = [item.name for item in mine if item.is_of_others(scale, measured[item.name])]
+    repeated = [item.name for item in mine if item.name not in others and item.outdated(scale, measured[item.name])]
     if repeated:
         told.append(f"Trainings were repeated since, on another machine or commit: {', '.join(repeated)}.")
-    others = [item.name for item in mine if item.is_of_others(scale, measured[item.name])]
     if others:
         told.append(f"Measured on trainings with other settings than the item has now ({OTHERS}): {', '.join(others)}.")
     return " ".join(told) or "All items were measured with the code as it is."

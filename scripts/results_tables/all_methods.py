@@ -124,7 +124,9 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
         )
     if any(label.startswith(SMALL) for label in labels):
         like = ", and *dense, as m* with as many parameters as method m stores," if LIKE & labels else ","
-        searched = " It was [searched for half and a fifth](methods/README.md#the-search)." if folder else ""
+        searched = (
+            " That of small ones was [searched for half and a fifth](methods/README.md#the-search)." if folder else ""
+        )
         yield (
             f"*Dense, s* was trained small, with the share s of the compressible parameters{like} at "
             f"{rates_of_small(rows)}.{searched}"

@@ -7,7 +7,8 @@ from typing import Any
 from salaad.common.formats import markdown_table, millions
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import FULL_RANK, LEVEL, Model, Trainings
-from scripts.results_tables.measured import REPORTED, by_label, not_copied, rows_of, size_of
+from scripts.results_tables.measured import REPORTED, by_label, named_seeds, not_copied, rows_of, size_of
+from scripts.shares import SEARCHED
 
 Row = Mapping[str, Any]
 
@@ -101,13 +102,13 @@ def _as_in_the_paper(trainings: Trainings) -> str:
 
 def _at_searched_rates(trainings: Trainings) -> str:
     """Return as a sentence what full-rank training at the best rates of its search is; "" if it was not measured."""
-    searched = Model("full-rank, as searched")
+    searched = Model(SEARCHED)
     over, besides = (one.over(searched) for one in (trainings, Trainings(trainings.rows, not_copied)))
     if None in (over, besides):
         return ""
     return (
-        f" With the best learning rate of a search full-rank training is {over:+.1%} (one seed), and {besides:+.1%} "
-        "over the tokens that are not copied."
+        f" With the best learning rate of a search full-rank training is {over:+.1%} "
+        f"({named_seeds(trainings.seeds(searched))}), and {besides:+.1%} over the tokens that are not copied."
     )
 
 

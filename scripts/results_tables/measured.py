@@ -9,7 +9,7 @@ from typing import Any
 from salaad.common.errors import UserError
 from salaad.common.files import REMAKE, read_object
 from scripts.results_tables import RESULTS
-from scripts.shares import SMALL, shares
+from scripts.shares import SEARCHED, SMALL, shares
 
 ELASTIC = RESULTS / "elastic"
 REFERENCE = "full-rank"
@@ -18,7 +18,7 @@ COPIED = "a token is *copied* if it and the token before it already stood side b
 # Prefixes of the labels of trainings that begin to copy when full-rank training with the same seed does, since they
 # begin like it; for others a common seed says nothing.
 PAIRED = ("full-rank", "SALAAD")
-OTHER_RATES = ("full-rank, one rate", "full-rank, as searched")  # labels of those that do not begin like it
+OTHER_RATES = ("full-rank, one rate", SEARCHED)  # labels of those that do not begin like it
 Row = Mapping[str, Any]
 
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from scripts.results_tables import RESULTS
 from scripts.results_tables.measured import REPORTED, Row, by_label, rows_of
-from scripts.shares import SMALL
+from scripts.shares import SEARCHED, SMALL
 
 OUTPUT, OTHER_TEXT = "again.json", "runs/c4.parquet"
 _OWN = ("--method=", "--salaad.", "--optimizer.", "--model.", "--seed=")  # options of one row, which come last
@@ -36,7 +36,7 @@ def commands(rows: Sequence[Row], config: str) -> Iterator[tuple[str, list[str]]
             if label.startswith(SMALL):
                 own = [word for word in options if word.startswith("--optimizer.")]
                 words += [f"--small={' '.join(own)}", "--small-rows", label] if own else []
-            if mine[0]["method"] not in ("full_rank", "salaad") or label == "full-rank, as searched":
+            if mine[0]["method"] not in ("full_rank", "salaad") or label == SEARCHED:
                 words += ["--search", f"results/methods/{config}.json"]
             words += ["--other-text", OTHER_TEXT] if "other_perplexity" in mine[0]["X"] else []
             yield label, words

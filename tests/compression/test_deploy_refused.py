@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, logging
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM, logging
 
-import salaad  # noqa: F401  so that from_pretrained opens factored folders
+from salaad import Salaad, SalaadConfig
 from salaad.common.errors import UserError
 from salaad.compression import from_checkpoint
+from salaad.factored.fixed_size import slr_modules
 from tests.helpers.deploying import compress, ok, refused
+from tests.helpers.models import open_folder
 from tests.helpers.training import ROOT, last_checkpoint
 
 logging.set_verbosity_error()
@@ -347,3 +349,17 @@ def test_more_text_to_calibrate_with_than_there_is_is_refused(runs, tmp_path, te
 def test_evaluate_refuses_to_refine_less_than_nothing(runs, tmp_path, command):
     common = ("--checkpoint", runs / "salaad", "--output", tmp_path, "--refine", -1)
     assert "--refine is -1, but the least is 0; give 0 or more" in refused("evaluate.py", *command, *common)
+
+
+def test_a_training_beside_blocks_in_parts_is_stored_anew_but_not_cut(runs, tmp_path, tiny_tokenizer_dir):
+    compress(runs / "salaad", tmp_path / "small", budget=0.4, dtype="float32", **{"lm-head": "false"})
+    model = open_folder(tmp_path / "small")
+    assert slr_modules(model)
+    with Salaad(model, SalaadConfig(roles=("lm_head",), lm_head=True)) as plugin:
+        plugin.save(tmp_path / "trained", AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    compress(tmp_path / "trained", tmp_path / "dense", format="dense")
+    assert not slr_modules(open_folder(tmp_path / "dense"))
+    words = (f"--checkpoint={tmp_path / 'trained'}", f"--output={tmp_path / 'half'}", "--budget=0.3")
+    said = refused("compress.py", *words)
+    assert "was trained from a folder with blocks in parts, beside which no others can be cut; train from the" in said
+    assert not (tmp_path / "half").exists()

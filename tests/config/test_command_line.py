@@ -79,9 +79,10 @@ def test_globs_that_begin_with_a_bracket_are_a_list(globs):
 
 
 def test_a_name_may_have_any_character():
-    words = ["--data.source", "files", "--data.files", "🙂.jsonl", "数.txt", "--data.validation_files", "ü🙂.txt"]
+    names = ("🙂.jsonl", "数.txt", "a\x7fb.txt", "a\x85b.txt", "a \u2028 b.txt", "'a\"b.txt", "a: b.txt", "#.txt")
+    words = ["--data.source", "files", "--data.files", *names, "--data.validation_files", names[0]]
     data = read_command_line(words)[0].data
-    assert (data.files, data.validation_files) == (("🙂.jsonl", "数.txt"), ("ü🙂.txt",))
+    assert (data.files, data.validation_files) == (names, names[:1])
 
 
 def test_a_configuration_may_lie_at_home_and_is_refused_if_it_is_empty(tmp_path, monkeypatch):

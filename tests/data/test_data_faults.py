@@ -320,7 +320,7 @@ def test_text_that_repeats_tells_of_documents_that_did_not_fit(tmp_path, capsys)
     recorder.close()
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 3: the training text repeats; pass 2 over it has begun"
-    assert second.endswith("begun; 1,200 documents so far did not fit into a row: --data.packing true reads them whole")
+    assert "begun; 1,200 documents did not fit into a row; a new run with --data.packing true" in second
 
 
 def test_lost_validation_text_is_always_an_error(config):

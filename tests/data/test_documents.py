@@ -128,14 +128,6 @@ def test_globs_are_sorted_and_each_file_is_taken_once(tmp_path):
     assert expand([f"{tmp_path}/[bc].*", f"{tmp_path}/*.*", names[0]]) == tuple(sorted(names))
 
 
-def test_text_that_is_moved_to_other_folders_keeps_its_order(tmp_path):
-    for name in ("z/1.txt", "a/2.txt", "moved/1.txt", "moved/2.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = expand([f"{tmp_path}/[az]/*.txt"])
-    assert [Path(file).name for file in found] == [Path(file).name for file in expand([f"{tmp_path}/moved/*"])]
-
-
 @pytest.mark.parametrize("home", ["c4 [full]", "[a]/[b]", "a*b?"])
 def test_a_folder_above_a_glob_may_have_any_name(tmp_path, monkeypatch, home):
     folder = tmp_path / home / "en"

@@ -150,10 +150,10 @@ def test_a_row_of_an_older_version_is_replaced_where_it_agrees_in_all_that_it_te
 
 
 def test_a_figure_that_is_not_finite_is_null_in_the_file(tmp_path):
-    path = keep_rows([{"variant": "X", "perplexity": math.nan, "loss": math.inf}], tmp_path / "perplexity.json")
-    assert json.loads(path.read_text(), parse_constant=pytest.fail)["rows"] == [
-        {"variant": "X", "perplexity": None, "loss": None}
-    ]
+    row = {"variant": "X", "perplexity": math.nan, "loss": math.inf, "others": {"f1": math.nan, "em": 0.5}}
+    path = keep_rows([row], tmp_path / "perplexity.json")
+    [kept] = json.loads(path.read_text(), parse_constant=pytest.fail)["rows"]
+    assert kept == {"variant": "X", "perplexity": None, "loss": None, "others": {"f1": None, "em": 0.5}}
 
 
 def test_a_score_measured_again_replaces_the_row_with_its_other_metrics(tmp_path):

@@ -156,7 +156,9 @@ def test_of_a_preset_and_what_is_given_the_later_holds(tmp_path):
 
 def test_a_preset_of_a_file_stands_where_the_file_does(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text("preset: elastic\nsalaad: {delta_alpha: 0.5}\n")
+    for text in ("preset: elastic\nsalaad.delta_alpha: 0.5\n", "preset: elastic\nsalaad: {delta_alpha: 0.5}\n"):
+        path.write_text(text)
+        assert read_command_line(["--config", str(path)])[0].salaad.delta_alpha == 0.5
     over, _ = read_command_line(["--config", "micro", "--config", str(path), "--salaad.every", "4"])
     typed, _ = read_command_line(["--config", "micro", "--preset", "elastic"])
     assert over.salaad == replace(typed.salaad, delta_alpha=0.5, every=4)
@@ -165,7 +167,7 @@ def test_a_preset_of_a_file_stands_where_the_file_does(tmp_path):
     assert (under.salaad.rho_constant, under.salaad.onset) == (micro.salaad.rho_constant, typed.salaad.onset)
     with pytest.raises(UserError, match=r"--salaad.every.* stands before --config, whose preset is elastic, which"):
         read_command_line(["--salaad.every", "4", "--config", str(path)])
-    other, _ = read_command_line(["--config", "micro", "--config", str(path), "--method", "galore"])
+    other, _ = read_command_line(["--salaad.every", "4", "--config", str(path), "--method", "galore"])
     assert other.method == "galore"
 
 

@@ -271,6 +271,8 @@ def test_the_commands_take_the_best_checkpoint_if_the_output_folder_has_its_mode
     assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-12"  # the newest, as there is no model beside
     trainer.save_model()
     assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-8"
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text("damaged")
+    assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-12"
 
 
 def test_a_trainer_that_saves_nothing_says_that_l_and_s_are_not_saved(tmp_path):

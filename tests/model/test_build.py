@@ -388,7 +388,7 @@ def test_an_optimizer_that_cannot_mix_dtypes_is_refused_in_pure_bfloat16(name):
 
 
 @pytest.mark.parametrize("format", [FIXED_SIZE, ANY_SIZE])
-def test_a_compressed_folder_is_refused_by_a_method_that_replaces_dense_layers(format):
+def test_a_compressed_folder_is_refused_by_methods_that_take_dense_layers(format):
     description = describe_model(ModelConfig(num_hidden_layers=1), 32)
     description.quantization_config = {"quant_method": format, "blocks": {}}
     config = RunConfig(method="full_rank", model=ModelConfig(path="compressed"))

@@ -317,6 +317,10 @@ def test_a_requeued_command_goes_on_with_the_run_it_began_elsewhere(trained, toy
     run_training(arguments, tmp_path / "new")
     assert "is finished" in capsys.readouterr().out
     assert (tmp_path / "new" / "summary.json").read_bytes() == whole
+    shutil.rmtree(tmp_path / "new" / "checkpoints" / "step-0000006")  # its last, to spare room
+    (tmp_path / "new" / "checkpoints" / "latest").write_text("step-0000004\n")
+    run_training(toy(**SAVED), tmp_path / "new")
+    assert "is finished" in capsys.readouterr().out
     with pytest.raises(UserError, match="already holds a run"):
         run_training([*toy(**SAVED), f"--resume={trained}/checkpoints/step-0000004"], tmp_path / "new")
 

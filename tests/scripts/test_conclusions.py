@@ -127,7 +127,10 @@ def test_what_to_train_goes_by_the_sign(tmp_path):
     # At other rates a training does not begin like the others, so it is relative to the mean of their seeds, 60.
     seeds = [row("full-rank", 0, 50.0), row("full-rank", 1, 70.0), row("SALAAD", 0, 50.0)]
     [whole] = said(tmp_path, *seeds, row("full-rank, as searched", 0, 48.0))
-    assert "train full-rank. At the best rates of the search it is -20.0%. SALAAD's X is +0.0%; its" in whole
+    assert (
+        "train full-rank. At the best rates of its search full-rank training is -20.0%. SALAAD's X is +0.0%; its"
+        in whole
+    )
 
 
 def test_small_dense_models_stand_beside_cuts_of_their_size_with_what_they_cost(tmp_path):

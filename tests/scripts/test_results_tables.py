@@ -155,7 +155,7 @@ def test_full_rank_training_at_searched_rates_is_told_with_and_without_copying()
     assert demo._at_searched_rates(Trainings(rows)) == ""
     for one, other in zip(rows, (60.0, 60.0, 63.0), strict=True):
         one["X"]["in_context"] = {"other": (log(other), 10)}
-    assert "is -10.0% (one seed), and +5.0% over the tokens" in demo._at_searched_rates(Trainings(rows))
+    assert "is -10.0% (seed 0), and +5.0% over the tokens" in demo._at_searched_rates(Trainings(rows))
 
 
 @pytest.mark.parametrize("timed", [None, {"lora": {"optimizer_bytes": 1, "method_bytes": 1, "over_full_rank": 1.0}}])
