@@ -14,6 +14,7 @@ from salaad.config.command_line import read_command_line
 from scripts import reproduce
 from scripts import trainings as starts
 from scripts.reproduction import grid, trainings
+from scripts.reproduction.freshness import LEGENDS
 from scripts.reproduction.items import Item, Measured
 
 BOTH = trainings.once(trainings.VANILLA, trainings.SALAAD)
@@ -301,3 +302,12 @@ def test_a_damaged_file_of_another_scale_stops_the_report_and_no_item(call, plac
     (place / "results/micro/reproduce/reading.json").write_text('{"item": "reading"}')
     with pytest.raises(UserError, match=r"^the report is not written: .*reading.json has no title and no section"):
         call("all", "--again")
+
+
+def test_every_mark_of_a_listed_item_is_explained():
+    hours = dict.fromkeys(reproduce.MACHINES, 1.0)
+    row = {"item": "kappa", "title": "κ", "section": "5.3", "runs": ["a"], "runs_left": [], "flops": 1e9, "done": True}
+    row |= {"hours": hours, "hours_left": hours, "mark": "†‡", "result": "kappa.json", "hub": None}
+    table = reproduce.listing_table([row], hours)
+    assert "kappa.json †‡" in table and all(f"{mark}: {LEGENDS[mark]}" in table for mark in "†‡")
+    assert LEGENDS["§"] not in table

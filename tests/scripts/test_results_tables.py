@@ -7,7 +7,7 @@ from math import exp, log
 
 import pytest
 
-from scripts.results_tables import all_methods, demo, elastic_picture
+from scripts.results_tables import all_methods, demo, elastic, elastic_picture, methods
 from scripts.results_tables.compared import Trainings, goals_table
 
 SHARES = (0.75, 0.5, 0.2)
@@ -148,6 +148,25 @@ def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa
     half = ["0.5", "0", "+37.5%", "", "55.00", "52.50", "90.00", "1.5 M", "1.50 M", "5.00 MB", "", ""]
     assert ["SALAAD: hpa, κ* 0.65", *half] in lines  # of whose tokens a third were read after the training
     assert ["SALAAD: hpa", "0.2", "0", "+100.0%", "", "80.00", "", "", "1.5 M", "1.20 M", "", "", ""] in lines
+
+
+def test_runs_of_a_table_have_commits_and_machines_and_say_that_code_has_changed_since(monkeypatch):
+    monkeypatch.setattr(methods, "mark_of", lambda commits: "†" if "old" in commits else "")
+    runs = [{"commit": "old", "machine": "A, 1 threads"}, {"commit": "new", "machine": "B"}]
+    told = "Commits: new, old; A, 1 threads; B."
+    assert methods._measured_at(runs) == f"{told} Some of the code behind these runs has changed since."
+    assert methods._measured_at(runs[1:]) == "Commits: new; B."
+
+
+def test_a_way_has_the_bytes_of_its_folders_beside_its_costs():
+    one = row("SALAAD", 0, 50.0) | {"machine": "A", "minutes": {"train": 60.0, "head, tuned": 30.0}}
+    one["costs"] = {
+        "train": {"tokens": 2e6, "operations": 1e12},
+        "head, tuned": {"tokens": 1e5, "operations": 4e11, "bytes": 22e6},
+    }
+    trained, tuned = cells(elastic.cost_table([one]))[2:]
+    assert trained == ["SALAAD", "train", "2.00 M", "1.0e+12", "", "60.0", "A"]
+    assert tuned == ["SALAAD", "head, tuned", "0.10 M", "4.0e+11", "22.00 MB", "30.0", "A"]
 
 
 def test_full_rank_training_at_searched_rates_is_told_with_and_without_copying():
