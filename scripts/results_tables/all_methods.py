@@ -33,7 +33,7 @@ from scripts.results_tables.measured import (
     size_of,
     with_deviation,
 )
-from scripts.shares import NAMED, SMALL, shares
+from scripts.shares import NAMED, SEARCHED, SMALL, shares
 
 FAIR_WAYS = (
     *("hpa", "hpa, head", "nested", "godec, head", "godec, head, tuned, each"),
@@ -95,7 +95,7 @@ def fair_table(rows: Sequence[Row], bench: Path, folder: str = "") -> str:
         "*Stored* and *trained* count parameters, *stored* of L + S those of all its factors and entries, which may be "
         "more than X has; *bytes* is the size of the model in float32, where a block is stored dense if that is less.",
         *_how_costs_were_measured(rows, timed, bench),
-        *_how_rates_were_chosen(folder),
+        *_how_rates_were_chosen(rows, folder),
     ]
     told += legends
     legend = "\n".join(f"- {line}" for line in told if line)
@@ -147,17 +147,17 @@ def _how_costs_were_measured(rows: Sequence[Row], timed: Mapping[str, Any], benc
         )
 
 
-def _how_rates_were_chosen(folder: str) -> Iterator[str]:
+def _how_rates_were_chosen(rows: Sequence[Row], folder: str) -> Iterator[str]:
     """Yield a sentence on the searches, unless the table is on the elastic page (`folder` is empty), which has it."""
     if folder:
         yield (
             "The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
             f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
-            f"{_at_configured_rates()}"
+            f"{_at_configured_rates(rows)}"
         )
 
 
-def _at_configured_rates() -> str:
+def _at_configured_rates(rows: Sequence[Row]) -> str:
     """Return a sentence, after a space, on what full-rank training has at its rates and at the best ones."""
     searched = RESULTS / "methods" / f"{REPORTED}.json"
     entry = read_json(searched)["methods"]["full_rank"] if searched.exists() else {"search": ()}
@@ -171,7 +171,8 @@ def _at_configured_rates() -> str:
         return ""
     return (
         f" Full-rank training has the configuration's rates, with which it had {min(mine):.1f} in this search, and "
-        f"{min(value for _, value in found):.1f} with the best."
+        f"{min(value for _, value in found):.1f} with the best"
+        f"{f', which *{SEARCHED}* has' if any(row['label'] == SEARCHED for row in rows) else ''}."
     )
 
 
