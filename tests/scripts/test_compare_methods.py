@@ -205,7 +205,7 @@ def test_a_run_in_full_that_diverged_is_shown_and_started_again(search, tmp_path
     assert result["methods"]["cola"]["full"]["variants"] == {}
     result["methods"]["full_rank"]["full"]["variants"]["X"]["parameters"] = 1_000_000
     shown = comparison_table(result, tmp_path / "nowhere.json")
-    assert "| cola | 0.003 | diverged |" in re.sub(" +", " ", shown) and shown.endswith("commits c.")
+    assert "| cola | 0.003 | diverged |" in re.sub(" +", " ", shown) and " Commits: c; m." in shown
     alone = {"methods": {"cola": result["methods"]["cola"]}}
     assert "diverged" in comparison_table(alone, tmp_path / "nowhere.json")
     assert widths_table({"methods": {"matformer": result["methods"]["cola"]}}) == "Not measured."
@@ -283,7 +283,7 @@ def test_a_share_that_is_none_is_one_sentence(search, share, said):
 
 def test_settings_that_cost_more_are_shown_but_not_taken_in_full():
     def row(perplexity, *settings):
-        found = {"lr": 0.006, "projection_lr": 0.25, "settings": settings, "steps": 9}
+        found = {"lr": 0.006, "projection_lr": 0.25, "settings": settings, "steps": 9, "commit": "c", "machine": "m"}
         return found | {"variants": {"X": {"perplexity": perplexity, "tokens": 1}}}
 
     entry = {"own_lr": 0.006, "search": [row(87.0), row(83.0, "--matformer.train=summed")]}
