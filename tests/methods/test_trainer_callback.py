@@ -233,9 +233,10 @@ def test_a_training_that_stops_early_leaves_l_and_s_of_its_last_weights(tmp_path
     assert set(saved.counts()["updated_at"].values()) == {4}  # so that a resumed training is the uninterrupted one
 
 
-def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
+def trainer_for_the_best(folder: Path, *losses: float) -> tuple[Trainer, LlamaForCausalLM]:
+    """Return a Trainer that saves every four steps and ends with the best; its evaluations find these `losses`."""
     trainer, model = trainer_in(
-        tmp_path,
+        folder,
         save_strategy="steps",
         save_steps=4,
         eval_strategy="steps",
@@ -243,9 +244,13 @@ def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
     )
-    scores = iter((1.0, 3.0, 2.0))
-    evaluate = trainer.evaluate
+    scores, evaluate = iter(losses), trainer.evaluate
     trainer.evaluate = lambda *args, **kwargs: {**evaluate(*args, **kwargs), "eval_loss": next(scores)}
+    return trainer, model
+
+
+def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
+    trainer, model = trainer_for_the_best(tmp_path, 1.0, 3.0, 2.0)
     callback = SalaadCallback(trainer, CONFIG)
     trainer.train()
     assert callback.salaad.steps == 4
@@ -254,18 +259,7 @@ def test_the_best_model_at_the_end_comes_with_its_own_l_and_s(tmp_path):
 
 
 def test_the_commands_take_the_best_checkpoint_if_the_output_folder_has_its_model(tmp_path):
-    trainer, _ = trainer_in(
-        tmp_path,
-        save_strategy="steps",
-        save_steps=4,
-        eval_strategy="steps",
-        eval_steps=4,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-    )
-    scores = iter((2.0, 1.0, 3.0))
-    evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: {**evaluate(*args, **kwargs), "eval_loss": next(scores)}
+    trainer, _ = trainer_for_the_best(tmp_path, 2.0, 1.0, 3.0)
     SalaadCallback(trainer, CONFIG)
     trainer.train()
     assert ModelOnDisk.open(tmp_path).folder.path.name == "checkpoint-12"  # the newest, as there is no model beside
