@@ -271,9 +271,12 @@ def test_the_commands_take_the_best_checkpoint_if_the_output_folder_has_its_mode
 
 def test_a_trainer_that_saves_nothing_says_that_l_and_s_are_not_saved(tmp_path):
     trainer, _ = trainer_in(tmp_path, max_steps=1, save_strategy="no")
-    SalaadCallback(trainer, CONFIG)
+    callback = SalaadCallback(trainer, CONFIG)
     with pytest.warns(UserWarning, match=r"saves no checkpoints .*; call callback\.salaad\.save"):
         trainer.train()
+    assert not [*tmp_path.glob("checkpoint-*")]
+    callback.salaad.save(tmp_path / "saved")  # as the warning advises
+    assert ModelOnDisk.open(tmp_path / "saved").surrogate is not None
 
 
 def test_a_second_training_into_the_folder_of_a_first_replaces_its_l_and_s(tmp_path):
