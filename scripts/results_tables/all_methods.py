@@ -140,9 +140,10 @@ def _how_costs_were_measured(rows: Sequence[Row], timed: Mapping[str, Any], benc
         if "SALAAD" not in costs and any(row["label"] == "SALAAD" for row in rows):
             relative += "; here both are of the paper's settings, with the embedding among the blocks"
         compiled = "" if timed["config"]["train"]["compile"] else ", of steps that were not compiled"
+        small = [row["label"] for row in rows if row["label"].startswith(SMALL)]
+        by_size = "" if costs.keys() >= {*small} else " (of small dense models by their parameters)"
         yield (
-            "*State* is the memory of the optimizer, plus that of the method (of small dense models by their "
-            "parameters); *step time* is relative to "
+            f"*State* is the memory of the optimizer, plus that of the method{by_size}; *step time* is relative to "
             f"{relative}{compiled} (results/bench/{bench.name}, commit {timed['commit']})."
         )
 
@@ -191,9 +192,10 @@ def _fair_lines(
 
     for label, mine in by_label(rows).items():
         trained = tuple(row["commit"] for row in mine)
-        cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
-        if label.startswith(SMALL):  # other shapes than those timed, so only the same state per parameter is known
+        if label.startswith(SMALL) and label not in costs:  # of this shape only the state per parameter is known
             cost = _state_of_small(mine[0]["X"]["parameters"], costs), ""
+        else:
+            cost = _cost(costs.get(label) or costs.get(mine[0]["method"]))
         if "X" in mine[0]:
             yield label, trained, (*figures(mine, itemgetter("X")), *cost)
         if "L+S" in mine[0]:

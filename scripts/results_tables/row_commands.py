@@ -1,8 +1,8 @@
-"""For each model of the table of all methods, the commands that train it and measure it again."""
+"""The commands that train each model of the table of all methods, measure it, and time its method again."""
 
 import shlex
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise
 
 from scripts.results_tables import RESULTS
 from scripts.results_tables.measured import REPORTED, Row, by_label, rows_of
@@ -13,9 +13,10 @@ _OWN = ("--method=", "--salaad.", "--optimizer.", "--model.", "--seed=")  # opti
 
 
 def section() -> str:
-    """Return the commands of the scale `REPORTED` as a block of shell commands, each below the name of its model."""
+    """Return the commands of the scale `REPORTED` as a block of shell commands, each below what it is for."""
     rows = rows_of(RESULTS / "elastic" / f"{REPORTED}.json")
-    blocks = (f"# {label}\n{shlex.join(words)}" for label, words in commands(rows, REPORTED))
+    times = ("state and step time of all", timing_command(rows, REPORTED))
+    blocks = (f"# {label}\n{shlex.join(words)}" for label, words in [times, *commands(rows, REPORTED)])
     return "```sh\n" + "\n".join(blocks) + "\n```"
 
 
@@ -28,18 +29,44 @@ def commands(rows: Sequence[Row], config: str) -> Iterator[tuple[str, list[str]]
     """
     for label, mine in by_label(rows).items():
         for seeds, ways in _measured_alike(mine):
-            options = shlex.split(mine[0]["command"])
-            shared = [*takewhile(lambda word: not word.startswith(_OWN), options)]
+            shared, own = _options(mine[0])
             words = ["python", "scripts/compare_elastic.py", *shared, "--rows", label, "--output", OUTPUT]
             words += ["--seeds", ",".join(map(str, seeds))]
             words += ["--ways", ";".join(ways)] if ways else []
             if label.startswith(SMALL):
-                own = [word for word in options if word.startswith("--optimizer.")]
-                words += [f"--small={' '.join(own)}", "--small-rows", label] if own else []
+                rates = [word for word in own if word.startswith("--optimizer.")]
+                words += [f"--small={' '.join(rates)}", "--small-rows", label] if rates else []
             if mine[0]["method"] not in ("full_rank", "salaad") or label == SEARCHED:
                 words += ["--search", f"results/methods/{config}.json"]
             words += ["--other-text", OTHER_TEXT] if "other_perplexity" in mine[0]["X"] else []
             yield label, words
+
+
+def timing_command(rows: Sequence[Row], config: str) -> list[str]:
+    """Return the words of the command that measures the columns of state and step time.
+
+    It times steps that are not compiled, of every method by its name (SALAAD as in the paper is `salaad`) and of the
+    other rows by their labels.
+
+    Args:
+        rows: rows of compare_elastic.py.
+        config: the configuration that all rows have.
+    """
+    shared, _ = _options(rows[0])
+    plain = [*("false" if option == "--train.compile" else word for option, word in pairwise(["", *shared]))]
+    words = ["python", "scripts/bench_training.py", *plain, "--threads", "1"]
+    for label, (row, *_) in by_label(rows).items():
+        if label == "SALAAD" or label.startswith(SMALL):
+            _, own = _options(row)
+            words += ["--also", f"{label}: {' '.join(word for word in own if not word.startswith('--seed='))}"]
+    return [*words, "--output", f"results/bench/methods-{config}.json"]
+
+
+def _options(row: Row) -> tuple[list[str], list[str]]:
+    """Return the options of train.py that a row was trained with: those that all rows have, and its own."""
+    options = shlex.split(row["command"])
+    first = next(place for place, word in enumerate(options) if word.startswith(_OWN))
+    return options[:first], options[first:]
 
 
 def _measured_alike(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[str]]]:

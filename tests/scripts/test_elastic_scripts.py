@@ -16,9 +16,12 @@ import yaml
 
 from salaad.common.errors import UserError
 from salaad.config.command_line import read_command_line
-from scripts import compare_elastic, elastic_trainings, elastic_ways
+from salaad.config.methods import SETTINGS
+from salaad.model.parameters import count_parameters
+from scripts import bench_training, compare_elastic, elastic_trainings, elastic_ways
 from scripts.compare_methods import Rates
 from scripts.measured_text import MeasuredText
+from scripts.outlines import outline_of
 from scripts.research.probe_allocation import dealt
 from scripts.results_tables import RESULTS, row_commands
 from scripts.results_tables.measured import REPORTED, rows_of
@@ -389,3 +392,20 @@ def test_the_command_of_each_row_trains_and_measures_what_the_row_has(tmp_path, 
         asked = words[words.index("--ways") + 1].split(";") if "--ways" in words else []
         measured |= {(label, int(line[1]), way) for line in lines[2:] for way in [None, *asked]}
     assert measured == {(row["label"], row["seed"], way) for row in rows for way in [None, *row["ways"]]}
+
+
+def test_the_command_of_step_times_builds_every_row_that_no_method_names(tmp_path, monkeypatch):
+    """Each shape has the parameters that its row recorded, and SALAAD's settings are its row's."""
+    rows = rows_of(RESULTS / "elastic" / f"{REPORTED}.json")
+    found = {}
+    monkeypatch.setattr(bench_training, "measure", lambda configs, *_: found.update(configs) or {"left_out": "a test"})
+    _, _, *words, _, _ = row_commands.timing_command(rows, REPORTED)
+    monkeypatch.setattr(sys, "argv", ["bench_training.py", *words])
+    bench_training.main()
+    asked = {row["label"]: row for row in rows if row["label"] == "SALAAD" or row["label"].startswith("dense, ")}
+    assert found.keys() == {*SETTINGS, *asked}
+    for label, row in asked.items():
+        section = "salaad" if label == "SALAAD" else "model"
+        assert found[label].to_dict()[section] == row["config"][section]
+        assert count_parameters(outline_of(found[label])) == row["X"]["parameters"]
+    assert not any(config.train.compile for config in found.values())

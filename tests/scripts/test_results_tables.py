@@ -207,7 +207,17 @@ def test_small_dense_models_have_their_rates_and_a_state_by_their_parameters(tmp
     found = {line[0]: line[-2:] for line in cells(page)}
     assert found["full-rank"] == ["16.00 MB", "1.00"]
     assert found["dense, 0.5"] == ["12.00 MB", ""] and found["dense, 0.2"] == ["9.60 MB", ""]
+    assert "(of small dense models by their parameters)" in page
     assert "at a learning rate of 0.01 (0.5) or 0.02 (0.2); the large model's is 0.005." in page
+    costs = {"full_rank": timed}
+    for label, steps, told in (("dense, 0.5", 0.7, True), ("dense, 0.2", 0.4, False)):
+        costs[label] = {"optimizer_bytes": 1e6 * steps, "method_bytes": 0, "over_full_rank": steps}
+        bench.write_text(json.dumps({"methods": costs, "config": {"train": {"compile": True}}, "commit": "c"}))
+        page = all_methods.fair_table(rows, bench)
+        found = {line[0]: line[-2:] for line in cells(page)}
+        assert found[label] == [f"{steps:.2f} MB", f"{steps:.2f}"]
+        assert ("(of small dense models by their parameters)" in page) == told
+    assert found["dense, 0.5"] == ["0.70 MB", "0.70"]
 
 
 def test_what_was_aimed_at_stands_beside_what_was_reached(tmp_path):
