@@ -107,7 +107,7 @@ class Trainer:
         self.config, self.accelerator, self.text, self.folder, self.request = config, accelerator, text, folder, request
         self.device = accelerator.device
         state = RunState.read(checkpoint) if checkpoint else RunState()
-        self.step, self.due = state.step, state.due
+        self.step, self.due = state.step, state.due  # an evaluation is due
         self.totals = StepTotals(self.device, state.sums)
 
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
@@ -128,7 +128,7 @@ class Trainer:
         if config.train.compile:
             compile_transformer(self.model)
         self.loss = distribute(accelerator, loss, self.method.float32_gradients(), config)
-        self.method.discard()
+        self.method.discard()  # `distribute` ran a backward pass whose gradients are not used
         self.stream = TrainingStream(
             text,
             config.data,
@@ -253,7 +253,8 @@ class Trainer:
     def log(self, lr: float) -> None:
         """Log the steps since the last line of metrics.jsonl, and the records of earlier rounds; waits for the device.
 
-        It is called before the ADMM round of this step, so `penalty` is that of the T which pulled in this step.
+        It is called before the ADMM round of this step, so `penalty` is that of the T which pulled in this step, or
+        would have in a part of the run without a pull.
         """
         self.nonfinite.check(self.step)
         columns = self.method.columns()

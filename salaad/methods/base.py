@@ -10,6 +10,7 @@ A method object lives for one start of a run, the first or a resume. `train.py` 
 
     every step:  a backward pass in each context of method.passes(), method.after_backward(), clip, optimizer.step(),
                  method.after_step(…)
+    after gradients that are not used:  method.discard()
     at the end:  method.finish()
     at intervals:  columns() and drain_records() to log, variants() to evaluate, writer() and state_dict() to save
 
@@ -187,7 +188,10 @@ class Method:
     # During training.
 
     def passes(self) -> Sequence[AbstractContextManager]:
-        """Return the contexts of a step: its gradient is the mean over one forward and backward pass in each."""
+        """Return the contexts of a step: its gradient is the mean over one forward and backward pass in each.
+
+        It is called for every micro-batch, and returns as many contexts, of the same meaning, for all of a step.
+        """
         return [nullcontext()]
 
     def after_backward(self) -> None:

@@ -15,7 +15,7 @@ from scripts.reproduction.evidence import the_row
 from scripts.reproduction.grid import SCALES
 from scripts.results_tables.all_methods import bench_of
 from scripts.results_tables.compared import FIFTH, FULL_RANK, HALF, LEVEL, Model, Trainings
-from scripts.results_tables.measured import OTHER_RATES, REPORTED, not_copied, rows_of
+from scripts.results_tables.measured import OTHER_RATES, REPORTED, named_seeds, not_copied, rows_of
 from scripts.shares import SEARCHED
 
 FIRST = "[first table](#methods-at-the-papers-tokens-per-parameter-nano-20)"
@@ -28,9 +28,10 @@ PAPERS_TOKENS = (REPORTED, "micro-20")  # 20 per parameter
 NO_CHOICE = ("dense, ", *OTHER_RATES)  # beginnings of labels: smaller models, and full-rank training at other rates
 ABOUT = (
     f"Figures are perplexities relative to the uncut full-rank model at {REPORTED}, unless they name another, with the "
-    "seeds of the tables that they link; those in parentheses are over the tokens that are not copied. *Half* and *a "
-    f"fifth* are shares of the compressible parameters. Models less than {LEVEL:.0%} apart count as equally good; "
-    "another seed could move a model of one seed by more."
+    "seeds of the tables that they link (of other methods, sizes and rates relative to the mean of its seeds); those "
+    "in parentheses are over the tokens that are not copied. *Half* and *a fifth* are shares of the compressible "
+    f"parameters. Models less than {LEVEL:.0%} apart count as equally good; another seed could move a model of one "
+    "seed by more."
 )
 
 
@@ -63,20 +64,25 @@ def full_size(results: Path) -> str | None:
     if "SALAAD" not in costs or bench is None:
         return None
     best = min(costs, key=costs.get)
-    # Methods that are no better than full-rank training cost time or memory.
-    how = f"{best} ({costs[best]:+.1%})" if costs[best] <= -LEVEL else FULL_RANK.label
+    better = costs[best] <= -LEVEL
+    how = f"train {best} ({costs[best]:+.1%})" if better else f"train full-rank, as no method is {LEVEL:.0%} better"
     methods = dict(bench["methods"])
     methods["salaad"] = methods.get("SALAAD", methods["salaad"])  # timed with the settings of the rows, if it was
     state = {name: megabytes(methods[name]["optimizer_bytes"] + methods[name]["method_bytes"]) for name in PAIR}
     searched = Model(SEARCHED)
     more = ""
     if trainings.seeds(searched):
-        more = f" At the best rates of its search full-rank training is {_with_others(trainings, searched)}."
+        besides = Trainings(trainings.rows, not_copied).over(searched)
+        copies = besides is not None and trainings.over(searched) <= -LEVEL < besides
+        more = (
+            f" At the best rates of its search full-rank training is {_with_others(trainings, searched)} with "
+            f"{named_seeds(trainings.seeds(searched))}{', as it copies more' if copies else ''}."
+        )
     longer = methods["salaad"]["over_full_rank"]
     return (
-        f"**The best model at full size**: train {how}.{more} SALAAD's X is "
-        f"{_with_others(trainings, Model('SALAAD'))}; its steps take {longer:.2f} times as long, and optimizer and "
-        f"method keep {state['salaad']} in memory instead of {state['full_rank']} ({FIRST})."
+        f"**The best model at full size**: {how}.{more} SALAAD's X is {_with_others(trainings, Model('SALAAD'))}; its "
+        f"steps take {longer:.2f} times as long, and optimizer and method keep {state['salaad']} in memory instead of "
+        f"{state['full_rank']} ({FIRST})."
     )
 
 
@@ -103,7 +109,7 @@ def many_sizes(results: Path) -> str | None:
         return None
     advice, ours, theirs = found
     return (
-        f"**Many sizes, no text**: train {advice}. Cut to half and to a fifth, SALAAD's model is {ours}; a full-rank "
+        f"**Many sizes, no text**: {advice}. Cut to half and to a fifth, SALAAD's model is {ours}; a full-rank "
         f"model, split by robust PCA and cut with the same tools, is {theirs} ({FIRST})."
     )
 
@@ -116,7 +122,7 @@ def many_sizes_with_text(results: Path) -> str | None:
         return None
     advice, ours, theirs = found
     return (
-        f"**Many sizes, with text**: train {advice}; then make one folder of all sizes ({megabytes(costs[1])}), "
+        f"**Many sizes, with text**: {advice}; then make one folder of all sizes ({megabytes(costs[1])}), "
         f"matched and distilled on a twentieth of the tokens, for {costs[0]:.0%} of the training's operations. Half "
         f"and a fifth are {ours} in SALAAD's folder, and {theirs} in one made of the full-rank model ({FIRST}, "
         f"{COSTS})."
@@ -132,7 +138,7 @@ def trained_small(results: Path) -> str | None:
     if None in (whole, *small) or not trainings.seeds(FULL_RANK, *dense, *cuts):
         return None
     differences = [trainings.over(ours, theirs) for ours, theirs in zip(cuts, dense, strict=True)]
-    advice = f"train {_advice(differences, 'a dense model of that size')}"
+    advice = _advice(differences, "a dense model of that size")
     if max(differences) <= -LEVEL:
         advice = "cut a large model, as for many sizes, instead of training a small one"
     reached = " and ".join(_with_others(trainings, model) for model in dense)
@@ -283,8 +289,8 @@ def _rivals(trainings: Trainings, ours: str, theirs: str) -> tuple[str, str, str
 
 def _advice(differences: Sequence[float], rival: str) -> str:
     """Return what to train for half and for a fifth, from SALAAD's perplexities over the rival's, less 1."""
-    half, fifth = ("either" if abs(of) < LEVEL else "SALAAD" if of < 0 else rival for of in differences)
-    return f"{half} for both" if half == fifth else f"{half} for half, and {fifth} for a fifth"
+    half, fifth = ("either model" if abs(of) < LEVEL else "SALAAD" if of < 0 else rival for of in differences)
+    return f"train {half}" if half == fifth else f"for half train {half}, for a fifth {fifth}"
 
 
 def _with_others(trainings: Trainings, model: Model) -> str:

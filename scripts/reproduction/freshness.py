@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import yaml
+
 from scripts.reproduction.grid import ROOT
 
 # Files and folders that a recorded number depends on: training, cut, evaluation, and the computation of items and rows.
@@ -115,10 +117,15 @@ def _entry(place: str) -> str:
 
 @cache
 def _meaning(blob: str, name: str) -> str | None:
-    """Return the syntax tree of a Python file without docstrings, the text of any other file; None if it is missing."""
+    """Return a file without what has no effect, None if it is missing.
+
+    Of Python it is the syntax tree without docstrings, of YAML the content; of any other file all of its text.
+    """
     if not blob.strip("0"):  # how git names a file that is not there
         return None
     text = _git("cat-file", "blob", blob)
+    if name.endswith(".yaml"):
+        return repr(yaml.safe_load(text))
     if not name.endswith(".py"):
         return text
     tree = ast.parse(text)

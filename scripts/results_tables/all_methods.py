@@ -120,7 +120,8 @@ def _models_compared(rows: Sequence[Row], folder: str) -> Iterator[str]:
     if "SALAAD, as in the paper" in labels:
         yield (
             "*SALAAD, as in the paper* has the embedding among its blocks; the paper's Table 1 leaves it out. κ* is "
-            "HPA's allocation that was best on other text."
+            "HPA's allocation that was best on other text; its largest cut is about as large as models that store "
+            "factors, whose perplexity alone is compared with it."
         )
     if any(label.startswith(SMALL) for label in labels):
         like = ", and *dense, as m* with as many parameters as method m stores," if LIKE & labels else ","
@@ -153,7 +154,8 @@ def _how_rates_were_chosen(rows: Sequence[Row], folder: str) -> Iterator[str]:
     if folder:
         yield (
             "The rates of the methods were searched [in runs of an eighth of the length](methods/README.md#the-search)"
-            f", SALAAD's settings in [many more]({folder}tried.md), with seed 0 and the same validation text."
+            f", SALAAD's settings in [many more]({folder}tried.md), whose records are not kept, with seed 0 and "
+            "the same validation text."
             f"{_at_configured_rates(rows)}"
         )
 
@@ -171,8 +173,8 @@ def _at_configured_rates(rows: Sequence[Row]) -> str:
     if not mine:
         return ""
     return (
-        f" Full-rank training has the configuration's rates, with which it had {min(mine):.1f} in this search, and "
-        f"{min(value for _, value in found):.1f} with the best"
+        f" Full-rank training has the configuration's rates, with which it had a perplexity of {min(mine):.1f} in this "
+        f"search, and {min(value for _, value in found):.1f} with the best"
         f"{f', which *{SEARCHED}* has' if any(row['label'] == SEARCHED for row in rows) else ''}."
     )
 
@@ -249,8 +251,8 @@ def _how_copying_is_left_out(rows: Sequence[Row]) -> str:
     if not lacking:
         return told
     return (
-        f"{told} Of full-rank training {named_seeds(references)} were measured (± {_deviation(references):.1%}), with "
-        f"whose mean SALAAD's figures without them are compared too."
+        f"{told} Of full-rank training {named_seeds(references)} alone have it (± {_deviation(references):.1%}), so "
+        "rows of other seeds, SALAAD's too, are relative to their mean (≈)."
     )
 
 
@@ -262,7 +264,7 @@ def _how_seeds_differ(rows: Sequence[Row]) -> str:
     return (
         f" ≈: relative to the mean of full-rank training's {named_seeds(references)}. These differ by "
         f"± {_deviation(references):.1%}, as trainings learn to copy at different times, those of other methods and "
-        "shapes too; so a row of one seed may be off by as much."
+        "shapes too; so a row of one seed may be off by twice as much."
     )
 
 

@@ -5,6 +5,7 @@ from statistics import pstdev
 from typing import Any
 
 from salaad.common.formats import markdown_table, millions
+from scripts.reproduction.freshness import CHANGED, mark_of
 from scripts.results_tables import RESULTS
 from scripts.results_tables.compared import FULL_RANK, LEVEL, Model, Trainings
 from scripts.results_tables.measured import REPORTED, by_label, named_seeds, not_copied, rows_of, size_of
@@ -52,7 +53,7 @@ def summary_table() -> str:
         )
     told += (
         f"{_not_copied(trainings, parts)} [All sizes, settings and searches]({ELASTIC}); there the cuts are called "
-        "*cut, head* and *rpca, head*."
+        f"*cut, head* and *rpca, head*.{_how_old(rows)}"
     )
     return f"{markdown_table(('size', 'parameters', *names), lines)}\n\n{headline(trainings, parts)}\n\n{told}"
 
@@ -75,6 +76,12 @@ def _seeds(trainings: Trainings) -> str:
     small = {len(trainings.seeds(model)) for *_, model in columns} - {0}
     many, dense = (" to ".join(map(str, sorted({min(counts), max(counts)}))) for counts in (cut or {1}, small or {0}))
     return f"means over {many} seeds" + (f", of dense models over {dense}" if small else "")
+
+
+def _how_old(rows: Sequence[Row]) -> str:
+    """Return a sentence on code that has changed since the measurements; "" if none has."""
+    changed = mark_of(commit for row in rows for commit in (row["commit"], *row.get("commits", {}).values()))
+    return " Some of the code behind these numbers has changed since." if CHANGED in changed else ""
 
 
 def _not_copied(trainings: Trainings, parts: Sequence[str]) -> str:
@@ -108,7 +115,8 @@ def _at_searched_rates(trainings: Trainings) -> str:
         return ""
     return (
         f" With the best learning rate of a search full-rank training is {over:+.1%} "
-        f"({named_seeds(trainings.seeds(searched))}), and {besides:+.1%} over the tokens that are not copied."
+        f"({named_seeds(trainings.seeds(searched))}, relative to the mean of the seeds), and {besides:+.1%} over the "
+        "tokens that are not copied."
     )
 
 

@@ -71,7 +71,8 @@ def picture(rows: Sequence[Row], path: Path) -> None:
         panel.plot(*zip(*small, strict=True), "k*:", markersize=9, label="trained dense at its size")
     panel.axhline(0, color="0.3", linewidth=1, linestyle="--", label=REFERENCE)
     heights = [y for line in panel.get_lines() for y in line.get_ydata()]
-    panel.set(xlabel="parameters, millions", ylabel="perplexity relative to full-rank training")
+    shown = "" if max(heights) <= MOST_SHOWN else f", up to {MOST_SHOWN:+.0%}"
+    panel.set(xlabel="parameters, millions", ylabel=f"perplexity relative to full-rank training{shown}")
     panel.set_ylim(min(heights) - 0.01, min(MOST_SHOWN, max(heights) + 0.01))
     panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")

@@ -220,7 +220,7 @@ def test_only_what_computes_something_else_counts_as_changed(tmp_path, monkeypat
     (tmp_path / "salaad" / "common").mkdir(parents=True)
     git("init", "-q")
     first = committed('def f():\n    """Old."""\n    return 1\n', "lr: 1\n")
-    second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1\n")
+    second = committed('def f():\n    """New."""\n    return 1  # one\n', "lr: 1  # of Adam\n")
     assert freshness.mark_of([first, second]) == "" and freshness.mark_of([second, f"{second}-dirty"]) == "‡"
     committed('def f():\n    """New."""\n    return 2\n', "lr: 2\n")
     assert freshness.changed_since(first) == ["train.py", "configs", "salaad/common"]

@@ -23,7 +23,8 @@ def row(label: str, seed: int, X: float, parameters: float = 2e6, **ways: list[f
     }
     whole = {"perplexity": X, "parameters": parameters, "tokens": 1000}
     rate = 0.01 if label.startswith("dense, ") else 0.005
-    return {"label": label, "seed": seed, "X": whole, "ways": sizes, "config": {"optimizer": {"lr": rate}}}
+    config = {"optimizer": {"lr": rate}}
+    return {"label": label, "seed": seed, "X": whole, "ways": sizes, "config": config, "commit": "c"}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,13 @@ def test_the_first_page_says_in_a_sentence_what_its_table_shows(tmp_path, monkey
     assert f"and {alike_too} than {other}uncut, it is {whole} than full-rank training" in page
     assert "for 21% of the training's operations" in page
     assert "All trainings saw 40.1 M tokens of Wikipedia, 20 per parameter" in page
+    assert page.endswith("Some of the code behind these numbers has changed since.")  # as git has no such commit
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "mark_of", lambda commits: "†" if "of godec" in commits else "")
+        assert "has changed since" not in demo.summary_table()
+        rows[0]["commits"] = {"godec": "of godec"}
+        (tmp_path / "elastic" / "nano-20.json").write_text(json.dumps({"rows": rows}))
+        assert "has changed since" in demo.summary_table()
     assert "tuned on text" not in page  # of the full-rank model there is no tuned size
     for one, tuned in zip(rows[:2], ([50.2] * 3, [50.0, 50.0, 55.0]), strict=True):
         one["ways"] |= row("", 0, 1.0, rpca_head_tuned=tuned)["ways"]
@@ -174,7 +182,9 @@ def test_full_rank_training_at_searched_rates_is_told_with_and_without_copying()
     assert demo._at_searched_rates(Trainings(rows)) == ""
     for one, other in zip(rows, (60.0, 60.0, 63.0), strict=True):
         one["X"]["in_context"] = {"other": (log(other), 10)}
-    assert "is -10.0% (seed 0), and +5.0% over the tokens" in demo._at_searched_rates(Trainings(rows))
+    assert "is -10.0% (seed 0, relative to the mean of the seeds), and +5.0% over" in demo._at_searched_rates(
+        Trainings(rows)
+    )
 
 
 @pytest.mark.parametrize("timed", [None, {"lora": {"optimizer_bytes": 1, "method_bytes": 1, "over_full_rank": 1.0}}])

@@ -60,6 +60,7 @@ class Salaad:
     """SALAAD on one model: the surrogates of its blocks, the penalty and the ADMM updates.
 
     As a context manager it calls `close` at the end; an object that nobody holds any more lets the model go too.
+    `from salaad import Salaad` also has `compress`, of salaad/compression/in_memory.py.
 
     Args:
         model: any torch module with 2-D weights, or experts in 3-D ones, on its final device and in its final dtype.
@@ -308,6 +309,8 @@ class Salaad:
 
     def penalty(self) -> Tensor:
         """ℓ_ρ (eq. 6) summed over all blocks, at the weights as they are now; the same on every rank (0-d).
+
+        In parts of the training without a pull it is what the penalty would be.
 
         Collective: call it on every rank, also where only one of them uses what it returns. With several ranks the
         host waits for the device.

@@ -1,6 +1,7 @@
 """One ADMM update of a block or of a stack of them, and its I-controller (Algorithm 1, eqs. 3 to 5).
 
-All variables are scaled by ρ, so that ρ appears in the gradient only and no number of the size 1e-8 is stored:
+The dual and the thresholds are divided by ρ, so that ρ appears in the gradient only and no number of the size 1e-8 is
+stored:
 
     dual = Y/ρ,   τ_L = α/ρ,   τ_S = β/ρ,   T = L + S − dual,   ∇ℓ_ρ = ρ(X − T)
 
@@ -12,8 +13,9 @@ An update does the first three lines J times, then the controller (section 4.2) 
     τ_L ← (τ_L + (Γ(L) − Γ̂)Δα)₊,   τ_S ← (τ_S + (Υ(S) − Υ̂)Δβ)₊                    unless they are held
 
 S and the dual are two parts of one matrix R = X − L + dual_old: eq. 4 gives S = soft threshold(R, τ_S), and eq. 5 gives
-dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next update. So only R and T, two
-dense matrices in float32, and the thresholds are stored for a block.
+dual = R − S = clip(R, τ_S). L = T − S + dual is not needed by the next update. So only R and T, two dense matrices in
+float32, and the thresholds are stored for a block, beside the singular values and vectors from which the next SVT may
+start.
 """
 
 from collections.abc import Callable
