@@ -9,6 +9,8 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
 from salaad.evaluation.figures import dress, save
+from scripts.elastic_trainings import CUTS, TUNED, of_a_split
+from scripts.elastic_ways import SPLITS
 from scripts.reproduction.palette import COLORS, OTHERS
 from scripts.results_tables.measured import (
     ELASTIC,
@@ -26,6 +28,13 @@ from scripts.results_tables.measured import (
 from scripts.shares import NAMED, SMALL
 
 POINT_COLORS = (*OTHERS[1:], "#9467BD", "#8C564B", "#17202A", "#BCBD22")  # of models that are not cut
+# Of ways; those to cut a split full-rank model have the marker of the way to cut a SALAAD model that they match.
+MARKERS = {
+    **dict(zip((*CUTS, *TUNED), "osdpD", strict=True)),
+    **{"hpa": "v", "hpa, head": "^", "energy": "X", "nested": "P"},
+}
+_MATCHING = {theirs: ours for split in SPLITS for theirs, ours in zip(of_a_split(split), (*CUTS, *TUNED), strict=True)}
+_DASHED = "godec"
 MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
 
 
@@ -38,25 +47,27 @@ def draw_pictures() -> None:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Draw perplexity over parameters: curves of the ways, points of whole models, a line of dense ones.
 
+    A model has a color and a way has a marker.
+
     Perplexities are relative to that of full-rank training, of paired models with the same seed, and means over the
     seeds: two seeds can differ by more than two ways do.
     """
     figure, panel = plt.subplots(figsize=(8.6, 5), layout="constrained")
-    colors, markers = [*COLORS.values(), *OTHERS], "osD^v<>PpXhHd"
+    colors = [*COLORS.values(), *OTHERS]
     references = references_of(rows)
     models = by_label([row for row in rows if row["seed"] in references or not is_paired(row["label"])])
     cut = dict(zip((label for label, mine in models.items() if ways_of(mine)), colors, strict=False))
     for label, color in cut.items():
         mine = models[label]
-        for marker, way in zip(markers, ways_of(mine), strict=False):
+        for way in ways_of(mine):
             points = _points(mine, way, references)
             # A few sizes that were made one by one get no line, since there are no sizes between them.
-            line = "none" if len(points) <= len(NAMED) else "solid"
+            line = "none" if len(points) <= len(NAMED) else "dashed" if way.startswith(_DASHED) else "solid"
             panel.plot(
                 *zip(*points, strict=True),
                 linestyle=line,
                 color=color,
-                marker=marker,
+                marker=MARKERS[_MATCHING.get(way, way)],
                 markersize=5,
                 label=f"{label}: {way} ({seeds_text([row for row in mine if way in row['ways']])})",
             )
@@ -77,7 +88,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     dress(panel, which="both")
     figure.set_figheight(max(5, 0.24 * len(panel.get_legend_handles_labels()[0]) + 0.5))  # room for every entry
-    figure.legend(loc="outside right upper", frameon=False, title="way (its seeds)")
+    figure.legend(loc="outside right upper", frameon=False, title="model: way (seeds)")
     save(figure, path)
 
 
