@@ -16,18 +16,16 @@ _SECOND_FACTOR = " In a × b, a is the learning rate and b the factor on it for 
 
 
 def sections() -> dict[str, str]:
-    """Return for every scale the tables of the search, of methods and of MatFormer's widths; and that of LOST's γ."""
+    """Return for every file the table of its search, and, if all was trained in full, those of methods and widths."""
     found = {}
     for path in sorted(METHODS.glob("*.json")):
-        if path.stem != "gamma":
-            result = read_json(path)
-            costs = RESULTS / "bench" / f"methods-{path.stem}.json"
-            found[f"search-{path.stem}"] = search_table(result)
-            if all("full" in entry for entry in result["methods"].values()):  # else only the search was asked for
-                found[f"methods-{path.stem}"] = comparison_table(result, costs)
-                found[f"widths-{path.stem}"] = widths_table(result)
-    gamma = METHODS / "gamma.json"
-    return found | ({"gamma": gamma_table(read_json(gamma))} if gamma.exists() else {})
+        result = read_json(path)
+        costs = RESULTS / "bench" / f"methods-{path.stem}.json"
+        found[f"search-{path.stem}"] = search_table(result)
+        if all("full" in entry for entry in result["methods"].values()):  # else only the search was asked for
+            found[f"methods-{path.stem}"] = comparison_table(result, costs)
+            found[f"widths-{path.stem}"] = widths_table(result)
+    return found
 
 
 def comparison_table(result: dict[str, Any], costs: Path) -> str:
@@ -120,15 +118,3 @@ def widths_table(result: dict[str, Any]) -> str:
         return "Not measured."
     rows = [(name, millions(row["parameters"]), f"{row['perplexity']:.2f}") for name, row in variants.items()]
     return markdown_table(("widths", "parameters", "perplexity"), rows)
-
-
-def gamma_table(result: dict[str, Any]) -> str:
-    """LOST's γ with and without an activation, in short runs."""
-    cells = {(row["gamma"], row["activation"]): row for row in result["rows"]}
-    activations = list(dict.fromkeys(row["activation"] for row in result["rows"]))
-    rows = [
-        (f"γ = {gamma:g}", *(f"{cells[gamma, a]['perplexity']:.1f}" for a in activations))
-        for gamma in dict.fromkeys(row["gamma"] for row in result["rows"])
-    ]
-    told = f"Perplexity of X after {result['rows'][0]['steps']} steps, commit {result['rows'][0]['commit']}."
-    return f"{markdown_table(('', *activations), rows)}\n\n{told}"
