@@ -31,9 +31,10 @@ POINT_COLORS = (*OTHERS[1:], "#9467BD", "#8C564B", "#17202A", "#BCBD22")  # of m
 # Of ways; those to cut a split full-rank model have the marker of the way to cut a SALAAD model that they match.
 MARKERS = {
     **dict(zip((*CUTS, *TUNED), "osdpD", strict=True)),
-    **{"hpa": "v", "hpa, head": "^", "energy": "X", "nested": "P"},
+    **{"tuned": "h", "hpa": "v", "hpa, head": "^", "energy": "X", "nested": "P"},
 }
 _MATCHING = {theirs: ours for split in SPLITS for theirs, ours in zip(of_a_split(split), (*CUTS, *TUNED), strict=True)}
+_MATCHING |= {f"{split}, tuned": "tuned" for split in SPLITS}  # which no table has, but an option can ask for
 _DASHED = "godec"
 MOST_SHOWN = 0.6  # relative perplexity at which pictures end; small cuts without text are far above it
 

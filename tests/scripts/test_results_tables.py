@@ -7,6 +7,7 @@ from math import exp, log
 
 import pytest
 
+from scripts.elastic_ways import WAYS
 from scripts.results_tables import all_methods, demo, elastic, elastic_picture, methods
 from scripts.results_tables.compared import Trainings, goals_table
 
@@ -121,6 +122,13 @@ def test_a_picture_shows_ways_and_whole_models_relative_to_full_rank_training(tm
     assert drawn["galore (0)"] == [close((2.0, 0.12))] and drawn["lost (2)"] == [close((1.5, 0.16))]
     assert drawn["trained dense at its size"] == [close((1.4, 0.2))]
     assert {y for _, y in drawn["full-rank"]} == {0}
+
+
+def test_every_way_to_a_smaller_model_has_a_marker_shared_by_those_that_match():
+    markers = {way: elastic_picture.MARKERS[elastic_picture._MATCHING.get(way, way)] for way in WAYS}
+    for ours, theirs in (("cut", "rpca"), ("cut, head", "godec, head"), ("head, tuned", "rpca, head, tuned")):
+        assert markers[ours] == markers[theirs]
+    assert len(set(elastic_picture.MARKERS.values())) == len(elastic_picture.MARKERS)
 
 
 def test_the_table_of_all_methods_has_both_counts_the_other_text_bytes_and_kappa_of_halves(tmp_path):
