@@ -32,6 +32,7 @@ def commands(rows: Sequence[Row], config: str) -> Iterator[tuple[str, list[str]]
             shared, own = _options(mine[0])
             words = ["python", "scripts/compare_elastic.py", *shared, "--rows", label, "--output", OUTPUT]
             words += ["--seeds", ",".join(map(str, seeds))]
+            words += ["--repeated", label] if len(seeds) > 1 else []
             words += ["--ways", ";".join(ways)] if ways else []
             if label.startswith(SMALL):
                 rates = [word for word in own if word.startswith("--optimizer.")]
