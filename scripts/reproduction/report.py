@@ -46,7 +46,7 @@ ABOUT = (  # paragraphs on how to read the page; `about` adds that on the embedd
     "In the items of nano and micro all weights have one learning rate, as is usual in the field. Later searches found "
     "that a lower rate for the projections is far better for full-rank training and SALAAD alike, so these comparisons "
     "hold for a single rate only. What is compared on the elastic page has two rates, and so have claims that are "
-    "judged by it: on small dense models, on other methods at nano-20, and on κ* at micro.",
+    "judged by it: on small dense models, and on other methods at nano-20.",
     "On the pages of the scales, cuts by energy weight every entry by the optimizer's second moments. Checkpoints "
     "before commit 42d0652 did not store these moments, so there cuts measured before it weight all entries of a block "
     "equally. On the pages of the scales *energy* is not refined, and *energy, refined* is what the elastic page and "
