@@ -36,7 +36,7 @@ from scripts.results_tables.measured import (
 from scripts.shares import NAMED, SEARCHED, SMALL, shares
 
 FAIR_WAYS = (
-    *("hpa", "hpa, head", "nested", "godec, head", "godec, head, tuned, each"),
+    *("hpa", "hpa, head", "nested", "godec, head", "godec, head, tuned, each", "godec, head, tuned"),
     *("rpca, head", "rpca, tuned, each", "rpca, head, tuned, each", "rpca, head, tuned"),
     *("cut, head", "tuned, each", "head, tuned, each", "head, tuned"),
 )
